@@ -1,0 +1,18 @@
+"""t5accel: make T5-like encoder-decoder models fast, each technique proven equal before it is timed.
+
+Importing the package loads nothing heavy; the names below are fetched from their module when first used.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_WHERE = {"load_t5": "t5accel.checkpoints", "T5Dims": "t5accel.checkpoints"}
+
+__all__ = ["T5Dims", "__version__", "load_t5"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 't5accel' has no attribute {name!r}; it offers {', '.join(__all__)}")

@@ -1,0 +1,1 @@
+"""One runtime each; every one satisfies `t5accel.decoding.Backend`."""

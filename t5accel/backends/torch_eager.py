@@ -1,0 +1,173 @@
+"""transformers' own T5 in torch's eager mode, with its key/value cache or without: the baseline of every comparison.
+
+The K rows of a source each get a copy of its cross-attention cache, as transformers does; the ONNX backends share one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from t5accel.checkpoints import T5Dims
+from t5accel.decoding.backend import as_integers, right_aligned
+from t5accel.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import EncoderDecoderCache, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TorchSource:
+    """Encoder output (B, S, d_model) and mask (B, S), on the model's device; ``owner`` is the backend's model."""
+
+    hidden: torch.Tensor
+    mask: torch.Tensor
+    owner: Any
+
+
+@dataclass
+class TorchState:
+    """A decoder state of R = B * K rows.
+
+    Attributes:
+        hidden, mask: the source, one copy per row: (R, S, d_model), (R, S).
+        tokens: (R, P) every token so far, right-aligned; only the uncached backend reads it.
+        lengths: (R,) how many of these are real; those to their left are padding.
+        cache: transformers' cache, ``None`` without one.
+        last: T of the last step.
+    """
+
+    hidden: torch.Tensor
+    mask: torch.Tensor
+    rows_per_source: int
+    tokens: torch.Tensor
+    lengths: np.ndarray
+    cache: EncoderDecoderCache | None
+    last: int = 0
+
+
+class TorchEager:
+    """A `Backend` over ``T5ForConditionalGeneration``.
+
+    Args:
+        model: a T5-like model; put into evaluation mode.
+        use_cache: with ``False`` every step runs the decoder over all tokens so far (the naive way; the encoder still
+            runs once).
+
+    >>> from t5accel.checkpoints import load_t5
+    >>> from t5accel.decoding import greedy
+    >>> backend = TorchEager(load_t5("random:t5-small")[0])
+    >>> greedy(backend, [[100, 200, 1]], max_new_tokens=5).sequences.shape
+    (1, 5)
+    """
+
+    def __init__(self, model: PreTrainedModel, *, use_cache: bool = True):
+        dims = T5Dims.of(model)
+        config = model.config
+        self.model, self.use_cache = model.eval(), use_cache
+        self.vocab_size = dims.vocab_size
+        self.pad_token_id, self.eos_token_id = config.pad_token_id, config.eos_token_id
+        self.decoder_start_token_id = config.decoder_start_token_id
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.lm_head.weight.device
+
+    @torch.inference_mode()
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> TorchSource:
+        ids = torch.as_tensor(input_ids, device=self.device)
+        mask = torch.as_tensor(attention_mask, device=self.device)
+        hidden = self.model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return TorchSource(hidden, mask, self.model)
+
+    def start(self, source: TorchSource, rows_per_source: int = 1) -> TorchState:
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        if getattr(source, "owner", None) is not self.model:
+            raise InputError("This source was encoded by another model or backend: encode it with this one.")
+        if rows_per_source < 1:
+            raise InputError(f"rows_per_source is {rows_per_source}; give at least 1.")
+        rows = len(source.hidden) * rows_per_source
+        return TorchState(
+            hidden=source.hidden.repeat_interleave(rows_per_source, 0),
+            mask=source.mask.repeat_interleave(rows_per_source, 0),
+            rows_per_source=rows_per_source,
+            tokens=torch.empty((rows, 0), dtype=torch.long, device=self.device),
+            lengths=np.zeros(rows, dtype=np.int64),
+            # Given explicitly because transformers would size it by the encoder's depth (4.57 and 5.x alike).
+            cache=EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.use_cache else None,
+        )
+
+    @torch.inference_mode()
+    def step(self, state: TorchState, input_ids: np.ndarray) -> np.ndarray:
+        new = as_integers(input_ids, "input_ids", rank=3)
+        batch, rows, count = new.shape
+        if (batch * rows, rows) != (len(state.hidden), state.rows_per_source) or not count:
+            expected = (len(state.hidden) // state.rows_per_source, state.rows_per_source)
+            raise InputError(f"input_ids has shape {new.shape}; this state takes {(*expected, 'T >= 1')}.")
+        flat = torch.as_tensor(new.reshape(batch * rows, count), device=self.device)
+        tokens = torch.cat([state.tokens, flat], dim=1)
+        lengths = state.lengths + count
+        ragged = lengths.min() < tokens.shape[1]
+        past_mask = torch.as_tensor(right_aligned(lengths, tokens.shape[1]), device=self.device) if ragged else None
+        outputs = self.model(
+            encoder_outputs=(state.hidden,),
+            attention_mask=state.mask,
+            decoder_input_ids=flat if self.use_cache else tokens,
+            decoder_attention_mask=past_mask,
+            past_key_values=state.cache,
+            use_cache=self.use_cache,
+        )
+        state.tokens, state.lengths, state.last = tokens, lengths, count
+        logits = outputs.logits[:, -count:].float().cpu().numpy()
+        return logits.reshape(batch, rows, count, self.vocab_size)
+
+    def reorder(self, state: TorchState, rows: np.ndarray) -> None:
+        rows = self._per_row(state, rows, "rows", highest=state.rows_per_source - 1)
+        first = np.arange(len(rows))[:, None] * state.rows_per_source
+        self._select(state, (first + rows).reshape(-1))
+
+    def keep(self, state: TorchState, sources: np.ndarray) -> None:
+        sources = as_integers(sources, "sources", rank=1)
+        batch = len(state.hidden) // state.rows_per_source
+        if not sources.size or sources.min() < 0 or sources.max() >= batch:
+            raise InputError(f"sources is {sources.tolist()}; give at least one index in 0 … {batch - 1}.")
+        self._select(state, (sources[:, None] * state.rows_per_source + np.arange(state.rows_per_source)).reshape(-1))
+
+    @torch.inference_mode()
+    def trim(self, state: TorchState, accepted: np.ndarray) -> None:
+        accepted = self._per_row(state, accepted, "accepted", highest=state.last).reshape(-1)
+        lengths = state.lengths - state.last + accepted
+        dropped = state.last - accepted  # real positions to leave out at the right end of each row
+        width = int(lengths.max())
+        # Position j of the new, right-aligned history of a row is position j + shift of its old one.
+        old_width = state.tokens.shape[1]
+        index = np.arange(width)[None, :] + (old_width - dropped - width)[:, None]
+        index = torch.as_tensor(np.maximum(index, 0), device=self.device)
+        state.tokens = state.tokens.gather(1, index)
+        if state.cache is not None:
+            for layer in state.cache.self_attention_cache.layers:
+                heads, d_kv = layer.keys.shape[1], layer.keys.shape[3]
+                where = index[:, None, :, None].expand(-1, heads, -1, d_kv)
+                layer.keys, layer.values = layer.keys.gather(2, where), layer.values.gather(2, where)
+        state.lengths, state.last = lengths, 0
+
+    def _per_row(self, state: TorchState, values: np.ndarray, name: str, *, highest: int) -> np.ndarray:
+        values = as_integers(values, name, rank=2)
+        shape = (len(state.hidden) // state.rows_per_source, state.rows_per_source)
+        if values.shape != shape or values.min() < 0 or values.max() > highest:
+            raise InputError(f"{name} of shape {values.shape}: give shape {shape} with values in 0 … {highest}.")
+        return values
+
+    @torch.inference_mode()
+    def _select(self, state: TorchState, flat_rows: np.ndarray) -> None:
+        index = torch.as_tensor(flat_rows, device=self.device)
+        state.hidden, state.mask, state.tokens = state.hidden[index], state.mask[index], state.tokens[index]
+        state.lengths = state.lengths[flat_rows]
+        if state.cache is not None:
+            for part in (state.cache.self_attention_cache, state.cache.cross_attention_cache):
+                for layer in part.layers:
+                    layer.keys, layer.values = layer.keys[index], layer.values[index]

@@ -1,0 +1,250 @@
+"""Load a T5-like model by name: the bundled one, a hub id, a folder, or seeded random weights of a published size.
+
+Random weights answer "how fast at that size?" without a download: speed does not depend on the values of the weights
+when the output length is forced. They are made *lively*, so that greedy outputs vary and equality tests mean something.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUNDLED = {"mini": "mini-t5"}
+T5_LIKE = ("t5", "mt5", "umt5")
+
+# Configurations of published checkpoints (google-t5/*, google/flan-t5-*, google/mt5-small): what shapes a model.
+_T5 = dict(vocab_size=32128, d_kv=64, feed_forward_proj="relu", tie_word_embeddings=True)
+_FLAN = dict(vocab_size=32128, d_kv=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+RANDOM_SIZES: dict[str, dict[str, Any]] = {
+    "t5-small": dict(_T5, d_model=512, d_ff=2048, num_heads=8, num_layers=6),
+    "t5-base": dict(_T5, d_model=768, d_ff=3072, num_heads=12, num_layers=12),
+    "t5-large": dict(_T5, d_model=1024, d_ff=4096, num_heads=16, num_layers=24),
+    "flan-t5-small": dict(_FLAN, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
+    "flan-t5-base": dict(_FLAN, d_model=768, d_ff=2048, num_heads=12, num_layers=12),
+    "mt5-small": dict(_FLAN, vocab_size=250112, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
+}
+# Short names under which the originals are widely known.
+HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
+
+
+def data_folder() -> Path:
+    """Where the bundled model and evaluation sets lie: inside the package (wheel), else beside it (checkout).
+
+    Raises:
+        ModelUnavailableError: neither folder exists, as after copying this module alone.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "data", package.parent / "data"):
+        if (folder / "eval").is_dir():
+            return folder
+    raise ModelUnavailableError(
+        f"No data folder at {package / 'data'} or {package.parent / 'data'}: install the t5accel wheel, run from a "
+        "checkout, or load a model from a folder of yours."
+    )
+
+
+@dataclass(frozen=True)
+class T5Dims:
+    """The sizes of a T5-like model, per layer where layers may differ (pruned models).
+
+    ``d_kv`` is read from the configuration: it is not always ``d_model // num_heads`` (flan-t5-small: 64, not 85).
+    """
+
+    vocab_size: int
+    d_model: int
+    d_kv: int
+    encoder_heads: tuple[int, ...]
+    decoder_heads: tuple[int, ...]
+    cross_heads: tuple[int, ...]
+    encoder_ff: tuple[int, ...]
+    decoder_ff: tuple[int, ...]
+    gated: bool
+    tied: bool
+
+    @property
+    def encoder_layers(self) -> int:
+        return len(self.encoder_heads)
+
+    @property
+    def decoder_layers(self) -> int:
+        return len(self.decoder_heads)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> T5Dims:
+        """Read the sizes off the weights themselves, which is right for pruned models too.
+
+        >>> T5Dims.of(random_t5(dict(_T5, d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
+        ... # doctest: +ELLIPSIS
+        T5Dims(vocab_size=32, d_model=8, d_kv=6, encoder_heads=(2,), ..., gated=False, tied=True)
+        """
+        config = model.config
+        _require_t5(config, type(model).__name__)
+        d_kv = config.d_kv
+
+        def heads(blocks: Any, layer: int, name: str) -> tuple[int, ...]:
+            return tuple(getattr(block.layer[layer], name).q.out_features // d_kv for block in blocks)
+
+        def widths(blocks: Any) -> tuple[int, ...]:
+            return tuple(block.layer[-1].DenseReluDense.wo.in_features for block in blocks)
+
+        encoder, decoder = model.encoder.block, model.decoder.block
+        return cls(
+            vocab_size=model.lm_head.out_features,
+            d_model=config.d_model,
+            d_kv=d_kv,
+            encoder_heads=heads(encoder, 0, "SelfAttention"),
+            decoder_heads=heads(decoder, 0, "SelfAttention"),
+            cross_heads=heads(decoder, 1, "EncDecAttention"),
+            encoder_ff=widths(encoder),
+            decoder_ff=widths(decoder),
+            gated=hasattr(decoder[0].layer[-1].DenseReluDense, "wi_0"),
+            tied=model.lm_head.weight is model.shared.weight,
+        )
+
+
+def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
+
+    Args:
+        name: ``"mini"`` (bundled), ``"random:t5-small"`` and other sizes in ``RANDOM_SIZES`` (seeded, offline), a
+            folder written by ``save_pretrained``, or a hub id such as ``"google-t5/t5-small"``.
+        seed: of the random weights; ignored otherwise.
+
+    Raises:
+        UnknownModelError: the name is none of these.
+        ModelUnavailableError: the hub cannot be reached or does not have it, or the folder is incomplete.
+        NotT5Error: the checkpoint is of another kind.
+
+    >>> model, tokenizer = load_t5("random:t5-small")
+    >>> model.config.d_model, tokenizer
+    (512, None)
+    """
+    text = os.fspath(name)
+    if not isinstance(text, str) or not text:
+        raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {_allowed()}")
+    if text in BUNDLED:
+        return _load_folder(data_folder() / BUNDLED[text])
+    if text.startswith("random:"):
+        size = text.removeprefix("random:")
+        if size not in RANDOM_SIZES:
+            raise UnknownModelError(f"No random size {size!r}. {_allowed()}")
+        return random_t5(RANDOM_SIZES[size], seed=seed, kind="mt5" if size.startswith("mt5") else "t5"), None
+    if Path(text).is_dir():
+        return _load_folder(Path(text))
+    hub_id = HUB_ALIASES.get(text, text)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
+        return _load_hub(hub_id)
+    raise UnknownModelError(f"No model {text!r}: not bundled, not random, not a folder, not a hub id. {_allowed()}")
+
+
+def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreTrainedModel:
+    """A seeded model of the given ``T5Config`` sizes whose greedy output varies (a *lively* one).
+
+    A default-initialised T5 emits one token for ever, so that "all tokens equal" would prove nothing about it: its tied
+    embedding favours the token just read. Random signs in the decoder's last norm take that advantage away; sharper
+    attention and wider position biases make the output depend on the source and on the order of its tokens.
+
+    Args:
+        sizes: keyword arguments of ``T5Config``.
+        seed: of torch's generator; the global random state is left as it was.
+        kind: ``"t5"``, ``"mt5"`` or ``"umt5"``.
+    """
+    import torch
+    import transformers
+
+    if kind not in T5_LIKE:
+        raise InputError(f"kind is {kind!r}; give one of {', '.join(T5_LIKE)}.")
+    prefix = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[kind]
+    config = getattr(transformers, f"{prefix}Config")(**{"decoder_start_token_id": 0, "dropout_rate": 0.0, **sizes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+        _enliven(model)
+    return model
+
+
+def _enliven(model: PreTrainedModel) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("Attention.q.weight"):
+                weight.mul_(3.0)  # sharper attention: the output depends on which token stands where
+            elif name.endswith("DenseReluDense.wo.weight"):
+                # relu outputs have a mean; its image, the same for every token, would decide the output.
+                weight.sub_(weight.mean(dim=1, keepdim=True))
+            elif "relative_attention_bias" in name:
+                weight.normal_(0.0, 1.0)
+        # With tied embeddings the last token's own embedding, still in the residual stream, would win for ever.
+        signs = torch.randint(2, model.decoder.final_layer_norm.weight.shape) * 2.0 - 1.0
+        model.decoder.final_layer_norm.weight.copy_(signs)
+
+
+def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    if not (folder / "config.json").is_file():
+        raise ModelUnavailableError(f"{folder} holds no config.json: give a folder written by save_pretrained().")
+    try:
+        return _from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        if isinstance(error, NotT5Error):
+            raise
+        raise ModelUnavailableError(f"{folder} cannot be loaded: {error}") from error
+
+
+def _load_hub(hub_id: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    try:
+        return _from_pretrained(hub_id, local_files_only=not _hub_resolves())
+    except OSError as error:
+        raise ModelUnavailableError(
+            f"{hub_id!r} could not be had from the model hub (no network, or no such model). Offline, load_t5('mini') "
+            "and load_t5('random:t5-small') work, as does a folder that was downloaded before."
+        ) from error
+
+
+def _hub_resolves() -> bool:
+    # Without a network the hub's client retries for half a minute and logs each try: ask for its address first.
+    from huggingface_hub import constants
+
+    if getproxies():
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
+
+
+def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    import torch
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    _require_t5(AutoConfig.from_pretrained(where, **options), where)
+    model = AutoModelForSeq2SeqLM.from_pretrained(where, dtype=torch.float32, **options).eval()
+    has_tokenizer = not Path(where).is_dir() or any(
+        (Path(where) / name).is_file() for name in ("tokenizer.json", "spiece.model", "tokenizer_config.json")
+    )
+    return model, AutoTokenizer.from_pretrained(where, **options) if has_tokenizer else None
+
+
+def _require_t5(config: Any, name: str) -> None:
+    kind = getattr(config, "model_type", type(config).__name__)
+    if kind not in T5_LIKE:
+        raise NotT5Error(
+            f"{name} is of type {kind!r}; t5accel handles {', '.join(T5_LIKE)} (flan and ByT5 are of type t5)."
+        )
+
+
+def _allowed() -> str:
+    names = ", ".join(map(repr, [*BUNDLED, *(f"random:{size}" for size in RANDOM_SIZES)]))
+    return f"Allowed: {names}; a folder written by save_pretrained(); a hub id such as 'google-t5/t5-small'."

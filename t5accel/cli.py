@@ -1,0 +1,137 @@
+"""The command line: parse, call, print. Everything that it does can be imported from the module it names."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from t5accel.errors import T5AccelError
+
+
+class _Group(typer.core.TyperGroup):
+    """Shows our own errors as one sentence on standard error; anything else keeps its traceback."""
+
+    def invoke(self, ctx):  # noqa: ANN001
+        try:
+            return super().invoke(ctx)
+        except (T5AccelError, FileNotFoundError) as error:
+            typer.echo(f"t5accel: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Make T5-like models fast: run, measure, train. `t5accel COMMAND --help` explains each.",
+)  # fmt: skip
+
+ModelOption = Annotated[str, typer.Option(help="mini, random:t5-small, a folder, or a hub id.")]
+
+
+@app.command()
+def run(
+    text: Annotated[str, typer.Argument(help="With T5's prefix: 'translate English to French: I am tired.'")],
+    model: ModelOption = "mini",
+    max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of the answer.")] = 64,
+) -> None:
+    """Answer one text, with the time it took."""
+    from t5accel.backends.torch_eager import TorchEager
+    from t5accel.checkpoints import load_t5
+    from t5accel.decoding import greedy
+    from t5accel.decoding.text import text_to_text
+
+    t5, tokenizer = load_t5(model)
+    backend = TorchEager(t5)
+    sizes: list[int] = []
+
+    def generate(ids, mask):  # noqa: ANN001, ANN202
+        out = greedy(backend, ids, mask, max_new_tokens=max_new_tokens).sequences
+        sizes.append(out.shape[1])
+        return out
+
+    answer = text_to_text(tokenizer, generate)
+    started = time.perf_counter()
+    (result,) = answer([text])
+    seconds = time.perf_counter() - started
+    typer.echo(result)
+    typer.echo(f"({sizes[0]} tokens in {seconds * 1e3:.0f} ms, torch with cache, first call)", err=True)
+
+
+@app.command()
+def bench(
+    model: ModelOption = "mini",
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file (.png, .svg).")] = None,
+    batch: int = 1,
+    source_tokens: int = 64,
+    new_tokens: Annotated[int, typer.Option(help="Forced: every technique generates exactly that many.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; ratios are formed within each.")] = 5,
+    threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
+    quality_limit: Annotated[
+        int | None, typer.Option(help="Rows per length bucket or half; 0: no quality. Default: all.")
+    ] = None,
+    peak_memory: Annotated[bool, typer.Option(help="One more process per technique.")] = True,
+) -> None:
+    """Measure every technique that exists: equal output first, then speed, memory and quality."""
+    from t5accel import scoreboard
+    from t5accel.bench import BenchConfig
+    from t5accel.bench import bench as measure_all
+
+    config = BenchConfig(
+        model=model, batch=batch, source_tokens=source_tokens, new_tokens=new_tokens, rounds=rounds, threads=threads,
+        quality_limit=quality_limit, peak_memory=peak_memory,
+    )  # fmt: skip
+    results = measure_all(config, command=" ".join(["t5accel", *sys.argv[1:]]))
+    if json:
+        results.write(json)
+    if plot:
+        scoreboard.plot(results.rows, plot)
+    typer.echo(scoreboard.table(results.rows))
+
+
+@app.command()
+def course(
+    notebooks: Annotated[Path, typer.Option(help="Folder of the numbered notebooks.")] = Path("notebooks"),
+    out: Annotated[Path, typer.Option(help="Folder for executed copies and the scoreboard.")] = Path("build/course"),
+) -> None:
+    """Run every notebook in order and print a first scoreboard."""
+    from t5accel.course import run_course, summary
+
+    runs, board = run_course(notebooks, out)
+    typer.echo(f"\n{summary(runs)}\n\n{board}\n\nExecuted copies and scoreboard.html: {out}")
+
+
+@app.command()
+def train(
+    pairs: Annotated[Path, typer.Option(help="UTF-8, one 'English<TAB>French' pair a line.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, log and the finished model.")],
+    steps: Annotated[int, typer.Option(help="May be raised later; the run goes on.")] = 6500,
+    seed: int = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
+    prolong: Annotated[bool, typer.Option(help="Go back to before the learning rate fell, then on.")] = False,
+) -> None:
+    """Reproduce the bundled model; interrupted, the same command goes on."""
+    import torch
+
+    from t5accel import machine
+    from t5accel.students import train as training
+
+    torch.set_num_threads(threads or machine.cpu_threads())
+    if prolong:
+        training.prolong(out)
+    typer.echo(f"Wrote {training.reproduce(pairs, out, training.TrainConfig(steps=steps, seed=seed), device=device)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Check the installation: what is there, what is missing, and what for."""
+    from t5accel.doctor import diagnose, report
+
+    checks = diagnose()
+    typer.echo(report(checks))
+    if any(check.ok is False for check in checks):
+        raise typer.Exit(1)

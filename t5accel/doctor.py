@@ -1,0 +1,133 @@
+"""Check an installation: what is there, what is missing, and which part of the course each thing is needed for."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+from t5accel import machine
+from t5accel.checkpoints import BUNDLED, data_folder
+from t5accel.errors import T5AccelError
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. ``ok`` is ``None`` where something optional is absent; ``remedy`` says what to do about it."""
+
+    name: str
+    ok: bool | None
+    found: str
+    needed_for: str
+    remedy: str = ""
+
+
+def _package(module: str, distribution: str, needed_for: str, extra: str = "", *, required: bool = False) -> Check:
+    if find_spec(module) is not None:
+        try:
+            return Check(distribution, True, metadata.version(distribution), needed_for)
+        except metadata.PackageNotFoundError:
+            return Check(distribution, True, "present", needed_for)
+    remedy = f"pip install 't5accel[{extra}]'" if extra else f"pip install {distribution}"
+    return Check(distribution, False if required else None, "missing", needed_for, remedy)
+
+
+def _python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    return Check("python", sys.version_info >= (3, 11), found, "everything", "install Python 3.11 or newer")
+
+
+def _transformers() -> Check:
+    check = _package("transformers", "transformers", "loading T5 models", required=True)
+    if check.ok:
+        major, minor = map(int, re.findall(r"\d+", check.found)[:2])
+        if not (4, 57) <= (major, minor) < (6, 0):
+            return Check(check.name, False, check.found, check.needed_for, "pip install 'transformers>=4.57,<6'")
+    return check
+
+
+def _onnxruntime() -> Check:
+    installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
+    needed_for = "the ONNX notebooks"
+    if len(installed) == 2:
+        remedy = f"pip uninstall {' '.join(installed)}, then install one: they overwrite each other's files"
+        return Check("onnxruntime", False, "both onnxruntime and onnxruntime-gpu", needed_for, remedy)
+    if not installed:
+        remedy = "pip install 't5accel[cpu]' (or [gpu])"
+        return Check("onnxruntime", None, "missing", needed_for, remedy)
+    return Check("onnxruntime", True, f"{installed[0]} {metadata.version(installed[0])}", needed_for)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _bundled_model() -> Check:
+    needed_for = "everything offline: load_t5('mini')"
+    try:
+        folder = data_folder() / BUNDLED["mini"]
+    except T5AccelError as error:
+        return Check("bundled model", False, "missing", needed_for, str(error))
+    missing = [n for n in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / n).is_file()]
+    if missing:
+        return Check("bundled model", False, f"{', '.join(missing)} missing", needed_for, "install t5accel again")
+    size = (folder / "model.safetensors").stat().st_size
+    return Check("bundled model", True, f"{size / 1e6:.0f} MB of weights", needed_for)
+
+
+def _gpu() -> Check:
+    gpu = machine.facts()["gpu"] if find_spec("torch") else None
+    if gpu is None:
+        return Check("GPU", None, "none", "the GPU notebooks show recorded results without one")
+    return Check("GPU", True, gpu["name"], "the GPU notebooks")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    _python,
+    lambda: _package("torch", "torch", "everything", required=True),
+    _transformers,
+    lambda: _package("tokenizers", "tokenizers", "tokenising", required=True),
+    _bundled_model,
+    _onnxruntime,
+    lambda: _package("optimum", "optimum-onnx", "the cells that show optimum beside ours", "optimum"),
+    lambda: _package("datasets", "datasets", "tasks.load()", "course"),
+    lambda: _package("evaluate", "evaluate", "the metric modules in data/metrics", "course"),
+    lambda: _package("sacrebleu", "sacrebleu", "quality: BLEU and chrF", "course"),
+    lambda: _package("rouge_score", "rouge-score", "quality: ROUGE", "course"),
+    lambda: _package("matplotlib", "matplotlib", "plots", "course"),
+    lambda: _package("jupyterlab", "jupyterlab", "make lab", "course"),
+    lambda: _package("nbclient", "nbclient", "make course", "course"),
+    _gpu,
+)
+
+
+def diagnose() -> list[Check]:
+    """Run every check. Nothing is changed and nothing is downloaded.
+
+    >>> [check.name for check in diagnose()][:2]
+    ['python', 'torch']
+    """
+    return [check() for check in CHECKS]
+
+
+def report(checks: list[Check]) -> str:
+    """A plain-text table: a mark, what was found, what it is for, and what to do where something is amiss.
+
+    >>> print(report([Check("matplotlib", None, "missing", "plots", "pip install 't5accel[course]'")]))
+    - matplotlib   missing   for plots; to get it: pip install 't5accel[course]'
+    """
+    width, found = (max(len(getattr(check, name)) for check in checks) for name in ("name", "found"))
+    marks = {True: "+", False: "!", None: "-"}
+    lines = []
+    for check in checks:
+        remedy = f"; to get it: {check.remedy}" if check.remedy and not check.ok else ""
+        text = f"{marks[check.ok]} {check.name:<{width}}   {check.found:<{found}}   for {check.needed_for}{remedy}"
+        lines.append(text)
+    return "\n".join(lines)

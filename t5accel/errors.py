@@ -1,0 +1,33 @@
+"""Every error that t5accel raises on purpose. Each says what was given, what is allowed and what to change.
+
+They share one base, so that `except T5AccelError` catches ours and nothing else, and each is also the built-in kind
+(`ValueError`, `OSError`) that a caller who does not know this package would expect.
+"""
+
+
+class T5AccelError(Exception):
+    """Base of all errors of this package."""
+
+
+class InputError(T5AccelError, ValueError):
+    """An argument has a wrong value, shape or type."""
+
+
+class UnknownModelError(T5AccelError, ValueError):
+    """A model name that is neither bundled, nor seeded-random, nor a folder, nor a hub id."""
+
+
+class ModelUnavailableError(T5AccelError, OSError):
+    """A model that exists in principle and cannot be had now: no network, or an incomplete folder."""
+
+
+class NotT5Error(T5AccelError, ValueError):
+    """A checkpoint that is not a T5-like encoder-decoder."""
+
+
+class UnequalWorkError(T5AccelError, ValueError):
+    """Two timings that did not do the same work: their ratio would mean nothing."""
+
+
+class MissingPackageError(T5AccelError, ImportError):
+    """An optional package that this call needs is not installed; the message names the extra that brings it."""

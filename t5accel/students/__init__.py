@@ -1,0 +1,1 @@
+"""Make or shrink a model: training data, vocabulary, training."""

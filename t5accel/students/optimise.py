@@ -1,0 +1,154 @@
+"""One optimiser step of a T5: the schedule, the optimisers, dropout that is cheap on a CPU, and the loss.
+
+The learning rate warms up, stays, and falls to zero over the last quarter of the steps ("warm-up, stable, decay": Hu et
+al. 2024, MiniCPM), so that a run can be prolonged from before the fall. Matrices inside the layers are trained by Muon
+(Jordan et al. 2024; `torch.optim.Muon`), everything else by AdamW: in a trial of 150 steps on translation alone, Muon
+had a validation loss of 3.59 nats a token where AdamW at its best stable rate had 4.36.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from t5accel.students.mixture import Batch
+
+IGNORED = -100  # the label that cross-entropy skips
+
+
+def learning_rate_factor(step: int, steps: int, *, warmup_steps: int = 300, decay_share: float = 0.25) -> float:
+    """Warm-up, stable, linear decay to zero; multiplies each optimiser's peak rate.
+
+    >>> [learning_rate_factor(s, 1000, warmup_steps=100) for s in (49, 500, 875, 1000)]
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    decay_steps = max(1, round(steps * decay_share))
+    return max(0.0, min(1.0, (step + 1) / warmup_steps, (steps - step) / decay_steps))
+
+
+class PooledDropout(torch.nn.Module):
+    """Dropout that reads its mask at a random place of a pool drawn once.
+
+    On a CPU torch draws dropout's random bits on one thread, which took up to half of a training step.
+    """
+
+    pools: dict[tuple[float, torch.device, torch.dtype], torch.Tensor] = {}
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        key = (self.p, x.device, x.dtype)
+        pool = self.pools.get(key)
+        if pool is None or pool.numel() < 2 * x.numel():
+            size = max(1 << 24, 4 * x.numel())
+            pool = self.pools[key] = ((torch.rand(size, device=x.device) >= self.p) / (1 - self.p)).to(x.dtype)
+        start = int(torch.randint(pool.numel() - x.numel(), (1,)))
+        return x * pool[start : start + x.numel()].view(x.shape)
+
+
+def use_pooled_dropout(module: torch.nn.Module) -> None:
+    """Replace every ``nn.Dropout`` below ``module``; dropout of attention weights, drawn elsewhere, is left out."""
+    for name, child in module.named_children():
+        if isinstance(child, torch.nn.Dropout):
+            setattr(module, name, PooledDropout(child.p))
+        else:
+            use_pooled_dropout(child)
+    if type(module).__name__ == "T5Attention":
+        module.dropout = 0.0
+
+
+def new_optimizers(
+    model: torch.nn.Module, *, learning_rate: float, matrix_learning_rate: float | None
+) -> list[torch.optim.Optimizer]:
+    """AdamW for embeddings, biases and norms, and Muon for the matrices inside the layers.
+
+    Args:
+        learning_rate: AdamW's peak.
+        matrix_learning_rate: Muon's peak; with ``None`` AdamW trains everything.
+    """
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".block." in n and "bias" not in n]
+    chosen = {id(p) for p in matrices} if matrix_learning_rate else set()
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    ]
+    if matrix_learning_rate:
+        muon = torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def padded(rows: list[list[int]], value: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Right-padded (len(rows), longest) int64 tensor.
+
+    >>> padded([[5, 6], [7]], 0).tolist()
+    [[5, 6], [7, 0]]
+    """
+    longest = max(map(len, rows))
+    return torch.tensor([row + [value] * (longest - len(row)) for row in rows], device=device)
+
+
+def batch_loss(model: torch.nn.Module, batch: Batch, smoothing: float) -> tuple[torch.Tensor, int]:
+    """Summed cross-entropy in nats over the labels of a batch, and their number."""
+    device = next(model.parameters()).device
+    input_ids, labels = padded(batch[0], 0, device), padded(batch[1], IGNORED, device)
+    decoder_input_ids = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1].clamp(min=0)], dim=1)
+    mask = (input_ids != 0).long()
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(
+            input_ids=input_ids, attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
+        ).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
+    )
+    return loss, sum(map(len, batch[1]))
+
+
+def by_labels(batches: list[Batch]) -> tuple[float, ...]:
+    """Weights under which every label counts alike, whatever batch it is in; they sum to 1.
+
+    >>> by_labels([([], [[5, 1], [1]]), ([], [[1]])])
+    (0.75, 0.25)
+    """
+    labels = [sum(map(len, targets)) for _, targets in batches]
+    return tuple(count / sum(labels) for count in labels)
+
+
+def optimiser_step(
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    batches: list[Batch],
+    weights: tuple[float, ...],
+    *,
+    factor: float,
+    smoothing: float,
+) -> float:
+    """One update from the weighted sum of the batches' mean losses, which is returned, in nats per token.
+
+    Args:
+        weights: one for each batch.
+        factor: multiplies the optimisers' peak learning rates.
+        smoothing: of the labels, 0 … 1.
+    """
+    total = 0.0
+    for batch, weight in zip(batches, weights, strict=True):
+        loss, labels = batch_loss(model, batch, smoothing)
+        loss = loss * (weight / labels)
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return total

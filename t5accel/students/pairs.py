@@ -1,0 +1,85 @@
+"""Translation pairs: read a tab-separated file, hold sentences out by a hash, join short ones into long ones.
+
+The hold-out is decided by the English sentence alone and not by chance, so that every run, machine and later
+student agrees on which sentences no model has ever been trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from t5accel.errors import InputError
+
+Pair = tuple[str, str]
+
+WHERE_TO_GET_PAIRS = (
+    "Give a UTF-8 file with one 'English<TAB>French' pair a line: the eng-fra list of Tatoeba "
+    "(tatoeba.org, Downloads; CC BY 2.0 FR) is what the bundled model was trained on."
+)
+
+
+@dataclass(frozen=True)
+class PairSplit:
+    """Training pairs and, apart from them, held-out English sentences with all their French references."""
+
+    train: tuple[Pair, ...]
+    held_out: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def tidy(text: str) -> str:
+    """Normalise as the tokenizer does (NFKC, single spaces), so that references and outputs are comparable.
+
+    >>> tidy("Va\\u202f!  Vite.")
+    'Va ! Vite.'
+    """
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+def read_pairs(path: str | Path) -> list[Pair]:
+    """Read ``English<TAB>French`` lines. Raises ``FileNotFoundError`` or ``ValueError`` saying what to do."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"No translation pairs at {path}. {WHERE_TO_GET_PAIRS}")
+    pairs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        fields = line.split("\t")
+        if len(fields) < 2 or not fields[0].strip() or not fields[1].strip():
+            raise InputError(f"{path}, line {number}: no 'English<TAB>French' pair in {line!r}. {WHERE_TO_GET_PAIRS}")
+        pairs.append((tidy(fields[0]), tidy(fields[1])))
+    return pairs
+
+
+def split_pairs(pairs: Iterable[Pair], held_out: int = 1000) -> PairSplit:
+    """Hold out the ``held_out`` English sentences with the smallest SHA-256, with all their references.
+
+    >>> split = split_pairs([("Go.", "Va !"), ("Go.", "Allez !"), ("Run!", "Cours !")], held_out=1)
+    >>> len(split.held_out), all(english != split.held_out[0][0] for english, _ in split.train)
+    (1, True)
+    """
+    by_source: dict[str, list[str]] = {}
+    for english, french in pairs:
+        by_source.setdefault(english, []).append(french)
+    if held_out >= len(by_source):
+        raise InputError(
+            f"Cannot hold out {held_out} of {len(by_source)} English sentences: give more pairs or hold out fewer."
+        )
+    ranked = sorted(by_source, key=lambda english: hashlib.sha256(english.lower().encode()).hexdigest())
+    chosen = set(ranked[:held_out])
+    return PairSplit(
+        train=tuple(
+            (english, french) for english, frenches in by_source.items() if english not in chosen for french in frenches
+        ),
+        held_out=tuple((english, tuple(by_source[english])) for english in ranked[:held_out]),
+    )
+
+
+def joined(pairs: tuple[Pair, ...], rng: random.Random, share: float = 0.25) -> Pair:
+    """One pair, or with probability ``share`` two to four joined by spaces: the file's sentences are short."""
+    count = rng.choices((2, 3, 4), (6, 3, 1))[0] if rng.random() < share else 1
+    chosen = [pairs[rng.randrange(len(pairs))] for _ in range(count)]
+    return " ".join(english for english, _ in chosen), " ".join(french for _, french in chosen)

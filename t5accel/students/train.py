@@ -1,0 +1,246 @@
+"""Train the bundled model: a small T5 that translates, summarises and answers, from pairs and seeded generators.
+
+Needs torch, transformers, tokenizers and safetensors only, so that it also runs on a bare GPU machine. Interrupted at
+any moment, it goes on from its last checkpoint with the batches it would have seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from t5accel.errors import InputError
+from t5accel.students.mixture import Batch, Mixture, block, evaluation_sources, pack, question_example, summary_example
+from t5accel.students.optimise import (
+    batch_loss,
+    by_labels,
+    learning_rate_factor,
+    new_optimizers,
+    optimiser_step,
+    use_pooled_dropout,
+)
+from t5accel.students.pairs import Pair, read_pairs, split_pairs
+from t5accel.students.vocabulary import train_tokenizer
+from t5accel.tasks import TRANSLATE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Answers are so short that by labels alone they would have a fourteenth of translation's say.
+BALANCE = (0.6, 0.4)  # translation, the other task
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides the outcome. ``steps`` may grow between runs; the rest must stay.
+
+    Raises ``InputError`` for an unknown optimiser or fewer than one step.
+    """
+
+    steps: int = 6500
+    seed: int = 0
+    learning_rate: float = 2e-3  # AdamW's, of embeddings, biases and norms (of everything with "adamw")
+    matrix_learning_rate: float = 2.5e-3  # Muon's
+    optimizer: str = "muon"  # or "adamw"
+    warmup_steps: int = 300
+    decay_share: float = 0.25
+    label_smoothing: float = 0.1
+    balanced_from: int = 1000  # before this step every label weighs alike, from it on every batch as `BALANCE` says
+    dropout: float = 0.1
+    d_model: int = 256
+    d_kv: int = 32
+    d_ff: int = 1024
+    num_heads: int = 8
+    num_layers: int = 4
+    vocab_size: int = 6000
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("muon", "adamw"):
+            raise InputError(f"optimizer is {self.optimizer!r}; give 'muon' or 'adamw'.")
+        if self.steps < 1:
+            raise InputError(f"steps is {self.steps}; give at least 1.")
+
+    def factor(self, step: int) -> float:
+        """What multiplies the peak learning rates at ``step``."""
+        return learning_rate_factor(step, self.steps, warmup_steps=self.warmup_steps, decay_share=self.decay_share)
+
+
+def new_model(config: TrainConfig) -> PreTrainedModel:
+    """A freshly initialised ``T5ForConditionalGeneration`` of the configured size (relu, tied embeddings)."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(config.seed)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=config.vocab_size, d_model=config.d_model, d_kv=config.d_kv, d_ff=config.d_ff,
+            num_heads=config.num_heads, num_layers=config.num_layers, num_decoder_layers=config.num_layers,
+            dropout_rate=config.dropout, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        )
+    )  # fmt: skip
+    use_pooled_dropout(model)
+    return model
+
+
+def steps_from(mixture: Mixture, encode: Encode, seed: int, step: int) -> Iterator[list[Batch]]:
+    """The batches of steps ``step``, ``step + 1``, … without end."""
+    number, offset = divmod(step, mixture.steps_per_block)
+    while True:
+        yield from islice(block(mixture, encode, seed, number), offset, None)
+        number, offset = number + 1, 0
+
+
+def validation_sets(held_out: list[tuple[str, str]], encode: Encode) -> dict[str, list[Batch]]:
+    """Held-out translation pairs, and reports and questions of seen templates, as batches."""
+    rng = random.Random("validation")
+    tasks = {
+        "translation": held_out,
+        "summaries": [summary_example(rng) for _ in range(64)],
+        "questions": [question_example(rng) for _ in range(128)],
+    }
+    return {
+        name: pack(encode([s for s, _ in rows]), encode([t for _, t in rows]), 6000) for name, rows in tasks.items()
+    }
+
+
+@torch.no_grad()
+def validation_losses(model: PreTrainedModel, sets: dict[str, list[Batch]]) -> dict[str, float]:
+    """Nats per token on the batches of each task, without dropout or smoothing."""
+    model.eval()
+    losses = {}
+    for name, batches in sets.items():
+        sums = [batch_loss(model, batch, 0.0) for batch in batches]
+        losses[name] = round(sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums), 4)
+    model.train()
+    return losses
+
+
+class Checkpoint:
+    """What a run needs to go on: weights, optimiser states, step and configuration, in one file.
+
+    ``stable.pt`` beside it keeps the state before the learning rate fell: `prolong` goes back to it.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, model: PreTrainedModel, optimizers: list[Any]):
+        self.file, self.stable = folder / "checkpoint.pt", folder / "stable.pt"
+        self.config, self.model, self.optimizers = asdict(config), model, optimizers
+
+    def save(self, path: Path, step: int) -> None:
+        """Write in one piece: a kill leaves either the old file or the new one."""
+        partial = path.with_suffix(".partial")
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config}
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def resume(self, device: str) -> int:
+        """Load the last state, if there is one, and return its step (0 without)."""
+        if not self.file.is_file():
+            return 0
+        state = torch.load(self.file, map_location=device, weights_only=True)
+        if {**state["config"], "steps": 0} != {**self.config, "steps": 0}:
+            raise InputError(f"{self.file} was made with {state['config']}, not {self.config}: use another folder.")
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return state["step"]
+
+
+def prolong(folder: Path) -> None:
+    """Put the state before the learning rate fell back in place, so that a longer run can go on from there."""
+    if not (folder / "stable.pt").is_file():
+        raise InputError(f"No {folder / 'stable.pt'}: this run has not reached its decay, just give it more steps.")
+    os.replace(folder / "stable.pt", folder / "checkpoint.pt")
+
+
+def train(
+    mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[str, str]], folder: Path,
+    config: TrainConfig, *, device: str = "cpu", validate_every: int = 250, save_every: int = 250,
+) -> PreTrainedModel:  # fmt: skip
+    """Train until ``config.steps`` and return the model in evaluation mode.
+
+    Args:
+        held_out: (source, target) texts for the validation loss.
+        folder: for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``; a checkpoint found there is gone on from.
+
+    Raises:
+        InputError: the checkpoint was made with another configuration.
+    """
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts)["input_ids"]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model = new_model(config).to(device).train()
+    muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
+    optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
+    checkpoint = Checkpoint(folder, config, model, optimizers)
+    step = checkpoint.resume(device)
+    sets = validation_sets(held_out, encode)
+    mean, started = None, time.perf_counter()
+    with tqdm(total=config.steps, initial=step, unit="step", mininterval=5) as bar:
+        for batches in steps_from(mixture, encode, config.seed, step):
+            if step >= config.steps:
+                break
+            torch.manual_seed(config.seed * 1_000_003 + step)  # dropout too repeats after a resume
+            factor = config.factor(step)
+            weights = BALANCE if step >= config.balanced_from else by_labels(batches)
+            loss = optimiser_step(
+                model, optimizers, batches, weights, factor=factor, smoothing=config.label_smoothing
+            )
+            mean = loss if mean is None else 0.98 * mean + 0.02 * loss
+            step += 1
+            bar.update()
+            bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
+            if step % validate_every == 0 or step == config.steps:
+                seconds = round(time.perf_counter() - started, 1)
+                row = {"step": step, "train_loss": round(mean, 4), **validation_losses(model, sets), "seconds": seconds}
+                with (folder / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(row) + "\n")
+            if config.factor(step) < 1.0 <= factor:
+                checkpoint.save(checkpoint.stable, step)
+            if step % save_every == 0 or step == config.steps:
+                checkpoint.save(checkpoint.file, step)
+    return model.eval()
+
+
+def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
+    """What the vocabulary is made from: the training pairs, and some examples of the other two tasks."""
+    rng = random.Random(f"{seed}/vocabulary")
+    reports = [text for _ in range(1500) for text in summary_example(rng)]
+    stories = [text for _ in range(3000) for text in question_example(rng)]
+    return [text for pair in pairs for text in pair] + reports + stories + [TRANSLATE + "."] * 2000
+
+
+def reproduce(
+    pairs_file: Path, folder: Path, config: TrainConfig, *, device: str = "cpu", held_out: int = 1000
+) -> Path:
+    """The whole road from a file of pairs to a checkpoint: vocabulary, training, ``folder/model`` in fp16.
+
+    Raises:
+        FileNotFoundError, ValueError: the pairs are missing or malformed; the message says where to obtain some.
+    """
+    from transformers import AutoTokenizer
+
+    split = split_pairs(read_pairs(pairs_file), held_out)
+    tokenizer_folder = folder / "tokenizer"
+    if not (tokenizer_folder / "tokenizer.json").is_file():
+        train_tokenizer(vocabulary_texts(split.train, config.seed), config.vocab_size).save_pretrained(tokenizer_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    mixture = Mixture(split.train, evaluation_sources())
+    validation = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
+    model = train(mixture, tokenizer, validation, folder, config, device=device)
+    model.to(torch.float16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"

@@ -1,0 +1,150 @@
+"""Hygiene of the notebooks as they are committed: read, never run (`make course` runs them)."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LONGEST_CELL = 25
+LARGEST_FILE = 300_000
+# Guarded imports: optimum is absent on transformers 5.x, google.colab everywhere else than there.
+MAY_BE_ABSENT = {"optimum", "google"}
+VOLATILE = {"widgets", "execution", "ExecuteTime", "executionInfo", "outputId", "papermill", "vscode", "scrolled"}
+ABSOLUTE_PATH = re.compile(r"(?<![\w.~:/-])/(?:root|home|work|opt|Users|tmp|mnt|var)/|\b[A-Z]:\\\\?\w")
+
+# The road of CONTRIBUTING.md: each step is a heading, in words that fit the notebook.
+ROAD = {
+    "question": r"question|what do we want|\bask",
+    "prediction": r"predict|expect|estimate|guess",
+    "equality check": r"equal|identical|\bsame\b|agree|parity",
+    "measurement": r"measur|timing|how fast|how long",
+    "surprise": r"surpris|unexpected|did not see coming",
+    "exercises": r"exercise|your turn",
+}
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=nbformat.NO_CONVERT)
+
+
+def code_cells(path: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def headings(path: Path) -> list[tuple[int, str]]:
+    """(level, text) of the headings in markdown cells; `#` inside fenced code is none."""
+    found = []
+    for cell in read(path).cells:
+        if cell.cell_type == "markdown":
+            prose = re.sub(r"^```.*?^```", "", cell.source, flags=re.MULTILINE | re.DOTALL)
+            found += [(len(marks), text) for marks, text in re.findall(r"^(#{1,6})\s+(.*)$", prose, re.MULTILINE)]
+    return found
+
+
+def each_notebook(test):
+    return pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)(test)
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS, "notebooks/ holds no notebook: the other tests of this file would have tested nothing"
+    for path in NOTEBOOKS:
+        assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem), f"{path.name}: name it NN_topic.ipynb"
+
+
+@each_notebook
+def test_format_and_size(path: Path) -> None:
+    nbformat.validate(read(path))
+    assert path.stat().st_size < LARGEST_FILE
+
+
+@each_notebook
+def test_was_run_once_from_top_to_bottom(path: Path) -> None:
+    counts = [cell.execution_count for cell in code_cells(path)]
+    assert counts == list(range(1, len(counts) + 1)), "restart the kernel and run all cells (empty cells have to go)"
+
+
+@each_notebook
+def test_no_error_is_committed(path: Path) -> None:
+    for number, cell in enumerate(code_cells(path), 1):
+        assert not [out for out in cell.outputs if out.output_type == "error"], f"code cell {number} failed"
+
+
+@each_notebook
+def test_code_cells_are_short(path: Path) -> None:
+    for number, cell in enumerate(code_cells(path), 1):
+        lines = len(cell.source.splitlines())
+        assert lines <= LONGEST_CELL, f"code cell {number} has {lines} lines: move what others need into t5accel"
+
+
+@each_notebook
+def test_one_title_and_the_whole_road(path: Path) -> None:
+    found = headings(path)
+    assert [level for level, _ in found].count(1) == 1, "exactly one H1"
+    sections = [text for level, text in found if level > 1]
+    for step, words in ROAD.items():
+        assert any(re.search(words, text, re.IGNORECASE) for text in sections), f"no heading for the {step}: {sections}"
+    assert re.search(ROAD["exercises"], " ".join(sections[-3:]), re.IGNORECASE), "exercises close the notebook"
+
+
+@each_notebook
+def test_no_volatile_metadata(path: Path) -> None:
+    notebook = read(path)
+    assert not VOLATILE & notebook.metadata.keys()
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert re.fullmatch(r"Python 3( \(ipykernel\))?", notebook.metadata.kernelspec.display_name)
+    for number, cell in enumerate(notebook.cells, 1):
+        assert not VOLATILE & cell.metadata.keys(), f"cell {number}: {VOLATILE & cell.metadata.keys()}"
+        for output in cell.get("outputs", []):
+            widgets = [kind for kind in output.get("data", {}) if "widget" in kind]
+            assert not widgets, f"cell {number}: a widget shows nothing where no kernel runs (GitHub)"
+
+
+@each_notebook
+def test_no_path_of_one_machine(path: Path) -> None:
+    for number, cell in enumerate(read(path).cells, 1):
+        texts = [cell.source]
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            texts += [output.get("text", ""), *(str(data[kind]) for kind in data if not kind.startswith("image/"))]
+        for text in texts:
+            found = ABSOLUTE_PATH.search(text)
+            assert not found, f"cell {number}: {text[found.start() : found.start() + 60]!r}"
+
+
+@each_notebook
+def test_imports_are_installed(path: Path) -> None:
+    for number, cell in enumerate(code_cells(path), 1):
+        tree = ast.parse(TransformerManager().transform_cell(cell.source))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"code cell {number}: a notebook is in no package"
+                names = [node.module]
+            else:
+                continue
+            for name in names:
+                top = name.split(".")[0]
+                assert not (ROOT / "notebooks" / f"{top}.py").exists(), f"{top} belongs into t5accel"
+                whole = name if top == "t5accel" else top
+                assert top in MAY_BE_ABSENT or importlib.util.find_spec(whole), f"code cell {number}: no {whole}"
+
+
+@each_notebook
+def test_the_first_code_cell_is_the_bootstrap(path: Path) -> None:
+    source = code_cells(path)[0].source
+    assert "t5accel" in source and re.search(r"find_spec|ImportError|ModuleNotFoundError", source), (
+        "the first code cell finds t5accel, or says in one sentence (or does) what is missing, as on Colab"
+    )
+
+
+@each_notebook
+def test_nothing_is_installed_elsewhere(path: Path) -> None:
+    for number, cell in enumerate(code_cells(path)[1:], 2):
+        assert not re.search(r"\bpip3?\s+install\b", cell.source), f"code cell {number}: only the bootstrap installs"

@@ -1,0 +1,413 @@
+"""Scores equal those of the libraries they rest on, answers follow SQuAD's rules, and every check here can fail."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t5accel import quality, tasks
+from t5accel.errors import InputError, MissingPackageError, T5AccelError
+
+# the machine may be busy with other work: a slow example is no failure
+unhurried = settings(deadline=None, max_examples=60)
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT_SCORES = [quality.bleu, quality.chrf, quality.rouge, quality.exact_match, quality.f1]
+
+# in sources' order every known source and its first reference, so that a generate() can be right without a model
+ANSWERS = {
+    tasks.source_text(name, row): tasks.references(name, row)[0] for name in tasks.NAMES for row in tasks.rows(name)
+}
+
+
+def perfect(sources: list[str]) -> list[str]:
+    return [ANSWERS[source] for source in sources]
+
+
+def without_last_word(sources: list[str]) -> list[str]:
+    return [text.rsplit(" ", 1)[0] if " " in text else "" for text in perfect(sources)]
+
+
+def damaged(name: str) -> tuple[list[str], list[list[str]]]:
+    """Predictions that are neither perfect nor hopeless, with the references of a whole set."""
+    rng = random.Random(7)
+    rows = tasks.rows(name)
+    predictions = [" ".join(w for w in tasks.references(name, row)[-1].split() if rng.random() < 0.8) for row in rows]
+    return predictions, [tasks.references(name, row) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def scorers() -> None:
+    """For tests that need the scoring libraries, which a bare GPU machine lacks."""
+    pytest.importorskip("sacrebleu")
+    pytest.importorskip("rouge_score")
+
+
+def test_doctests(scorers: None) -> None:
+    assert doctest.testmod(quality).failed == 0
+
+
+# --- texts
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(quality.bleu, "corpus_bleu"), (quality.chrf, "corpus_chrf")])
+def test_bleu_and_chrf_equal_sacrebleu(ours, theirs: str) -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    predictions, references = damaged("translation")
+    streams = [[row[i] if i < len(row) else None for row in references] for i in range(3)]
+    expected = getattr(sacrebleu, theirs)(predictions, streams).score
+    assert 20 < expected < 99
+    assert ours(predictions, references) == expected
+    # the further references must count, or the transposition lost them
+    assert ours(predictions, [row[:1] for row in references]) < expected
+
+
+def test_rouge_equals_rouge_score_with_the_best_reference() -> None:
+    rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
+    predictions, references = damaged("summaries")
+    references = [[other[0], row[0]] for row, other in zip(references, references[1:] + references[:1], strict=True)]
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"])
+    for kind, score in quality.rouge(predictions, references).items():
+        best = [
+            max(scorer.score(reference, text)[kind].fmeasure for reference in row)
+            for text, row in zip(predictions, references, strict=True)
+        ]
+        assert 20 < score < 99 and score == pytest.approx(100 * sum(best) / len(best), abs=1e-9)
+
+
+@pytest.mark.parametrize(("prediction", "references", "em", "overlap"), [
+    ("The Eiffel Tower!", ["eiffel tower"], 100, 100),
+    ("eiffel  tower", ["Paris", "the Eiffel Tower"], 100, 100),
+    ("a tower of Eiffel", ["Eiffel Tower"], 0, 80),  # 2 common words of 3 and 2: 2·2 / 5
+    ("pot pot", ["pot"], 0, 200 / 3),  # a repeated word counts once
+    ("Rome", ["Paris"], 0, 0),
+    ("theatre", ["the theatre"], 100, 100),  # articles are words, not beginnings
+    ("U.S.", ["US"], 100, 100),
+    ("", [], 100, 100),
+    ("unanswerable", [], 100, 100),
+    ("Unanswerable.", ["unanswerable"], 100, 100),
+    ("the", [], 100, 100),  # SQuAD's script too: nothing is left of it
+    ("Rome", [], 0, 0),
+    ("unanswerable", ["Rome"], 0, 0),
+    ("", ["Rome"], 0, 0),
+    ("", ["the", "Rome"], 0, 0),  # an empty reference counts only alone
+    ("unanswerable question", [], 0, 0),
+])  # fmt: skip
+def test_answers_follow_squad(prediction: str, references: list[str], em: float, overlap: float) -> None:
+    assert quality.exact_match([prediction], [references]) == em
+    assert quality.f1([prediction], [references]) == pytest.approx(overlap)
+
+
+words = st.lists(st.sampled_from(["the", "a", "pot", "Pot!", "tin", "unanswerable", ""]), max_size=4).map(" ".join)
+
+
+@unhurried
+@given(st.lists(st.tuples(words, st.lists(words, max_size=3)), min_size=1, max_size=5))
+def test_answer_scores_are_bounded_and_ordered(rows) -> None:
+    predictions, references = [row[0] for row in rows], [row[1] for row in rows]
+    em, overlap = quality.exact_match(predictions, references), quality.f1(predictions, references)
+    assert 0 <= em <= overlap + 1e-9 <= 100 + 2e-9
+    assert quality.exact_match(predictions, [[text] for text in predictions]) == 100
+
+
+@pytest.mark.parametrize("score", TEXT_SCORES)
+@pytest.mark.parametrize(("predictions", "references", "message"), [
+    ([], [], "at least one"),
+    (["a"], [], "1 predictions, 0 references"),
+    (["a"], [["a"], ["b"]], "1 predictions, 2 references"),
+    (["a"], ["a"], r"references\[0\]"),
+    ("a", [["a"]], "predictions"),
+    ([3], [["a"]], "predictions"),
+    ([None], [["a"]], "predictions"),
+    (["a"], [[None]], r"references\[0\]"),
+    (None, [["a"]], "lists"),
+])  # fmt: skip
+def test_bad_texts(score, predictions, references, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        score(predictions, references)
+
+
+@pytest.mark.parametrize("score", [quality.bleu, quality.chrf, quality.rouge])
+def test_no_reference_is_refused_where_it_has_no_meaning(score) -> None:
+    with pytest.raises(InputError, match=r"references\[1\] is empty"):
+        score(["a", "b"], [["a"], []])
+
+
+@pytest.mark.parametrize(("score", "module", "package"), [
+    (quality.bleu, "sacrebleu.metrics", "sacrebleu"), (quality.chrf, "sacrebleu.metrics", "sacrebleu"),
+    (quality.rouge, "rouge_score.rouge_scorer", "rouge-score"),
+])  # fmt: skip
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, score, module: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
+        score(["a"], [["a"]])
+    assert quality.f1(["a pot"], [["pot"]]) == 100  # the rest works without
+
+
+# --- tokens and tensors
+
+rows_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4)
+
+
+@unhurried
+@given(rows_of_tokens, st.data())
+def test_token_agreement_is_symmetric_bounded_and_blind_to_padding(a, data) -> None:
+    b = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=2, max_size=6).map(lambda r: (r + [0] * 6)[:6]),
+                           min_size=len(a), max_size=len(a)))  # fmt: skip
+    share = quality.token_agreement(a, b, 0)
+    assert 0 <= share <= 1 and share == quality.token_agreement(b, a, 0)
+    assert share == quality.token_agreement(np.pad(a, ((0, 0), (0, 3))), b, 0)
+    assert quality.token_agreement(b, b, 0) == 1
+    order = np.random.default_rng(0).permutation(len(a))
+    assert share == quality.token_agreement(np.array(a)[order], np.array(b)[order], 0)
+
+
+@unhurried
+@given(rows_of_tokens, st.data())
+def test_one_changed_token_costs_one_position(a, data) -> None:
+    a = np.array(a) + 1  # no padding
+    i, j = data.draw(st.integers(0, len(a) - 1)), data.draw(st.integers(0, 3))
+    b = a.copy()
+    b[i, j] += 1
+    assert quality.token_agreement(a, b, 0) == pytest.approx(1 - 1 / a.size)
+
+
+def test_token_agreement_counts_to_the_end_of_the_longer_row() -> None:
+    assert quality.token_agreement([[5, 6, 7, 8], [5, 1, 0, 0]], [[5, 6], [5, 1]], 0) == 4 / 6
+    assert quality.token_agreement([[5, 6, 9]], [[5, 6, 9, 9, 9]], 9) == 1  # any pad id
+    assert quality.token_agreement([[5, 6]], [[6, 5]], 0) == 0
+
+
+@pytest.mark.parametrize(("a", "b"), [
+    ([1, 2], [1, 2]), ([[1, 2]], [[1, 2], [3, 4]]), ([[1.0]], [[1.0]]), ([[1, 2], [1]], [[1, 2], [1, 2]]),
+    ([["a"]], [["a"]]), ([[0, 0]], [[0]]), (np.zeros((1, 0), int), np.zeros((1, 0), int)), (None, [[1]]),
+])  # fmt: skip
+def test_token_agreement_refuses(a, b) -> None:
+    with pytest.raises(InputError):
+        quality.token_agreement(a, b, 0)
+
+
+def test_assert_varied_refuses_degenerate_outputs() -> None:
+    quality.assert_varied(np.array([[7, 8, 9, 1, 0]]))
+    quality.assert_varied([7, 8, 9])
+    quality.assert_varied([[5, 5, 5], [7, 8, 9]])
+    quality.assert_varied([[7, 7, 8]], at_least=2)
+    quality.assert_varied([[0, 1, 2]], ignore=())
+    for degenerate in ([[7, 7, 7, 1, 0]], [[5, 5], [6, 6], [7, 7]], [[8, 9, 8, 1, 0]]):
+        with pytest.raises(InputError, match="degenerate output is no evidence"):
+            quality.assert_varied(degenerate)
+
+
+@pytest.mark.parametrize(("sequences", "at_least"), [
+    ([], 3), (np.zeros((0, 4), int), 3), ([[0.5, 1.5, 2.5]], 3), ([[1, 2], [3]], 1), (5, 1), ([[5, 6, 7]], 0),
+])  # fmt: skip
+def test_assert_varied_bad_input(sequences, at_least: int) -> None:
+    with pytest.raises(InputError):
+        quality.assert_varied(sequences, at_least)
+
+
+def test_parity_returns_the_largest_difference() -> None:
+    a = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+    b = a.copy()
+    b[1, 2, 3] += 1e-3
+    assert quality.parity(a, b, atol=1e-2) == pytest.approx(1e-3, rel=1e-3)
+    assert quality.parity(a, a.astype(np.float16), atol=1e-3) <= 1e-3
+    assert quality.parity([True, False], [True, False], atol=0) == 0
+    assert quality.parity(1.5, 1.0, atol=0, rtol=0.5) == 0.5
+    assert quality.parity([-np.inf, 1], [-np.inf, 1], atol=0) == 0  # masked logits
+
+
+def test_parity_error_informs() -> None:
+    expected = np.ones((2, 3), np.float32) * 2
+    actual = expected.astype(np.float64)
+    actual[1, 2], actual[0, 1] = 2.5, 2.001
+    with pytest.raises(quality.ParityError) as caught:
+        quality.parity(actual, expected, atol=1e-4)
+    for fact in ("2 of 6", "shape (2, 3)", "float64 against float32", "max abs 0.5", "max rel 0.25", "worst at (1, 2)",
+                 "actual 2.5", "expected 2.0", "atol=0.0001"):  # fmt: skip
+        assert fact in str(caught.value)
+    assert isinstance(caught.value, AssertionError) and isinstance(caught.value, T5AccelError)
+
+
+@pytest.mark.parametrize(("actual", "expected", "where"), [
+    ([1.0, np.nan], [1.0, 1.0], r"worst at \(1,\)"), ([1.0, 1.0], [np.nan, 1.0], r"worst at \(0,\)"),
+    ([np.nan], [np.nan], "nan"), ([np.inf], [1.0], "inf"), ([1.0], [np.inf], "inf"), ([np.inf], [-np.inf], "inf"),
+    ([9.0, np.nan], [1.0, np.nan], r"2 of 2 .*worst at \(1,\)"), (3.0, 1.0, r"worst at \(\)"),
+])  # fmt: skip
+def test_parity_never_accepts_nan_or_a_lone_infinity(actual, expected, where: str) -> None:
+    with pytest.raises(quality.ParityError, match=where):
+        quality.parity(actual, expected, atol=0.5, rtol=0.5)
+
+
+def test_parity_does_not_broadcast() -> None:
+    with pytest.raises(quality.ParityError, match=r"shapes differ: actual \(2, 1\).*expected \(2, 3\)"):
+        quality.parity(np.ones((2, 1)), np.ones((2, 3)), atol=1)
+
+
+@pytest.mark.parametrize(("actual", "expected", "tolerance"), [
+    ([1.0], [1.0], {"atol": -1.0}), ([1.0], [1.0], {"atol": np.nan}), ([1.0], [1.0], {"atol": np.inf}),
+    ([1.0], [1.0], {"atol": 0.0, "rtol": -1.0}), ([], [], {"atol": 1.0}), (["a"], ["a"], {"atol": 1.0}),
+    ([[1.0], []], [1.0], {"atol": 1.0}), (None, [1.0], {"atol": 1.0}),
+])  # fmt: skip
+def test_parity_bad_input(actual, expected, tolerance) -> None:
+    with pytest.raises(InputError):
+        quality.parity(actual, expected, **tolerance)
+
+
+@unhurried
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), st.floats(0, 10), st.data())
+def test_parity_agrees_with_numpy(expected, atol, data) -> None:
+    actual = [x + data.draw(st.floats(-12, 12)) for x in expected]
+    if np.allclose(actual, expected, atol=atol, rtol=0):
+        assert quality.parity(actual, expected, atol=atol) == np.abs(np.subtract(actual, expected)).max()
+    else:
+        with pytest.raises(quality.ParityError):
+            quality.parity(actual, expected, atol=atol)
+
+
+# --- the report
+
+
+@pytest.fixture(scope="module")
+def full(scorers: None) -> quality.QualityReport:
+    return quality.evaluate(perfect)
+
+
+def test_a_perfect_generate_has_100_everywhere(full: quality.QualityReport) -> None:
+    t, s, q = full.translation, full.summaries, full.questions
+    assert [t.bleu, t.chrf, *t.bleu_by_length.values()] == pytest.approx([100] * 5)
+    for part in (s.all, s.seen, s.unseen):
+        assert [part.rouge1, part.rouge2, part.rougeL] == pytest.approx([100] * 3)
+    for part in (q.all, q.seen, q.unseen, q.has_answer, q.no_answer):
+        assert (part.exact_match, part.f1) == (100, 100)
+
+
+def test_the_report_counts_its_rows(full: quality.QualityReport) -> None:
+    t, s, q = full.translation, full.summaries, full.questions
+    assert (t.rows, t.rows_by_length) == (300, {"3-5": 100, "6-8": 100, "9-14": 100})
+    assert [part.rows for part in (s.all, s.seen, s.unseen)] == [200, 100, 100]
+    assert [part.rows for part in (q.all, q.seen, q.unseen, q.has_answer, q.no_answer)] == [200, 100, 100, 153, 47]
+    assert "version:" in t.bleu_signature and "tok:13a" in t.bleu_signature and "nrefs:var" in t.chrf_signature
+    assert full.limit is None and "LIMITED" not in str(full)
+    with pytest.raises(FrozenInstanceError):
+        full.limit = 3
+
+
+def test_the_report_travels_as_json(full: quality.QualityReport) -> None:
+    data = json.loads(json.dumps(full.to_json()))
+    assert data["translation"]["bleu_by_length"]["9-14"] == pytest.approx(100)
+    assert data["questions"]["no_answer"] == {"rows": 47, "exact_match": 100, "f1": 100}
+    assert data["limit"] is None
+    assert "BLEU 100.0" in str(full) and len(str(full).splitlines()) == 4 + 3 + 5
+
+
+def test_a_broken_generate_scores_lower_everywhere(scorers: None) -> None:
+    report = quality.evaluate(without_last_word)
+    t, s, q = report.translation, report.summaries, report.questions
+    assert max(t.bleu, t.chrf, *t.bleu_by_length.values()) < 95
+    assert t.bleu_by_length["3-5"] < t.bleu_by_length["9-14"]  # one word weighs more in a short text
+    for part in (s.all, s.seen, s.unseen):
+        assert max(part.rouge1, part.rouge2, part.rougeL) < 99
+    assert q.has_answer.exact_match < 20 and q.all.f1 < 60 and q.no_answer.f1 == 100
+
+
+def test_halves_and_buckets_are_scored_on_their_own_rows(scorers: None) -> None:
+    unseen = {tasks.source_text("summaries", r) for r in tasks.rows("summaries") if tasks.half(r) == "unseen"}
+    long = {tasks.source_text("translation", r) for r in tasks.rows("translation")[200:]}
+    report = quality.evaluate(
+        lambda sources: ["?" if s in unseen | long else ANSWERS[s] for s in sources], names=["summaries", "translation"]
+    )
+    assert report.summaries.seen.rouge1 == 100 and report.summaries.unseen.rouge1 == 0
+    assert report.summaries.all.rouge1 == pytest.approx(50)
+    assert report.translation.bleu_by_length["6-8"] == pytest.approx(100) and report.questions is None
+    assert report.translation.bleu_by_length["9-14"] < 1
+
+
+def test_a_limited_report_says_so(scorers: None) -> None:
+    seen: list[str] = []
+    report = quality.evaluate(lambda sources: seen.extend(sources) or perfect(sources), limit=2)
+    assert (report.translation.rows, report.summaries.all.rows, report.questions.all.rows) == (6, 4, 4)
+    assert report.translation.rows_by_length == {"3-5": 2, "6-8": 2, "9-14": 2}
+    assert len(seen) == 14 and report.limit == report.to_json()["limit"] == 2
+    assert str(report).startswith("LIMITED to the first 2 rows")
+
+
+def test_a_part_without_rows_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    answerable = [row for row in tasks.rows("questions", limit=5) if row["answers"]]
+    monkeypatch.setattr(tasks, "rows", lambda name, limit: answerable)
+    report = quality.evaluate(perfect, names=["questions"], limit=5)
+    assert report.questions.no_answer is None and report.questions.has_answer == report.questions.all
+    assert report.translation is None and report.to_json()["questions"]["no_answer"] is None
+    assert "no_answer" not in str(report)
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(1, 300))
+def test_batches_cover_every_row_in_order(batch_size: int) -> None:
+    batches: list[list[str]] = []
+    report = quality.evaluate(
+        lambda sources: batches.append(sources) or perfect(sources), names=["questions"], batch_size=batch_size
+    )
+    assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+    assert sum(batches, []) == [tasks.source_text("questions", row) for row in tasks.rows("questions")]
+    assert report.questions.all.exact_match == 100
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"names": "translation"}, "names"), ({"names": []}, "names"), ({"names": ["squad"]}, "unknown evaluation set"),
+    ({"names": ["questions", "questions"]}, "names"), ({"batch_size": 0}, "batch_size"),
+    ({"batch_size": 1.5}, "batch_size"), ({"limit": 0}, "limit"), ({"limit": "3"}, "limit"),
+])  # fmt: skip
+def test_evaluate_bad_options_fail_before_any_work(options, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        quality.evaluate(lambda sources: pytest.fail("generate was called"), **options)
+
+
+@pytest.mark.parametrize(("generate", "message"), [
+    (lambda sources: sources[1:], "31 texts for 32 sources"), (lambda sources: [*sources, ""], "33 texts for 32"),
+    (lambda sources: None, "list of texts"), (lambda sources: "text", "list of texts"),
+    (lambda sources: [3] * len(sources), "list of texts"), (lambda sources: [[s] for s in sources], "list of texts"),
+])  # fmt: skip
+def test_evaluate_refuses_what_generate_returns(generate, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        quality.evaluate(generate, names=["questions"])
+
+
+# --- the local evaluate modules
+
+SCRIPT = """
+import json, sys
+import evaluate
+predictions, references = json.load(sys.stdin)
+scores = {}
+for name in ("bleu", "chrf", "rouge", "squad_v2"):
+    scores |= evaluate.load(f"data/metrics/{name}").compute(predictions=predictions, references=references)
+json.dump(scores, sys.stdout)
+"""
+
+
+def test_local_evaluate_modules_give_our_numbers_offline(tmp_path: Path) -> None:
+    pytest.importorskip("evaluate")
+    if not (ROOT / "data" / "metrics").is_dir():
+        pytest.skip("the metric modules belong to a checkout, not to the wheel")
+    predictions, references = damaged("translation")
+    # a process of its own: the offline switch and the cache folder are read when the libraries are imported
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env["USE_TORCH"] = "0"  # evaluate imports transformers' pipelines, which scores do not need, and torch with them
+    done = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps([predictions, references]), cwd=ROOT,
+                          env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = {score.__name__: score(predictions, references) for score in TEXT_SCORES if score is not quality.rouge}
+    assert json.loads(done.stdout) == expected | quality.rouge(predictions, references)
+    assert all(0 < value < 100 for value in expected.values())

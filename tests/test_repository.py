@@ -1,0 +1,305 @@
+"""The house rules that a parser can check: floors, light imports, one list of dependencies, targets that exist."""
+
+import ast
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "t5accel"
+
+# The house of CONTRIBUTING.md. An entry names a module or a whole folder; imports run to the same or a lower floor.
+FLOORS = {
+    "errors": 0,
+    "machine": 0,
+    "checkpoints": 0,
+    "tasks": 1,
+    "quality": 1,
+    "timing": 1,
+    "decoding": 2,
+    "graphs": 2,
+    "backends": 3,
+    "students": 4,
+    "bench": 5,
+    "course": 5,
+    "doctor": 5,
+    "scoreboard": 5,
+    "accelerate": 5,
+    "advise": 5,
+    "serving": 5,
+    "cli": 6,
+    "__init__": 6,
+    "__main__": 6,
+}
+LONGEST_MODULE = 300
+# Mostly templates, names and numbers: splitting them would scatter one idea.
+DATA_MODULES = {"t5accel.students.reports", "t5accel.students.stories"}
+HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}
+
+
+def module_files() -> dict[str, Path]:
+    """Dotted name -> file; a package's ``__init__`` goes by the package's name."""
+    files = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+MODULES = module_files()
+
+
+def floor_of(module: str) -> int:
+    head = (module.split(".") + ["__init__"])[1]
+    assert head in FLOORS, f"{module} has no floor: give it one here and in the picture of CONTRIBUTING.md"
+    return FLOORS[head]
+
+
+def only_for_type_checkers(tree: ast.AST) -> set[ast.AST]:
+    """All nodes under ``if TYPE_CHECKING:``; they never run."""
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    return {inner for node in guarded for statement in node.body for inner in ast.walk(statement)}
+
+
+def own_imports(module: str, *, with_types: bool = True) -> set[str]:
+    """The t5accel modules that ``module`` imports, anywhere in its text, inside functions too."""
+    path = MODULES[module]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = set() if with_types else only_for_type_checkers(tree)
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join(above + (node.module.split(".") if node.module else []))
+            # `from package import name` means the submodule where there is one, else what the package itself offers.
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "t5accel"} - {module}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_downward(module: str) -> None:
+    for imported in own_imports(module):
+        assert imported in MODULES, f"{module} imports {imported}, which does not exist"
+        assert floor_of(imported) <= floor_of(module), (
+            f"{module} (floor {floor_of(module)}) imports {imported} (floor {floor_of(imported)}): take a callable"
+        )
+        assert imported != "t5accel.cli" or module == "t5accel.__main__", f"{module} imports the command line"
+
+
+def test_no_import_circles() -> None:
+    graph = {module: own_imports(module, with_types=False) & MODULES.keys() for module in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "circle: " + " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for imported in graph[module]:
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_the_package_and_pyproject_agree_on_the_version() -> None:
+    text = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
+    assert re.search(r'^__version__ = "(.*)"$', text, re.MULTILINE).group(1) == PYPROJECT["project"]["version"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_is_one_small_idea(module: str) -> None:
+    assert module.split(".")[-1] not in {"utils", "helpers", "common", "misc"}, "name it after its idea"
+    if module not in DATA_MODULES:
+        lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+        assert lines <= LONGEST_MODULE, f"{module} has {lines} lines: split it by idea"
+
+
+def test_importing_the_package_is_light() -> None:
+    program = (
+        "import sys, time; before = time.perf_counter(); import t5accel; "
+        "print(time.perf_counter() - before, *{name.split('.')[0] for name in sys.modules})"
+    )
+    seconds = []
+    for _ in range(5):
+        answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        words = answer.stdout.split()
+        seconds.append(float(words[0]))
+        assert not HEAVY & set(words[1:]), "import these in the module that needs them, not in t5accel/__init__.py"
+    assert min(seconds) < 0.3
+
+
+# ---------------------------------------------------------------------------------------------------- tracked files
+
+
+def tracked_files() -> Iterator[Path]:
+    """Every file that .gitignore does not name (its patterns are plain), found without git."""
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if not line.startswith("#")]
+
+    def is_ignored(name: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in [".git", *ignored])
+
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if not is_ignored(name)]
+        yield from (Path(folder) / name for name in files if not is_ignored(name))
+
+
+def test_files_name_no_registry_and_no_path_of_one_machine() -> None:
+    hosts = ["py" + "pi.org", "python" + "hosted.org", "download." + "pytorch.org", "ana" + "conda.org"]
+    forbidden = re.compile(r"(?<![\w.~-])/(?:root|home|work|opt|Users)/|" + "|".join(map(re.escape, hosts)))
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # weights and pictures
+        found = forbidden.search(text)
+        line = text.count("\n", 0, found.start()) + 1 if found else 0
+        assert not found, f"{path.relative_to(ROOT)}:{line} names {found.group()!r}"
+
+
+# ------------------------------------------------------------------------------------------- one list of dependencies
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def extras_of(requirement: str) -> list[str]:
+    match = re.fullmatch(r"-e \.{1,2}\[([a-z,]+)\]", requirement)
+    assert match, f"{requirement!r} is a dependency outside pyproject.toml"
+    return match.group(1).split(",")
+
+
+@pytest.mark.parametrize(("variable", "file"), [("EXTRAS", "constraints.txt"), ("EXTRAS_V5", "constraints-v5.txt")])
+def test_constraints_pin_every_dependency(variable: str, file: str) -> None:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+    for line in lines:
+        assert re.fullmatch(r"[\w.-]+==[\w.!]+", line), f"{file}: {line!r} is no plain pin"
+    pins = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert len(pins) == len(lines), f"{file} names a package twice"
+    extras = re.search(rf"^{variable} := (\S+)$", MAKEFILE, re.MULTILINE).group(1).split(",")
+    for text in PYPROJECT["project"]["dependencies"] + [text for extra in extras for text in EXTRAS[extra]]:
+        wanted = Requirement(text)
+        pinned = pins.get(canonicalize_name(wanted.name))
+        assert pinned, f"{file} does not pin {wanted.name}: make constraints"
+        assert wanted.specifier.contains(pinned), f"{file} pins {wanted.name} to {pinned}, pyproject wants {wanted}"
+
+
+def test_the_two_lines_of_transformers_are_the_ones_that_are_promised() -> None:
+    assert re.search(r"^transformers==4\.57\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^transformers==5\.", (ROOT / "constraints-v5.txt").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("file", "from_conda", "extras"),
+    [
+        ("environment.yml", {"python", "pip"}, ["gpu", "course", "optimum"]),
+        ("binder/environment.yml", {"python", "pip", "pytorch-cpu"}, ["cpu", "course", "optimum"]),
+    ],
+)
+def test_conda_environments_are_thin_faces_on_pyproject(file: str, from_conda: set[str], extras: list[str]) -> None:
+    environment = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    assert set(environment) == {"name", "channels", "dependencies"}
+    assert environment["name"] == "t5accel"
+    assert environment["channels"] == ["conda-forge", "nodefaults"]
+    plain = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
+    assert {re.split(r"[=<>]", entry)[0] for entry in plain} == from_conda
+    (pip,) = (entry["pip"] for entry in environment["dependencies"] if not isinstance(entry, str))
+    (ours,) = (entry for entry in pip if not entry.startswith("-c "))
+    assert extras_of(ours) == extras
+    assert set(extras) <= EXTRAS.keys()
+    folder = (ROOT / file).parent
+    assert (folder / ours.removeprefix("-e ").split("[")[0]).resolve() == ROOT
+    assert all((folder / entry.removeprefix("-c ")).is_file() for entry in pip if entry.startswith("-c "))
+
+
+def test_dependencies_are_listed_once() -> None:
+    others = {"setup.py", "setup.cfg", "Pipfile", "requirements.txt", "requirements-dev.txt", "poetry.lock", "uv.lock"}
+    assert not others & {path.name for path in tracked_files()}
+    names = [canonicalize_name(Requirement(text).name) for texts in EXTRAS.values() for text in texts]
+    names += [canonicalize_name(Requirement(text).name) for text in PYPROJECT["project"]["dependencies"]]
+    assert len(names) == len(set(names)), "pyproject.toml names a dependency twice"
+    for arguments in re.findall(r"pip\b.*? install (.*)", MAKEFILE):
+        assert re.fullmatch(r'-qq -c \S+ -e "\.\[\S+\]" && \\', arguments), f"the Makefile installs {arguments!r}"
+
+
+def test_the_two_runtimes_exclude_each_other() -> None:
+    for variable in ("EXTRAS", "EXTRAS_V5"):
+        extras = re.search(rf"^{variable} := (\S+)$", MAKEFILE, re.MULTILINE).group(1).split(",")
+        assert "cpu" in extras and "gpu" not in extras
+
+
+# ------------------------------------------------------------------------------------- commands that documents mention
+
+TARGETS = dict(re.findall(r"^([a-z][a-z0-9-]*):.*?(?:## (.*))?$", MAKEFILE, re.MULTILINE))
+
+
+def code_in(markdown: str) -> Iterator[str]:
+    """The lines of fenced blocks and the inline code spans."""
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
+        yield from block.splitlines()
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_every_make_target_that_is_mentioned_exists(document: str) -> None:
+    mentioned = set()
+    for code in code_in((ROOT / document).read_text(encoding="utf-8")):
+        for arguments in re.findall(r"(?:^|&& |\$ )make((?: +[\w./=-]+)+)", code.split("#")[0]):
+            mentioned |= {word for word in arguments.split() if "=" not in word and not word.startswith("-")}
+    assert {"course", "test"} <= mentioned, f"{document} should show the two commands"
+    assert mentioned <= TARGETS.keys(), f"{document} mentions targets that the Makefile lacks"
+
+
+def test_every_target_is_explained_and_phony() -> None:
+    phony = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE).group(1).split())
+    assert phony == TARGETS.keys()
+    assert all(TARGETS.values()), "`make help` needs a sentence for each target"
+
+
+def test_ci_runs_what_we_promise() -> None:
+    commands = re.findall(r"^timed (make .*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert [c for c in commands if c in ("make test", "make test-v5", "make course")] == [
+        "make test",
+        "make test-v5",
+        "make course",
+    ]
+
+
+@pytest.mark.parametrize("script", [".ci/run", "binder/postBuild", "binder/start"])
+def test_scripts_are_executable_and_strict(script: str) -> None:
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert os.access(ROOT / script, os.X_OK), f"chmod +x {script}"
+    assert text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_binder_start_hands_over(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [ROOT / "binder/start", "bash", "-c", 'echo "$OMP_NUM_THREADS $1"', "bash", "two words"]
+    answer = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    threads, words = answer.stdout.strip().split(" ", 1)
+    assert int(threads) >= 1 and words == "two words"
+
+
+def test_the_picture_of_the_house_is_the_house() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    picture = re.search(r"^## The house\n.*?^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL).group(1)
+    drawn = set(re.findall(r"\b(\w+\.py)\b", picture))
+    built = {path.name for path in MODULES.values()} - {"__init__.py"}
+    assert drawn - built == set(), "drawn in CONTRIBUTING.md and not there (planned rooms stand below the picture)"
+    assert built - drawn == set(), "missing from the picture in CONTRIBUTING.md"

@@ -1,0 +1,269 @@
+"""Timing is tested with fake runs and a fake clock: no test here depends on how fast anything is."""
+
+import gc
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t5accel import timing
+from t5accel.errors import InputError, UnequalWorkError
+from t5accel.timing import Candidate, Latency, Work, compare, measure
+
+WORK = Work(batch=1, source_tokens=64, new_tokens=32)
+seconds = st.floats(1e-9, 1e6)
+
+
+class Clock:
+    """A clock that only moves when a fake run says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, *durations: float, returns=None, log=None, name=""):
+        left = list(durations)
+
+        def go():
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+            if log is not None:
+                log.append(name)
+            return returns
+
+        return go
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(timing, "perf_counter", fake)
+    return fake
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(seconds, min_size=1, max_size=9))
+def test_latency_orders_its_statistics_and_survives_json(samples):
+    latency = Latency(samples)
+    assert latency.min_s <= latency.median_s <= latency.max_s
+    assert latency.spread >= 0 and (latency.spread == 0) == (len(set(samples)) == 1)
+    assert latency.unit == "s"
+    row = json.loads(json.dumps(latency.to_json()))
+    assert Latency(tuple(row["samples_s"])) == latency
+    assert row["median_s"] == latency.median_s and row["unit"] == "s"
+    assert f"n={len(samples)}" in str(latency)
+
+
+@pytest.mark.parametrize("samples", [(), (0.0,), (1.0, -1.0), (math.nan,), (1.0, math.inf)])
+def test_latency_refuses_what_is_no_duration(samples):
+    with pytest.raises(InputError, match="give at least one|above 0"):
+        Latency(samples)
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        ((0.0119, 0.0123, 0.0130), "12.3 ms (11.9–13.0, n=3)"),
+        ((2.0,), "2.00 s (2.00–2.00, n=1)"),
+        ((123.4,), "123 s (123–123, n=1)"),
+        ((4e-6, 5e-6), "4.50 µs (4.00–5.00, n=2)"),
+        ((3e-8,), "0.03 µs (0.03–0.03, n=1)"),
+    ],
+)
+def test_latency_prints_its_unit_range_and_count(samples, text):
+    assert str(Latency(samples)) == text
+
+
+def test_latency_per_token_divides_every_sample_and_refuses_zero():
+    assert Latency((2.0, 4.0)).per(4).samples_s == (0.5, 1.0)
+    with pytest.raises(InputError, match="count is 0"):
+        Latency((1.0,)).per(0)
+
+
+@pytest.mark.parametrize("field", ["batch", "source_tokens", "new_tokens", "beams", "threads"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "1"])
+def test_work_refuses_counts_that_are_none(field, value):
+    with pytest.raises(InputError, match=f"Work.{field} is"):
+        replace(WORK, **{field: value})
+
+
+# --- measure ----------------------------------------------------------------------------------------------------------
+
+
+def test_measure_drops_the_warm_up_and_keeps_every_sample(clock):
+    latency = measure(clock.run(50.0, 50.0, 1.0, 3.0, 2.0), warmup=2, repeats=3)
+    assert latency.samples_s == (1.0, 3.0, 2.0)
+
+
+def test_measure_synchronizes_before_the_clock_starts_and_before_it_stops(clock):
+    queued = [9.0]  # work that an earlier caller left on the device
+
+    def launch():  # returns at once; the device works on
+        queued.append(2.0)
+
+    def synchronize():
+        clock.now += sum(queued)
+        queued.clear()
+
+    assert measure(launch, warmup=0, repeats=2, synchronize=synchronize).samples_s == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_paused_and_put_back_even_when_a_run_fails(was_enabled):
+    seen = []
+
+    def fails():
+        seen.append(gc.isenabled())
+        raise RuntimeError("from the run itself")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if was_enabled else gc.disable)()
+        with pytest.raises(RuntimeError, match="from the run itself"):
+            measure(fails)
+        assert seen == [False]
+        assert gc.isenabled() is was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats is 0"),
+        ({"repeats": 2.0}, "repeats is 2.0"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"synchronize": 3}, "synchronize is 3"),
+    ],
+)
+def test_measure_refuses_before_it_runs(options, message):
+    calls = []
+    with pytest.raises(InputError, match=message):
+        measure(lambda: calls.append(1), **options)
+    assert not calls
+
+
+def test_measure_refuses_what_cannot_be_called():
+    with pytest.raises(InputError, match="cannot be called"):
+        measure(42)
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_interleaves_and_turns_round_every_second_time(clock):
+    log = []
+    candidates = [Candidate(name, clock.run(1.0, log=log, name=name), WORK) for name in "abc"]
+    compare(*candidates, warmup=1, rounds=3)
+    assert "".join(log) == "abc" + "abc" + "cba" + "abc"
+
+
+@settings(max_examples=30)  # each example pays for a garbage collection
+@given(st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)), min_size=1, max_size=7))
+def test_ratios_are_taken_within_each_round(pairs):
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "perf_counter", clock)
+        base = Candidate("base", clock.run(*(a for a, _ in pairs)), WORK)
+        ours = Candidate("ours", clock.run(*(b for _, b in pairs)), WORK)
+        found = compare(base, ours, warmup=0, rounds=len(pairs))
+    ratio = found.ratios["ours"]
+    assert ratio.samples == pytest.approx([a / b for a, b in pairs], rel=1e-6)
+    assert ratio.min <= found.ratio("ours") == ratio.median <= ratio.max
+    assert set(found.latencies) == {"base", "ours"} and set(found.ratios) == {"ours"}
+
+
+def test_a_drifting_machine_leaves_the_ratio_alone(clock):
+    # Everything slows down fourfold half-way; the medians of each would still divide to 2, but so does every round.
+    base = Candidate("base", clock.run(2.0, 2.0, 8.0, 8.0), WORK)
+    fast = Candidate("fast", clock.run(1.0, 1.0, 4.0, 4.0), WORK)
+    found = compare(base, fast, warmup=0, rounds=4)
+    assert found.ratios["fast"].samples == (2.0, 2.0, 2.0, 2.0)
+    assert found.latencies["base"].spread > 1
+
+
+def test_a_comparison_prints_a_table_and_survives_json(clock):
+    found = compare(Candidate("torch", clock.run(0.5), WORK), Candidate("ort", clock.run(0.25), WORK), rounds=2)
+    lines = str(found).splitlines()
+    assert [line.split()[0] for line in lines] == ["torch", "ort"]
+    assert lines[0].endswith("1.00x") and "2.00x (2.00–2.00, n=2)" in lines[1]
+    assert len({line.index("x") for line in lines if "x" in line}) == 1  # the columns stand under each other
+    row = json.loads(json.dumps(found.to_json()))
+    assert row["reference"] == "torch" and row["work"] == asdict(WORK)
+    assert row["ratios"]["ort"] == {"samples": [2.0, 2.0], "median": 2.0, "min": 2.0, "max": 2.0}
+    assert list(row["latencies"]) == ["torch", "ort"]
+    assert found.ratio("torch") == 1.0
+    with pytest.raises(InputError, match="'tensorrt' was not compared; choose from torch, ort"):
+        found.ratio("tensorrt")
+
+
+other_values = {"batch": 8, "source_tokens": 65, "new_tokens": 31, "beams": 4, "threads": 2, "forced_length": False}
+
+
+@given(st.sets(st.sampled_from(sorted(other_values)), min_size=1))
+def test_unequal_work_is_refused_before_anything_runs_naming_each_field(names):
+    calls = []
+    other = replace(WORK, **{name: other_values[name] for name in names})
+    with pytest.raises(UnequalWorkError) as raised:
+        compare(Candidate("a", lambda: calls.append("a"), WORK), Candidate("b", lambda: calls.append("b"), other))
+    assert not calls
+    for name in other_values:
+        told = f"{name} is {getattr(WORK, name)!r} and {other_values[name]!r}"
+        assert (told in str(raised.value)) == (name in names)
+
+
+@pytest.mark.parametrize("early", [0, 1, 3])
+def test_work_really_done_is_checked_at_every_call(early):
+    calls = []
+
+    def stops_early():
+        calls.append(1)
+        return replace(WORK, new_tokens=7) if len(calls) == early + 1 else WORK
+
+    with pytest.raises(UnequalWorkError, match="'b' did other work .* new_tokens is 32 and 7"):
+        compare(Candidate("a", lambda: WORK, WORK), Candidate("b", stops_early, WORK), warmup=1, rounds=4)
+    assert len(calls) == early + 1
+
+
+def test_the_reference_is_checked_like_the_others():
+    with pytest.raises(UnequalWorkError, match="'a' did other work"):
+        compare(Candidate("a", lambda: replace(WORK, beams=2), WORK), Candidate("b", lambda: None, WORK))
+
+
+def test_compare_refuses_bad_arguments():
+    a, b = Candidate("a", lambda: None, WORK), Candidate("b", lambda: None, WORK)
+    with pytest.raises(InputError, match="alone"):
+        compare(a)
+    with pytest.raises(InputError, match="used once"):
+        compare(a, b, a)
+    with pytest.raises(InputError, match="rounds is 0"):
+        compare(a, b, rounds=0)
+    with pytest.raises(InputError, match="synchronize is 'cuda'"):
+        compare(a, b, synchronize="cuda")
+    with pytest.raises(InputError, match="cannot be called"):
+        Candidate("a", None, WORK)
+    with pytest.raises(InputError, match="name of a Candidate is ''"):
+        Candidate("", print, WORK)
+    with pytest.raises(InputError, match=r"t5accel.timing.Work"):
+        Candidate("a", print, {"batch": 1})
+
+
+def test_neither_module_needs_a_heavy_library():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'psutil', 'onnxruntime']))\n"
+        "from t5accel import machine, timing\n"
+        "assert machine.facts()['gpu'] is None and machine.gemm_flops_per_s(16) > 0\n"
+        "try: machine.gemm_flops_per_s(16, 'bfloat16')\n"
+        "except ImportError as error: assert 'torch' in str(error)\n"
+        "else: raise SystemExit('bfloat16 without torch went through')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
