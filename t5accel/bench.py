@@ -16,7 +16,8 @@ import numpy as np
 from t5accel import machine, quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import load_t5
-from t5accel.decoding import greedy
+from t5accel.decoding.backend import as_count
+from t5accel.decoding.greedy import greedy
 from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
 from t5accel.scoreboard import Results, Row
@@ -56,10 +57,11 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch", "source_tokens", "new_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"threads is {self.threads}; give at least 1, or leave it out for all usable cores.")
+            as_count(getattr(self, name), name, at_least=1)
+        as_count(self.seed, "seed", at_least=0)
+        for name, at_least in (("threads", 1), ("quality_limit", 0)):  # None has a meaning of its own
+            if getattr(self, name) is not None:
+                as_count(getattr(self, name), name, at_least=at_least)
 
 
 def _transformers(use_cache: bool) -> Callable[[PreTrainedModel], Generate]:
@@ -109,13 +111,16 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] = TECHNIQUES, 
 
     Raises:
         ParityError: two techniques do not give the same tokens; nothing is timed then.
-        InputError: the reference is missing among the techniques, or a bound is wrong.
+        InputError: the reference is missing among the techniques, or its output is degenerate, or the peak memory of a
+            technique was asked for that is not one of ``TECHNIQUES``.
     """
     import torch
 
     names = [technique.name for technique in techniques]
     if REFERENCE not in names:
         raise InputError(f"The techniques {names} lack the reference, {REFERENCE!r}.")
+    if config.peak_memory and (own := set(names) - {technique.name for technique in TECHNIQUES}):
+        raise InputError(f"peak_memory is for {REFERENCE!r} and its like, not for {sorted(own)}: set it to False.")
     threads = config.threads or machine.cpu_threads()
     torch.set_num_threads(threads)
     model, tokenizer = load_t5(config.model, seed=config.seed)

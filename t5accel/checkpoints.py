@@ -6,16 +6,18 @@ when the output length is forced. They are made *lively*, so that greedy outputs
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,8 +90,10 @@ class T5Dims:
         ... # doctest: +ELLIPSIS
         T5Dims(vocab_size=32, d_model=8, d_kv=6, encoder_heads=(2,), ..., gated=False, tied=True)
         """
-        config = model.config
+        config = getattr(model, "config", None)
         _require_t5(config, type(model).__name__)
+        if not hasattr(model, "lm_head") or not hasattr(model, "decoder"):
+            raise NotT5Error(f"{type(model).__name__} lacks a decoder or its head: give a …ForConditionalGeneration.")
         d_kv = config.d_kv
 
         def heads(blocks: Any, layer: int, name: str) -> tuple[int, ...]:
@@ -130,7 +134,7 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
     >>> model.config.d_model, tokenizer
     (512, None)
     """
-    text = os.fspath(name)
+    text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str) or not text:
         raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {_allowed()}")
     if text in BUNDLED:
@@ -140,10 +144,10 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
         if size not in RANDOM_SIZES:
             raise UnknownModelError(f"No random size {size!r}. {_allowed()}")
         return random_t5(RANDOM_SIZES[size], seed=seed, kind="mt5" if size.startswith("mt5") else "t5"), None
-    if Path(text).is_dir():
+    if os.path.isdir(text):  # unlike Path.is_dir(), it answers False to a name that is too long
         return _load_folder(Path(text))
     hub_id = HUB_ALIASES.get(text, text)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", hub_id, re.ASCII):
         return _load_hub(hub_id)
     raise UnknownModelError(f"No model {text!r}: not bundled, not random, not a folder, not a hub id. {_allowed()}")
 
@@ -159,19 +163,41 @@ def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreT
         sizes: keyword arguments of ``T5Config``.
         seed: of torch's generator; the global random state is left as it was.
         kind: ``"t5"``, ``"mt5"`` or ``"umt5"``.
+
+    Raises:
+        InputError: the sizes make no model, or the kind or the seed is none.
     """
     import torch
     import transformers
 
     if kind not in T5_LIKE:
         raise InputError(f"kind is {kind!r}; give one of {', '.join(T5_LIKE)}.")
+    if not isinstance(sizes, Mapping):
+        raise InputError(f"sizes is {sizes!r}; give keyword arguments of T5Config, as RANDOM_SIZES holds them.")
+    if not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 2**63:
+        raise InputError(f"seed is {seed!r}; give an integer from 0 to 2**63 - 1.")
     prefix = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[kind]
-    config = getattr(transformers, f"{prefix}Config")(**{"decoder_start_token_id": 0, "dropout_rate": 0.0, **sizes})
+    sizes = {"decoder_start_token_id": 0, "dropout_rate": 0.0, "tie_word_embeddings": kind != "mt5", **sizes}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+        torch.default_generator.manual_seed(operator.index(seed))  # torch.manual_seed would also seed the GPUs
+        try:
+            config = getattr(transformers, f"{prefix}Config")(**sizes)
+            model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+        except Exception as error:  # of many kinds, some of them huggingface_hub's own
+            raise InputError(f"These sizes make no {prefix} model: {error}") from error
+        if not sizes["tie_word_embeddings"]:
+            _untie(model)
         _enliven(model)
     return model
+
+
+def _untie(model: PreTrainedModel) -> None:
+    import torch
+
+    # transformers 5 ties the head whatever the configuration says, and unties it only when it loads a checkpoint.
+    if model.lm_head.weight is model.shared.weight:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+        model.all_tied_weights_keys.pop("lm_head.weight", None)  # so that it is saved, too
 
 
 def _enliven(model: PreTrainedModel) -> None:
@@ -196,20 +222,24 @@ def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         raise ModelUnavailableError(f"{folder} holds no config.json: give a folder written by save_pretrained().")
     try:
         return _from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        if isinstance(error, NotT5Error):
-            raise
+    except T5AccelError:
+        raise
+    except Exception as error:  # whatever transformers, safetensors and tokenizers make of a broken file
         raise ModelUnavailableError(f"{folder} cannot be loaded: {error}") from error
 
 
 def _load_hub(hub_id: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     try:
         return _from_pretrained(hub_id, local_files_only=not _hub_resolves())
+    except T5AccelError:
+        raise
     except OSError as error:
         raise ModelUnavailableError(
             f"{hub_id!r} could not be had from the model hub (no network, or no such model). Offline, load_t5('mini') "
             "and load_t5('random:t5-small') work, as does a folder that was downloaded before."
         ) from error
+    except Exception as error:  # reached, and broken or too new for the installed transformers
+        raise ModelUnavailableError(f"{hub_id!r} cannot be loaded: {error}") from error
 
 
 def _hub_resolves() -> bool:
@@ -230,11 +260,16 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
     _require_t5(AutoConfig.from_pretrained(where, **options), where)
-    model = AutoModelForSeq2SeqLM.from_pretrained(where, dtype=torch.float32, **options).eval()
+    model, report = AutoModelForSeq2SeqLM.from_pretrained(
+        where, dtype=torch.float32, output_loading_info=True, **options
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        raise ModelUnavailableError(f"{where} is incomplete: it lacks {len(missing)} weights, such as {missing[0]}.")
     has_tokenizer = not Path(where).is_dir() or any(
         (Path(where) / name).is_file() for name in ("tokenizer.json", "spiece.model", "tokenizer_config.json")
     )
-    return model, AutoTokenizer.from_pretrained(where, **options) if has_tokenizer else None
+    return model.eval(), AutoTokenizer.from_pretrained(where, **options) if has_tokenizer else None
 
 
 def _require_t5(config: Any, name: str) -> None:

@@ -40,7 +40,7 @@ def run(
     """Answer one text, with the time it took."""
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.checkpoints import load_t5
-    from t5accel.decoding import greedy
+    from t5accel.decoding.greedy import greedy
     from t5accel.decoding.text import text_to_text
 
     t5, tokenizer = load_t5(model)
@@ -87,9 +87,9 @@ def bench(
     results = measure_all(config, command=" ".join(["t5accel", *sys.argv[1:]]))
     if json:
         results.write(json)
+    typer.echo(scoreboard.table(results.rows))
     if plot:
         scoreboard.plot(results.rows, plot)
-    typer.echo(scoreboard.table(results.rows))
 
 
 @app.command()
@@ -111,7 +111,7 @@ def train(
     steps: Annotated[int, typer.Option(help="May be raised later; the run goes on.")] = 6500,
     seed: int = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
     prolong: Annotated[bool, typer.Option(help="Go back to before the learning rate fell, then on.")] = False,
 ) -> None:
     """Reproduce the bundled model; interrupted, the same command goes on."""
@@ -120,10 +120,42 @@ def train(
     from t5accel import machine
     from t5accel.students import train as training
 
+    config = training.TrainConfig(steps=steps, seed=seed)
     torch.set_num_threads(threads or machine.cpu_threads())
     if prolong:
+        training.read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
         training.prolong(out)
-    typer.echo(f"Wrote {training.reproduce(pairs, out, training.TrainConfig(steps=steps, seed=seed), device=device)}")
+    typer.echo(f"Wrote {training.reproduce(pairs, out, config, device=device)}")
+
+
+@app.command()
+def evaluate(
+    model: ModelOption = "mini",
+    pairs: Annotated[Path | None, typer.Option(help="Score the sentences held out of this file, too.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Rows per length bucket or half. Default: all.")] = None,
+) -> None:
+    """Score a model on the bundled evaluation sets, greedily."""
+    from json import dumps
+
+    from t5accel import quality
+    from t5accel.backends.torch_eager import TorchEager
+    from t5accel.checkpoints import load_t5
+    from t5accel.decoding.greedy import greedy
+    from t5accel.decoding.text import text_to_text
+    from t5accel.students.validate import held_out_quality
+
+    t5, tokenizer = load_t5(model)
+    backend = TorchEager(t5)
+    generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask).sequences)
+    held_out = held_out_quality(generate, pairs) if pairs else None
+    report = quality.evaluate(generate, limit=limit)
+    typer.echo(report)
+    if held_out:
+        typer.echo(f"held-out pairs   {held_out.sentences}  BLEU {held_out.bleu:.1f}  chrF {held_out.chrf:.1f}")
+    if json:
+        document = {"model": model, **report.to_json(), "held_out": held_out.to_json() if held_out else None}
+        json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @app.command()

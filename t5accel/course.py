@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +47,13 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     The copy is written even when a cell fails, so that one can look at the place.
 
     Raises:
-        NotebookError: a cell raised, or the kernel died.
+        NotebookError: a cell raised or took ten minutes, or the kernel died.
         MissingPackageError: nbclient is not installed.
     """
     try:
         import nbformat
         from nbclient import NotebookClient
-        from nbclient.exceptions import CellExecutionError, DeadKernelError
+        from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     except ImportError as error:
         raise MissingPackageError("Running notebooks needs nbclient: pip install 't5accel[course]'.") from error
 
@@ -66,7 +67,7 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     started = time.perf_counter()
     try:
         client.execute()
-    except (CellExecutionError, DeadKernelError) as error:
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         raise NotebookError(f"{notebook.name} failed; the copy as far as it ran is {copy}.\n{error}") from error
     finally:
         nbformat.write(book, copy)
@@ -76,8 +77,8 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
 def run_course(notebooks: Path, out: Path, *, config: BenchConfig | None = None) -> tuple[list[NotebookRun], str]:
     """Execute every notebook and measure a first, quick scoreboard; returns the runs and the scoreboard as text.
 
-    Writes the executed copies, ``scoreboard.json`` and ``scoreboard.html`` to ``out``. Recorded results, measured at
-    length on a quiet machine, are shown below the live ones.
+    Writes the executed copies, ``course.json`` (seconds of each), ``scoreboard.json`` and ``scoreboard.html`` to
+    ``out``. Recorded results, measured at length on a quiet machine, are shown below the live ones.
     """
     import nbformat
     from tqdm import tqdm
@@ -95,8 +96,14 @@ def run_course(notebooks: Path, out: Path, *, config: BenchConfig | None = None)
     boards = [("Measured now, quick", live)]
     for path in sorted((data_folder() / "results").glob("scoreboard-*.json")):
         boards.append((f"Recorded in full: {path.stem}", scoreboard.Results.read(path)))
+    record = {
+        "machine": live.machine, "versions": live.versions, "date": live.date, "commit": live.commit,
+        "command": live.command, "rows": [{"notebook": run.name, "seconds": round(run.seconds, 1)} for run in runs],
+    }  # fmt: skip
+    (out / "course.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     items = "".join(f"<li>{html.escape(run.name)}: {run.seconds:.0f} s</li>" for run in runs)
-    (out / "scoreboard.html").write_text(scoreboard.page(boards, notes=f"<p>Notebooks</p><ul>{items}</ul>"))
+    page = scoreboard.page(boards, notes=f"<p>Notebooks</p><ul>{items}</ul>")
+    (out / "scoreboard.html").write_text(page, encoding="utf-8")
     return runs, scoreboard.table(live.rows)
 
 

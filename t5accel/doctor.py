@@ -83,7 +83,10 @@ def _bundled_model() -> Check:
 
 
 def _gpu() -> Check:
-    gpu = machine.facts()["gpu"] if find_spec("torch") else None
+    try:
+        gpu = machine.facts()["gpu"] if find_spec("torch") else None
+    except (ImportError, OSError) as error:  # torch is there and does not load, as with a driver library missing
+        return Check("GPU", False, "torch does not load", "everything", f"install torch again ({error})")
     if gpu is None:
         return Check("GPU", None, "none", "the GPU notebooks show recorded results without one")
     return Check("GPU", True, gpu["name"], "the GPU notebooks")

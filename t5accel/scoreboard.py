@@ -10,9 +10,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from t5accel.errors import InputError
+from t5accel.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +103,7 @@ _HEADER = ("technique", "precision", "ms/token", "tokens/s", "ratio", "MB", "pea
 
 def cells(row: Row) -> tuple[str, ...]:
     """The texts of a table line, in the order of the header; an en dash stands for what was not measured."""
-    per_token = sorted(row.latency_s)[len(row.latency_s) // 2] / row.new_tokens * 1e3
+    per_token = median(row.latency_s) / row.new_tokens * 1e3
     quality = row.quality or {}
 
     def score(*path: str) -> str:
@@ -148,8 +149,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> Figure:
-    """Bars of the ratio to the reference with the range over rounds; saved if ``path`` is given."""
-    from matplotlib.figure import Figure
+    """Bars of the ratio to the reference with the range over rounds; saved if ``path`` is given.
+
+    Raises ``InputError`` as `table` does, and for a file name whose ending is no picture's.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError("Drawing needs matplotlib: pip install 't5accel[course]'.") from error
 
     _require(rows)
     figure = Figure(figsize=(8, 0.9 + 0.5 * len(rows)), layout="constrained")
@@ -174,7 +181,10 @@ def plot(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> Fig
     axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        try:
+            figure.savefig(path, dpi=150)
+        except ValueError as error:  # an unknown ending
+            raise InputError(f"Cannot draw to {path}: {error}.") from error
     return figure
 
 

@@ -11,13 +11,12 @@ import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t5accel import quality, tasks
-from t5accel.errors import InputError, MissingPackageError, T5AccelError
+from t5accel import metrics, quality, tasks
+from t5accel.errors import InputError, MissingPackageError
 
 # the machine may be busy with other work: a slow example is no failure
 unhurried = settings(deadline=None, max_examples=60)
@@ -54,8 +53,15 @@ def scorers() -> None:
     pytest.importorskip("rouge_score")
 
 
-def test_doctests(scorers: None) -> None:
-    assert doctest.testmod(quality).failed == 0
+@pytest.mark.parametrize("module", [quality, metrics])
+def test_doctests(scorers: None, module) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
+
+
+def test_quality_offers_the_scores() -> None:
+    for name in ("bleu", "chrf", "rouge", "exact_match", "f1"):
+        assert name in quality.__all__ and getattr(quality, name) is getattr(metrics, name)
 
 
 # --- texts
@@ -153,127 +159,6 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, score, modu
     with pytest.raises(MissingPackageError, match=f"pip install {package}"):
         score(["a"], [["a"]])
     assert quality.f1(["a pot"], [["pot"]]) == 100  # the rest works without
-
-
-# --- tokens and tensors
-
-rows_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4)
-
-
-@unhurried
-@given(rows_of_tokens, st.data())
-def test_token_agreement_is_symmetric_bounded_and_blind_to_padding(a, data) -> None:
-    b = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=2, max_size=6).map(lambda r: (r + [0] * 6)[:6]),
-                           min_size=len(a), max_size=len(a)))  # fmt: skip
-    share = quality.token_agreement(a, b, 0)
-    assert 0 <= share <= 1 and share == quality.token_agreement(b, a, 0)
-    assert share == quality.token_agreement(np.pad(a, ((0, 0), (0, 3))), b, 0)
-    assert quality.token_agreement(b, b, 0) == 1
-    order = np.random.default_rng(0).permutation(len(a))
-    assert share == quality.token_agreement(np.array(a)[order], np.array(b)[order], 0)
-
-
-@unhurried
-@given(rows_of_tokens, st.data())
-def test_one_changed_token_costs_one_position(a, data) -> None:
-    a = np.array(a) + 1  # no padding
-    i, j = data.draw(st.integers(0, len(a) - 1)), data.draw(st.integers(0, 3))
-    b = a.copy()
-    b[i, j] += 1
-    assert quality.token_agreement(a, b, 0) == pytest.approx(1 - 1 / a.size)
-
-
-def test_token_agreement_counts_to_the_end_of_the_longer_row() -> None:
-    assert quality.token_agreement([[5, 6, 7, 8], [5, 1, 0, 0]], [[5, 6], [5, 1]], 0) == 4 / 6
-    assert quality.token_agreement([[5, 6, 9]], [[5, 6, 9, 9, 9]], 9) == 1  # any pad id
-    assert quality.token_agreement([[5, 6]], [[6, 5]], 0) == 0
-
-
-@pytest.mark.parametrize(("a", "b"), [
-    ([1, 2], [1, 2]), ([[1, 2]], [[1, 2], [3, 4]]), ([[1.0]], [[1.0]]), ([[1, 2], [1]], [[1, 2], [1, 2]]),
-    ([["a"]], [["a"]]), ([[0, 0]], [[0]]), (np.zeros((1, 0), int), np.zeros((1, 0), int)), (None, [[1]]),
-])  # fmt: skip
-def test_token_agreement_refuses(a, b) -> None:
-    with pytest.raises(InputError):
-        quality.token_agreement(a, b, 0)
-
-
-def test_assert_varied_refuses_degenerate_outputs() -> None:
-    quality.assert_varied(np.array([[7, 8, 9, 1, 0]]))
-    quality.assert_varied([7, 8, 9])
-    quality.assert_varied([[5, 5, 5], [7, 8, 9]])
-    quality.assert_varied([[7, 7, 8]], at_least=2)
-    quality.assert_varied([[0, 1, 2]], ignore=())
-    for degenerate in ([[7, 7, 7, 1, 0]], [[5, 5], [6, 6], [7, 7]], [[8, 9, 8, 1, 0]]):
-        with pytest.raises(InputError, match="degenerate output is no evidence"):
-            quality.assert_varied(degenerate)
-
-
-@pytest.mark.parametrize(("sequences", "at_least"), [
-    ([], 3), (np.zeros((0, 4), int), 3), ([[0.5, 1.5, 2.5]], 3), ([[1, 2], [3]], 1), (5, 1), ([[5, 6, 7]], 0),
-])  # fmt: skip
-def test_assert_varied_bad_input(sequences, at_least: int) -> None:
-    with pytest.raises(InputError):
-        quality.assert_varied(sequences, at_least)
-
-
-def test_parity_returns_the_largest_difference() -> None:
-    a = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
-    b = a.copy()
-    b[1, 2, 3] += 1e-3
-    assert quality.parity(a, b, atol=1e-2) == pytest.approx(1e-3, rel=1e-3)
-    assert quality.parity(a, a.astype(np.float16), atol=1e-3) <= 1e-3
-    assert quality.parity([True, False], [True, False], atol=0) == 0
-    assert quality.parity(1.5, 1.0, atol=0, rtol=0.5) == 0.5
-    assert quality.parity([-np.inf, 1], [-np.inf, 1], atol=0) == 0  # masked logits
-
-
-def test_parity_error_informs() -> None:
-    expected = np.ones((2, 3), np.float32) * 2
-    actual = expected.astype(np.float64)
-    actual[1, 2], actual[0, 1] = 2.5, 2.001
-    with pytest.raises(quality.ParityError) as caught:
-        quality.parity(actual, expected, atol=1e-4)
-    for fact in ("2 of 6", "shape (2, 3)", "float64 against float32", "max abs 0.5", "max rel 0.25", "worst at (1, 2)",
-                 "actual 2.5", "expected 2.0", "atol=0.0001"):  # fmt: skip
-        assert fact in str(caught.value)
-    assert isinstance(caught.value, AssertionError) and isinstance(caught.value, T5AccelError)
-
-
-@pytest.mark.parametrize(("actual", "expected", "where"), [
-    ([1.0, np.nan], [1.0, 1.0], r"worst at \(1,\)"), ([1.0, 1.0], [np.nan, 1.0], r"worst at \(0,\)"),
-    ([np.nan], [np.nan], "nan"), ([np.inf], [1.0], "inf"), ([1.0], [np.inf], "inf"), ([np.inf], [-np.inf], "inf"),
-    ([9.0, np.nan], [1.0, np.nan], r"2 of 2 .*worst at \(1,\)"), (3.0, 1.0, r"worst at \(\)"),
-])  # fmt: skip
-def test_parity_never_accepts_nan_or_a_lone_infinity(actual, expected, where: str) -> None:
-    with pytest.raises(quality.ParityError, match=where):
-        quality.parity(actual, expected, atol=0.5, rtol=0.5)
-
-
-def test_parity_does_not_broadcast() -> None:
-    with pytest.raises(quality.ParityError, match=r"shapes differ: actual \(2, 1\).*expected \(2, 3\)"):
-        quality.parity(np.ones((2, 1)), np.ones((2, 3)), atol=1)
-
-
-@pytest.mark.parametrize(("actual", "expected", "tolerance"), [
-    ([1.0], [1.0], {"atol": -1.0}), ([1.0], [1.0], {"atol": np.nan}), ([1.0], [1.0], {"atol": np.inf}),
-    ([1.0], [1.0], {"atol": 0.0, "rtol": -1.0}), ([], [], {"atol": 1.0}), (["a"], ["a"], {"atol": 1.0}),
-    ([[1.0], []], [1.0], {"atol": 1.0}), (None, [1.0], {"atol": 1.0}),
-])  # fmt: skip
-def test_parity_bad_input(actual, expected, tolerance) -> None:
-    with pytest.raises(InputError):
-        quality.parity(actual, expected, **tolerance)
-
-
-@unhurried
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), st.floats(0, 10), st.data())
-def test_parity_agrees_with_numpy(expected, atol, data) -> None:
-    actual = [x + data.draw(st.floats(-12, 12)) for x in expected]
-    if np.allclose(actual, expected, atol=atol, rtol=0):
-        assert quality.parity(actual, expected, atol=atol) == np.abs(np.subtract(actual, expected)).max()
-    else:
-        with pytest.raises(quality.ParityError):
-            quality.parity(actual, expected, atol=atol)
 
 
 # --- the report

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from t5accel.checkpoints import T5Dims
-from t5accel.decoding.backend import as_integers, right_aligned
+from t5accel.decoding.backend import as_batch, as_count, as_integers, right_aligned
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class TorchState:
     """A decoder state of R = B * K rows.
 
     Attributes:
+        owner: the backend that started it.
         hidden, mask: the source, one copy per row: (R, S, d_model), (R, S).
         tokens: (R, P) every token so far, right-aligned; only the uncached backend reads it.
         lengths: (R,) how many of these are real; those to their left are padding.
@@ -40,6 +41,7 @@ class TorchState:
         last: T of the last step.
     """
 
+    owner: TorchEager
     hidden: torch.Tensor
     mask: torch.Tensor
     rows_per_source: int
@@ -58,7 +60,7 @@ class TorchEager:
             runs once).
 
     >>> from t5accel.checkpoints import load_t5
-    >>> from t5accel.decoding import greedy
+    >>> from t5accel.decoding.greedy import greedy
     >>> backend = TorchEager(load_t5("random:t5-small")[0])
     >>> greedy(backend, [[100, 200, 1]], max_new_tokens=5).sequences.shape
     (1, 5)
@@ -71,6 +73,8 @@ class TorchEager:
         self.vocab_size = dims.vocab_size
         self.pad_token_id, self.eos_token_id = config.pad_token_id, config.eos_token_id
         self.decoder_start_token_id = config.decoder_start_token_id
+        for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+            as_count(getattr(config, name), f"model.config.{name}", at_least=0)
 
     @property
     def device(self) -> torch.device:
@@ -78,8 +82,9 @@ class TorchEager:
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> TorchSource:
-        ids = torch.as_tensor(input_ids, device=self.device)
-        mask = torch.as_tensor(attention_mask, device=self.device)
+        checked_ids, checked_mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
+        self._check_vocabulary(checked_ids)
+        ids, mask = self._tensor(checked_ids), self._tensor(checked_mask)
         hidden = self.model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         return TorchSource(hidden, mask, self.model)
 
@@ -88,10 +93,10 @@ class TorchEager:
 
         if getattr(source, "owner", None) is not self.model:
             raise InputError("This source was encoded by another model or backend: encode it with this one.")
-        if rows_per_source < 1:
-            raise InputError(f"rows_per_source is {rows_per_source}; give at least 1.")
+        rows_per_source = as_count(rows_per_source, "rows_per_source", at_least=1)
         rows = len(source.hidden) * rows_per_source
         return TorchState(
+            owner=self,
             hidden=source.hidden.repeat_interleave(rows_per_source, 0),
             mask=source.mask.repeat_interleave(rows_per_source, 0),
             rows_per_source=rows_per_source,
@@ -103,12 +108,14 @@ class TorchEager:
 
     @torch.inference_mode()
     def step(self, state: TorchState, input_ids: np.ndarray) -> np.ndarray:
+        self._check_owner(state)
         new = as_integers(input_ids, "input_ids", rank=3)
         batch, rows, count = new.shape
         if (batch * rows, rows) != (len(state.hidden), state.rows_per_source) or not count:
             expected = (len(state.hidden) // state.rows_per_source, state.rows_per_source)
             raise InputError(f"input_ids has shape {new.shape}; this state takes {(*expected, 'T >= 1')}.")
-        flat = torch.as_tensor(new.reshape(batch * rows, count), device=self.device)
+        self._check_vocabulary(new)
+        flat = self._tensor(new.reshape(batch * rows, count))
         tokens = torch.cat([state.tokens, flat], dim=1)
         lengths = state.lengths + count
         ragged = lengths.min() < tokens.shape[1]
@@ -126,11 +133,13 @@ class TorchEager:
         return logits.reshape(batch, rows, count, self.vocab_size)
 
     def reorder(self, state: TorchState, rows: np.ndarray) -> None:
+        self._check_owner(state)
         rows = self._per_row(state, rows, "rows", highest=state.rows_per_source - 1)
         first = np.arange(len(rows))[:, None] * state.rows_per_source
         self._select(state, (first + rows).reshape(-1))
 
     def keep(self, state: TorchState, sources: np.ndarray) -> None:
+        self._check_owner(state)
         sources = as_integers(sources, "sources", rank=1)
         batch = len(state.hidden) // state.rows_per_source
         if not sources.size or sources.min() < 0 or sources.max() >= batch:
@@ -139,6 +148,7 @@ class TorchEager:
 
     @torch.inference_mode()
     def trim(self, state: TorchState, accepted: np.ndarray) -> None:
+        self._check_owner(state)
         accepted = self._per_row(state, accepted, "accepted", highest=state.last).reshape(-1)
         lengths = state.lengths - state.last + accepted
         dropped = state.last - accepted  # real positions to leave out at the right end of each row
@@ -154,6 +164,19 @@ class TorchEager:
                 where = index[:, None, :, None].expand(-1, heads, -1, d_kv)
                 layer.keys, layer.values = layer.keys.gather(2, where), layer.values.gather(2, where)
         state.lengths, state.last = lengths, 0
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        # A copy, because torch takes no reversed view, warns of a read-only one and would share memory with any other.
+        return torch.as_tensor(np.array(array, order="C"), device=self.device)
+
+    def _check_owner(self, state: TorchState) -> None:
+        if getattr(state, "owner", None) is not self:
+            raise InputError("This state was not started by this backend: give what its start() returned.")
+
+    def _check_vocabulary(self, ids: np.ndarray) -> None:
+        # Looked up unchecked, such an id is an IndexError on a CPU and the end of the process's CUDA context on a GPU.
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise InputError(f"input_ids must lie in 0 … {self.vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
 
     def _per_row(self, state: TorchState, values: np.ndarray, name: str, *, highest: int) -> np.ndarray:
         values = as_integers(values, name, rank=2)

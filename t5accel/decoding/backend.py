@@ -100,19 +100,18 @@ def as_batch(input_ids: Any, attention_mask: Any = None, *, pad_token_id: int = 
 
 def as_integers(values: Any, name: str, *, rank: int) -> np.ndarray:
     """``values`` as an int64 array of the given rank. Accepts numpy, torch (any device) and nested lists."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
     try:
-        array = np.asarray(values)
+        array = np.asarray(values.detach().cpu().numpy() if hasattr(values, "detach") else values)
     except ValueError as error:
         raise InputError(f"{name} is ragged: pad its rows to one length.") from error
-    if array.dtype == object or array.ndim != rank:
-        shape = "ragged" if array.dtype == object else f"of shape {array.shape}"
-        raise InputError(f"{name} is {shape}; give {rank} dimensions of integers.")
-    if array.dtype == bool:
-        array = array.astype(np.int64)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
+    except (TypeError, RuntimeError) as error:  # bfloat16, sparse and meta tensors
+        raise InputError(f"{name} is no array of integers: {error}") from error
+    if array.ndim != rank:
+        raise InputError(f"{name} is of shape {array.shape}; give {rank} dimensions of integers.")
+    if array.dtype.kind not in ("iub" if array.size else "iubf"):  # an empty list becomes an array of floats
         raise InputError(f"{name} is of type {array.dtype}; give integers.")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InputError(f"{name} holds {array.max()}, more than 64 bits with a sign can.")
     return array.astype(np.int64, copy=False)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from t5accel.decoding.backend import Backend, Generated, as_batch, as_count, as_integers
 from t5accel.errors import InputError
 
+_NEEDED = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id", "encode", "start", "step")
+
 
 def greedy(
     backend: Backend,
@@ -45,6 +47,11 @@ def greedy(
     >>> greedy(Counter(), [[3]], max_new_tokens=8).sequences.tolist()
     [[1, 2, 3, 4, 5]]
     """
+    missing = [name for name in _NEEDED if not hasattr(backend, name)]
+    if missing:
+        raise InputError(
+            f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
+        )
     ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id)
     longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
     shortest = as_count(min_new_tokens, "min_new_tokens", at_least=0)
@@ -55,8 +62,8 @@ def greedy(
     prefix = _prefix(backend, decoder_input_ids, len(ids))
 
     state = backend.start(backend.encode(ids, mask))
-    sequences = np.full((len(ids), longest), backend.pad_token_id, dtype=np.int64)
-    active = np.arange(len(ids))  # which row of `sequences` each row of the state writes to
+    columns = [prefix[:, 1:]]  # grows as it goes: max_new_tokens may be far more than is ever needed
+    active = np.arange(len(ids))  # which row of the result each row of the state writes to
     unfinished = np.ones(len(ids), dtype=bool)
     step_input, length = prefix, 0
     while length < longest:
@@ -65,7 +72,9 @@ def greedy(
             logits = logits.copy()
             logits[:, backend.eos_token_id] = -np.inf
         tokens = np.where(unfinished[active], logits.argmax(axis=-1), backend.pad_token_id)
-        sequences[active, length] = tokens
+        column = np.full((len(ids), 1), backend.pad_token_id, dtype=np.int64)
+        column[active, 0] = tokens
+        columns.append(column)
         length += 1
         unfinished[active[tokens == backend.eos_token_id]] = False
         left = unfinished[active]
@@ -76,7 +85,7 @@ def greedy(
             backend.keep(state, kept)
             active, tokens = active[kept], tokens[kept]
         step_input = tokens[:, None]
-    return Generated(np.concatenate([prefix[:, 1:], sequences[:, :length]], axis=1), decoder_calls=length)
+    return Generated(np.concatenate(columns, axis=1), decoder_calls=length)
 
 
 def _prefix(backend: Backend, decoder_input_ids: Any, batch: int) -> np.ndarray:

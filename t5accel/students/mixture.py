@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from t5accel.errors import InputError
 from t5accel.students.pairs import Pair, joined
 from t5accel.students.reports import make_report
 from t5accel.students.stories import make_question
@@ -73,7 +74,8 @@ def pack(sources: list[list[int]], targets: list[list[int]], tokens: int) -> lis
             rows, source, target = [], len(sources[i]), len(targets[i])
         rows.append(i)
         longest_source, longest_target = source, target
-    batches.append(([sources[r] for r in rows], [targets[r] for r in rows]))
+    if rows:
+        batches.append(([sources[r] for r in rows], [targets[r] for r in rows]))
     return batches
 
 
@@ -81,10 +83,15 @@ def draw_batches(
     example: Callable[[], Example], encode: Callable[[list[str]], list[list[int]]], tokens: int, count: int,
     forbidden: frozenset[str], rng: random.Random,
 ) -> list[Batch]:  # fmt: skip
-    """At least ``count`` batches of one task, shuffled, cut to ``count``. Sources in ``forbidden`` are skipped."""
+    """At least ``count`` batches of one task, shuffled, cut to ``count``. Sources in ``forbidden`` are skipped.
+
+    Raises ``InputError`` where nothing else is left.
+    """
     batches: list[Batch] = []
     while len(batches) < count:
         examples = [e for e in (example() for _ in range(64 * count)) if e[0] not in forbidden]
+        if not examples:
+            raise InputError(f"All of {64 * count} examples drawn are in the evaluation sets: give other pairs.")
         batches += pack(encode([source for source, _ in examples]), encode([target for _, target in examples]), tokens)
     rng.shuffle(batches)
     return batches[:count]

@@ -25,7 +25,7 @@ def learning_rate_factor(step: int, steps: int, *, warmup_steps: int = 300, deca
     [0.5, 1.0, 0.5, 0.0]
     """
     decay_steps = max(1, round(steps * decay_share))
-    return max(0.0, min(1.0, (step + 1) / warmup_steps, (steps - step) / decay_steps))
+    return max(0.0, min(1.0, (step + 1) / max(1, warmup_steps), (steps - step) / decay_steps))
 
 
 class PooledDropout(torch.nn.Module):
@@ -34,7 +34,7 @@ class PooledDropout(torch.nn.Module):
     On a CPU torch draws dropout's random bits on one thread, which took up to half of a training step.
     """
 
-    pools: dict[tuple[float, torch.device, torch.dtype], torch.Tensor] = {}
+    pools: dict[tuple[float, torch.device, torch.dtype, int], torch.Tensor] = {}
 
     def __init__(self, p: float):
         super().__init__()
@@ -43,11 +43,13 @@ class PooledDropout(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
             return x
-        key = (self.p, x.device, x.dtype)
+        # The pool's size and values follow from x and p alone, so that a resumed run meets the masks it would have met.
+        size = max(1 << 24, 1 << (2 * x.numel()).bit_length())
+        key = (self.p, x.device, x.dtype, size)
         pool = self.pools.get(key)
-        if pool is None or pool.numel() < 2 * x.numel():
-            size = max(1 << 24, 4 * x.numel())
-            pool = self.pools[key] = ((torch.rand(size, device=x.device) >= self.p) / (1 - self.p)).to(x.dtype)
+        if pool is None:
+            drawn = torch.rand(size, device=x.device, generator=torch.Generator(x.device).manual_seed(0))
+            pool = self.pools[key] = ((drawn >= self.p) / (1 - self.p)).to(x.dtype)
         start = int(torch.randint(pool.numel() - x.numel(), (1,)))
         return x * pool[start : start + x.numel()].view(x.shape)
 

@@ -45,8 +45,13 @@ def read_pairs(path: str | Path) -> list[Pair]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"No translation pairs at {path}. {WHERE_TO_GET_PAIRS}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}). {WHERE_TO_GET_PAIRS}") from error
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # str.splitlines would also cut inside a sentence, at U+2028 and its like
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         fields = line.split("\t")
         if len(fields) < 2 or not fields[0].strip() or not fields[1].strip():
             raise InputError(f"{path}, line {number}: no 'English<TAB>French' pair in {line!r}. {WHERE_TO_GET_PAIRS}")
@@ -64,7 +69,7 @@ def split_pairs(pairs: Iterable[Pair], held_out: int = 1000) -> PairSplit:
     by_source: dict[str, list[str]] = {}
     for english, french in pairs:
         by_source.setdefault(english, []).append(french)
-    if held_out >= len(by_source):
+    if not 0 <= held_out < len(by_source):
         raise InputError(
             f"Cannot hold out {held_out} of {len(by_source)} English sentences: give more pairs or hold out fewer."
         )

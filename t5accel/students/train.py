@@ -175,12 +175,13 @@ def train(
         folder: for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``; a checkpoint found there is gone on from.
 
     Raises:
-        InputError: the checkpoint was made with another configuration.
+        InputError: the checkpoint was made with another configuration, or the device is not there.
     """
 
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts)["input_ids"]
 
+    _require_device(device)
     folder.mkdir(parents=True, exist_ok=True)
     model = new_model(config).to(device).train()
     muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
@@ -196,9 +197,7 @@ def train(
             torch.manual_seed(config.seed * 1_000_003 + step)  # dropout too repeats after a resume
             factor = config.factor(step)
             weights = BALANCE if step >= config.balanced_from else by_labels(batches)
-            loss = optimiser_step(
-                model, optimizers, batches, weights, factor=factor, smoothing=config.label_smoothing
-            )
+            loss = optimiser_step(model, optimizers, batches, weights, factor=factor, smoothing=config.label_smoothing)
             mean = loss if mean is None else 0.98 * mean + 0.02 * loss
             step += 1
             bar.update()
@@ -213,6 +212,13 @@ def train(
             if step % save_every == 0 or step == config.steps:
                 checkpoint.save(checkpoint.file, step)
     return model.eval()
+
+
+def _require_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r}: {str(error).splitlines()[0]}; give 'cpu', or 'cuda' on a GPU.") from error
 
 
 def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
@@ -233,6 +239,7 @@ def reproduce(
     """
     from transformers import AutoTokenizer
 
+    _require_device(device)
     split = split_pairs(read_pairs(pairs_file), held_out)
     tokenizer_folder = folder / "tokenizer"
     if not (tokenizer_folder / "tokenizer.json").is_file():

@@ -58,5 +58,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 6000):
         single=f"$A {EOS}", pair=f"$A {EOS} $B {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=512
-    )
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=512,
+        model_input_names=["input_ids", "attention_mask"],  # without it 4.57 adds token_type_ids, which T5 refuses
+    )  # fmt: skip

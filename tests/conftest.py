@@ -1,0 +1,81 @@
+"""Shared fixtures: tiny lively models of every kind, a padded batch, the bundled model, a machine without a network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from t5accel.checkpoints import load_t5, random_t5
+
+TINY: dict[str, Any] = dict(
+    vocab_size=300,
+    d_model=32,
+    d_kv=12,  # not d_model // num_heads
+    d_ff=64,
+    num_heads=4,
+    num_layers=2,
+    num_decoder_layers=3,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+GATED = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deeper-decoder": ("t5", {}),
+    "shallower-decoder": ("t5", dict(num_layers=3, num_decoder_layers=1)),
+    "gated-untied": ("t5", GATED),
+    "mt5": ("mt5", GATED),
+    "umt5": ("umt5", GATED),
+}
+
+Tiny = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def tiny_t5() -> Tiny:
+    """``tiny_t5(kind, seed=…, **sizes)``: a tiny lively model. Shared between tests: change a deep copy only."""
+
+    @cache
+    def build(kind: str = "deeper-decoder", seed: int = 3, **sizes: Any) -> Any:
+        model_type, differences = KINDS[kind]
+        return random_t5({**TINY, **differences, **sizes}, seed=seed, kind=model_type)
+
+    return build
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of tiny model by name."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def padded_batch() -> tuple[np.ndarray, np.ndarray]:
+    """Six sources of 2 to 9 tokens of the tiny vocabulary, padded on the right, and their mask: both (6, 9) int64."""
+    lengths = np.array([9, 5, 3, 7, 2, 8])
+    mask = (np.arange(9) < lengths[:, None]).astype(np.int64)
+    return np.random.default_rng(0).integers(3, 300, mask.shape) * mask, mask
+
+
+@pytest.fixture(scope="session")
+def mini() -> tuple[Any, Any]:
+    """The bundled model and its tokenizer. Shared between tests: change a deep copy only."""
+    return load_t5("mini")
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name resolves and no proxy is set."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)

@@ -1,0 +1,256 @@
+"""The commands: what they print, where, and how they end; what they call is tested in its own module."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_scoreboard import RESULTS
+from typer.testing import CliRunner
+
+import t5accel.bench
+import t5accel.checkpoints
+import t5accel.course
+import t5accel.doctor
+import t5accel.students.train as training
+from t5accel.bench import BenchConfig
+from t5accel.cli import app
+from t5accel.course import NotebookError, NotebookRun
+from t5accel.doctor import Check
+from t5accel.scoreboard import Results, table
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands)
+TEXT = "translate English to French: I am tired."
+
+
+@pytest.fixture(autouse=True)
+def _thread_count_put_back():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The one line on standard error with which a command refuses; nothing else is printed."""
+    result = call(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("t5accel: ")
+    return line
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_these_are_the_commands():
+    assert COMMANDS == ["bench", "course", "doctor", "run", "train"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_its_options(command):
+    result = call(command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.stdout
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
+    callback = next(c.callback for c in app.registered_commands if c.callback.__name__ == command)
+    assert callback.__doc__.split(":")[0].split(",")[0] in plain
+
+
+def test_without_arguments_the_help_is_shown():
+    result = call()
+    assert result.exit_code in (0, 2) and "Usage" in result.output  # click 8.2 changed the code
+    assert all(command in result.output for command in COMMANDS)
+
+
+def test_an_unknown_command_and_a_missing_argument_are_usage_errors():
+    assert call("runn").exit_code == 2 and call("run").exit_code == 2 and call("train").exit_code == 2
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_package_runs_as_a_module_in_a_process_of_its_own(tmp_path):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-m", "t5accel", "run", TEXT], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() and len(result.stdout.splitlines()) == 1
+    assert re.search(r"\(\d+ tokens in \d+ ms", result.stderr)
+
+
+def test_the_answer_alone_is_on_standard_output_and_its_length_is_bounded():
+    result = call("run", TEXT, "--max-new-tokens", 1)
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
+    assert result.stderr.startswith("(1 tokens in ")
+
+
+def test_an_unknown_model_is_one_sentence_that_says_what_is_allowed():
+    assert "'nope'" in (line := refused("run", TEXT, "--model", "nope")) and "'mini'" in line
+    assert "random:t5-small" in refused("run", TEXT, "--model", "random:t5-tiny")
+
+
+def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp_path, monkeypatch):
+    assert "config.json" in refused("run", TEXT, "--model", tmp_path)
+    assert "max_new_tokens is 0" in refused("run", TEXT, "--max-new-tokens", 0)
+    model, _ = t5accel.checkpoints.load_t5("mini")
+    monkeypatch.setattr(t5accel.checkpoints, "load_t5", lambda name: (model, None))
+    assert "no tokenizer" in refused("run", TEXT, "--model", "random:t5-small")
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
+    def broken(name):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(t5accel.checkpoints, "load_t5", broken)
+    assert isinstance(call("run", TEXT).exception, ZeroDivisionError)
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    calls = []
+    monkeypatch.setattr(t5accel.bench, "bench", lambda config, command: calls.append((config, command)) or RESULTS)
+    return calls
+
+
+def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["t5accel", "bench", "--batch", "2"])
+    rows, picture = tmp_path / "new" / "rows.json", tmp_path / "new" / "board.svg"
+    result = call(
+        "bench", "--model", "random:t5-small", "--json", rows, "--plot", picture, "--batch", 2, "--source-tokens", 3,
+        "--new-tokens", 4, "--rounds", 5, "--threads", 6, "--quality-limit", 7, "--no-peak-memory",
+    )  # fmt: skip
+    assert (result.exit_code, result.stdout) == (0, table(RESULTS.rows) + "\n")
+    ((config, command),) = measured
+    assert config == BenchConfig("random:t5-small", 2, 3, 4, 5, 6, 7, peak_memory=False)
+    assert command == "t5accel bench --batch 2"
+    assert Results.read(rows) == RESULTS and "<svg" in picture.read_text()
+
+
+def test_bench_alone_measures_the_bundled_model_and_writes_no_file(measured, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("bench").exit_code == 0 and measured[0][0] == BenchConfig() and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("option", ["batch", "source-tokens", "new-tokens", "rounds", "threads"])
+def test_bench_refuses_numbers_that_are_none(measured, option, tmp_path):
+    name = option.replace("-", "_")
+    for value in (0, -3):
+        assert f"{name} is {value}; give" in refused("bench", f"--{option}", value, "--json", tmp_path / "rows.json")
+    assert call("bench", f"--{option}", "many").exit_code == 2
+    assert not measured and not os.listdir(tmp_path)
+
+
+def test_bench_refuses_bad_limits_models_and_pictures(measured, tmp_path):
+    assert "quality_limit is -1" in refused("bench", "--quality-limit", -1)
+    assert not measured
+    result = call("bench", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
+    assert result.exit_code == 2 and "board.xyz" in result.stderr.splitlines()[0]
+    assert result.stdout == table(RESULTS.rows) + "\n"  # what was measured is not lost
+    assert Results.read(tmp_path / "rows.json") == RESULTS
+
+
+def test_bench_refuses_an_unknown_model():
+    assert "'nope'" in refused("bench", "--model", "nope", "--threads", 1)
+
+
+# --- course -----------------------------------------------------------------------------------------------------------
+
+
+def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_path):
+    calls = []
+    run = NotebookRun("00_start.ipynb", 7.0, tmp_path / "00_start.ipynb")
+    monkeypatch.setattr(t5accel.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
+    result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
+    assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
+    assert "00_start.ipynb: 7 s\n" in result.stdout and "the board" in result.stdout
+
+
+def test_course_without_notebooks_or_with_a_failing_one_ends_in_words(monkeypatch, tmp_path):
+    assert "No numbered notebook" in refused("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
+    assert not os.listdir(tmp_path)
+
+    def fail(*where):
+        raise NotebookError("00_start.ipynb failed; the copy as far as it ran is out/00_start.ipynb.")
+
+    monkeypatch.setattr(t5accel.course, "run_course", fail)
+    assert "00_start.ipynb failed" in refused("course")
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_without_its_file_says_where_to_obtain_one_and_writes_nothing(tmp_path):
+    line = refused("train", "--pairs", tmp_path / "pairs.tsv", "--out", tmp_path / "out", "--threads", 1)
+    assert "pairs.tsv" in line and "Tatoeba" in line and "tatoeba.org" in line
+    assert not os.listdir(tmp_path)
+
+
+def test_train_refuses_a_malformed_file_and_too_few_pairs(tmp_path):
+    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
+    pairs.write_text("We sing.\tNous chantons.\nWe sing without a tab.\n")
+    assert "pairs.tsv, line 2: no 'English<TAB>French' pair" in refused("train", "--pairs", pairs, "--out", out)
+    pairs.write_text("We sing.\tNous chantons.\n")
+    assert "Cannot hold out 1000 of 1" in refused("train", "--pairs", pairs, "--out", out)
+    assert not out.exists()
+
+
+def test_train_refuses_bad_numbers_and_devices(tmp_path):
+    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
+    pairs.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1002)))
+    assert "steps is 0" in refused("train", "--pairs", pairs, "--out", out, "--steps", 0)
+    assert "device 'abacus'" in refused("train", "--pairs", pairs, "--out", out, "--device", "abacus")
+    if not torch.cuda.is_available():
+        assert "device 'cuda'" in refused("train", "--pairs", pairs, "--out", out, "--device", "cuda")
+    assert call("train", "--pairs", pairs, "--out", out, "--threads", 0).exit_code == 2
+    assert not out.exists()
+
+
+def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch):
+    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
+    pairs.write_text("We sing.\tNous chantons.\n")
+    assert "has not reached its decay" in refused("train", "--pairs", pairs, "--out", out, "--prolong")
+    out.mkdir()
+    (out / "stable.pt").write_text("before the fall")
+    (out / "checkpoint.pt").write_text("finished")
+    for wrong in (["--pairs", tmp_path / "missing.tsv"], ["--pairs", pairs, "--steps", 0]):
+        refused("train", *wrong, "--out", out, "--prolong")
+        assert (out / "checkpoint.pt").read_text() == "finished"
+    calls = []
+
+    def reproduce(*arguments, device):
+        calls.append((*arguments, device))
+        return out / "model"
+
+    monkeypatch.setattr(training, "reproduce", reproduce)
+    result = call("train", "--pairs", pairs, "--out", out, "--prolong", "--steps", 9, "--seed", 3, "--threads", 1)
+    assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
+    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), "cpu")]
+    assert (out / "checkpoint.pt").read_text() == "before the fall" and not (out / "stable.pt").exists()
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_nothing_wrong_here():
+    result = call("doctor")
+    assert result.exit_code == 0 and "+ python" in result.stdout and "+ bundled model" in result.stdout
+
+
+@pytest.mark.parametrize(("ok", "code"), [(False, 1), (None, 0)])
+def test_doctor_fails_on_what_is_wrong_and_not_on_what_is_optional(monkeypatch, ok, code):
+    odd = Check("gears", ok, "missing", "turning", "oil them")
+    monkeypatch.setattr(t5accel.doctor, "CHECKS", (t5accel.doctor._python, lambda: odd))
+    result = call("doctor")
+    assert result.exit_code == code and "gears" in result.stdout and "to get it: oil them" in result.stdout

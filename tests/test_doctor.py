@@ -1,0 +1,127 @@
+"""The doctor on installations that lack this and that."""
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from t5accel import doctor
+from t5accel.doctor import Check, diagnose, report
+from t5accel.errors import ModelUnavailableError
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets which distributions there are, by name and version; modules are looked up among the same names."""
+
+    def install(**versions: str) -> None:
+        names = {name.replace("_", "-"): version for name, version in versions.items()}
+
+        def version(name):
+            if name not in names:
+                raise metadata.PackageNotFoundError(name)
+            return names[name]
+
+        monkeypatch.setattr(doctor.metadata, "version", version)
+        monkeypatch.setattr(doctor, "find_spec", lambda module: object() if module in versions else None)
+
+    return install
+
+
+def test_this_installation_is_sound():
+    checks = diagnose()
+    assert [check for check in checks if check.ok is False] == []
+    assert len({check.name for check in checks}) == len(checks)
+    for check in checks:
+        assert check.found and check.needed_for and (check.ok or check.remedy or check.name == "GPU")
+
+
+def test_what_is_required_and_missing_is_wrong_what_is_optional_is_not(installed):
+    installed()
+    assert doctor._package("torch", "torch", "everything", required=True) == Check(
+        "torch", False, "missing", "everything", "pip install torch"
+    )
+    check = doctor._package("datasets", "datasets", "tasks.load()", "course")
+    assert check.ok is None and check.remedy == "pip install 't5accel[course]'"
+
+
+def test_a_module_without_metadata_counts_as_present(installed, monkeypatch):
+    installed()
+    monkeypatch.setattr(doctor, "find_spec", lambda module: object())
+    assert doctor._package("torch", "torch", "everything", required=True).found == "present"
+
+
+@pytest.mark.parametrize(
+    ("version", "ok"),
+    [
+        ("4.57.0", True), ("4.57.6", True), ("5.0.0rc1", True), ("5.23.0", True), ("4.56.2", False), ("3.99", False),
+        ("6.0.0", False), ("6.0.dev0", False),
+    ],
+)  # fmt: skip
+def test_transformers_must_be_of_a_supported_line(installed, version, ok):
+    installed(transformers=version)
+    check = doctor._transformers()
+    assert (check.ok, check.found) == (ok, version) and (ok or "transformers>=4.57,<6" in check.remedy)
+
+
+def test_one_onnxruntime_is_right_two_are_wrong_and_none_is_optional(installed):
+    installed()
+    assert doctor._onnxruntime().ok is None and "t5accel[cpu]" in doctor._onnxruntime().remedy
+    for name in ("onnxruntime", "onnxruntime_gpu"):
+        installed(**{name: "1.23.2"})
+        assert doctor._onnxruntime().ok and doctor._onnxruntime().found == f"{name.replace('_', '-')} 1.23.2"
+    installed(onnxruntime="1.23.2", onnxruntime_gpu="1.23.2")
+    check = doctor._onnxruntime()
+    assert check.ok is False and "pip uninstall onnxruntime onnxruntime-gpu" in check.remedy
+
+
+def test_a_bundled_model_with_files_missing_or_none_at_all_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "data_folder", lambda: tmp_path)
+    (tmp_path / "mini-t5").mkdir()
+    (tmp_path / "mini-t5" / "config.json").write_text("{}")
+    check = doctor._bundled_model()
+    assert check.ok is False and check.found == "model.safetensors, tokenizer.json missing" and check.remedy
+
+    def nowhere():
+        raise ModelUnavailableError("No data folder: install the wheel.")
+
+    monkeypatch.setattr(doctor, "data_folder", nowhere)
+    assert doctor._bundled_model() == Check(
+        "bundled model", False, "missing", "everything offline: load_t5('mini')", "No data folder: install the wheel."
+    )
+
+
+def test_the_gpu_is_optional_and_a_torch_that_does_not_load_is_reported(installed, monkeypatch):
+    installed(torch="2.9.1")
+    monkeypatch.setattr(doctor.machine, "facts", lambda: {"gpu": None})
+    assert doctor._gpu().ok is None
+    monkeypatch.setattr(doctor.machine, "facts", lambda: {"gpu": {"name": "H200", "memory_bytes": 1}})
+    assert doctor._gpu().ok is True and doctor._gpu().found == "H200"
+
+    def broken():
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.machine, "facts", broken)
+    assert doctor._gpu().ok is False and "libcudart.so.13" in doctor._gpu().remedy
+    installed()
+    assert doctor._gpu().ok is None  # no torch: the check for torch says so
+
+
+def test_an_old_python_is_wrong(monkeypatch):
+    assert doctor._python().ok
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
+    check = doctor._python()
+    assert check.ok is False and check.found == "3.10.4"
+
+
+def test_the_report_marks_each_finding_and_says_what_to_do_only_where_something_is_amiss():
+    checks = [
+        Check("torch", True, "2.9.1", "everything", "never shown"),
+        Check("transformers", False, "4.1", "loading", "pip install 'transformers>=4.57,<6'"),
+        Check("GPU", None, "none", "the GPU notebooks"),
+    ]
+    assert report(checks).splitlines() == [
+        "+ torch          2.9.1   for everything",
+        "! transformers   4.1     for loading; to get it: pip install 'transformers>=4.57,<6'",
+        "- GPU            none    for the GPU notebooks",
+    ]
