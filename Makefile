@@ -13,7 +13,7 @@ VENV_V5 := .venv-v5/bin/python
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help course test test-v5 lab bench lint format constraints wheel clean
+.PHONY: help course test test-v5 test-wheel lab bench lint format constraints wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,7 +46,14 @@ constraints: .venv/.stamp .venv-v5/.stamp ## Write down the versions that both e
 	@$(call freeze,.venv-v5,constraints-v5.txt,transformers 5.x without optimum (make test-v5))
 
 wheel: .venv/.stamp ## Build the source archive, and the wheel from it, into dist/
-	@$(VENV) -m build --no-isolation --outdir dist
+	@rm -rf dist
+	@$(VENV) -m build --no-isolation --outdir dist > /dev/null && ls dist
+
+test-wheel: wheel ## Install the wheel into an empty environment, and translate there
+	@rm -rf build/wheel && "$(PYTHON)" -m venv build/wheel
+	@build/wheel/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt dist/*.whl
+	@cd build/wheel && test -n "$$(bin/t5accel run 'translate English to French: I am tired.')" && \
+		bin/python -c 'import t5accel; print("1 passed: the wheel translates in", t5accel.__file__)'
 
 clean: ## Remove what can be made again, except the environments
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis

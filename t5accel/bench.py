@@ -176,7 +176,12 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] = TECHNIQUES, 
 
 
 def random_batch(vocab_size: int, config: BenchConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Seeded token ids and a mask of ones, both (batch, source_tokens) int64; ids from 3 up are ordinary tokens."""
+    """Seeded token ids and a mask of ones, both (batch, source_tokens) int64; ids from 3 up are ordinary tokens.
+
+    >>> ids, mask = random_batch(100, BenchConfig(batch=2, source_tokens=5))
+    >>> ids.shape, int(ids.min()) >= 3, int(mask.sum())
+    ((2, 5), True, 10)
+    """
     ids = np.random.default_rng(config.seed).integers(3, vocab_size, (config.batch, config.source_tokens))
     return ids, np.ones_like(ids)
 

@@ -154,6 +154,7 @@ def evaluate(
     if held_out:
         typer.echo(f"held-out pairs   {held_out.sentences}  BLEU {held_out.bleu:.1f}  chrF {held_out.chrf:.1f}")
     if json:
+        json.parent.mkdir(parents=True, exist_ok=True)
         document = {"model": model, **report.to_json(), "held_out": held_out.to_json() if held_out else None}
         json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

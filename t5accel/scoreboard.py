@@ -135,6 +135,15 @@ def table(rows: Sequence[Row]) -> str:
     """A plain-text table with its caption.
 
     Raises ``InputError`` when the rows were not measured under equal conditions: one table, one kind of work.
+
+    >>> row = Row(
+    ...     technique="cache", backend="torch", model="mini", precision="fp32", recipe="fp32", batch=1, beams=1,
+    ...     source_tokens=8, new_tokens=10, threads=2, latency_s=(0.05, 0.04, 0.06), tokens_per_s=200.0,
+    ...     bytes_on_disk=35_500_000, peak_memory_bytes=None, quality=None, reference="cache", ratio=None,
+    ...     equality="10 tokens", machine="a laptop",
+    ... )
+    >>> print(table([row]).splitlines()[-1])
+    cache           fp32      5.00       200  1.00x  36        –     –        –   –
     """
     _require(rows)
     lines = [_HEADER, *map(cells, rows)]

@@ -1,5 +1,6 @@
 """The commands: what they print, where, and how they end; what they call is tested in its own module."""
 
+import json
 import os
 import re
 import subprocess
@@ -16,11 +17,13 @@ import t5accel.checkpoints
 import t5accel.course
 import t5accel.doctor
 import t5accel.students.train as training
+import t5accel.students.validate as validate
 from t5accel.bench import BenchConfig
 from t5accel.cli import app
 from t5accel.course import NotebookError, NotebookRun
 from t5accel.doctor import Check
 from t5accel.scoreboard import Results, table
+from t5accel.students.validate import HeldOutQuality
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands)
@@ -38,11 +41,16 @@ def call(*arguments: object):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def said(result) -> list[str]:
+    """The lines on standard error, without the progress bar with which transformers 5 loads weights."""
+    return [line for line in result.stderr.splitlines() if line and not line.startswith("Loading weights")]
+
+
 def refused(*arguments: object) -> str:
     """The one line on standard error with which a command refuses; nothing else is printed."""
     result = call(*arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
-    (line,) = result.stderr.splitlines()
+    (line,) = said(result)
     assert line.startswith("t5accel: ")
     return line
 
@@ -51,7 +59,7 @@ def refused(*arguments: object) -> str:
 
 
 def test_these_are_the_commands():
-    assert COMMANDS == ["bench", "course", "doctor", "run", "train"]
+    assert {"bench", "course", "doctor", "evaluate", "run", "train"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -80,7 +88,7 @@ def test_the_package_runs_as_a_module_in_a_process_of_its_own(tmp_path):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-m", "t5accel", "run", TEXT], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() and len(result.stdout.splitlines()) == 1
@@ -90,7 +98,8 @@ def test_the_package_runs_as_a_module_in_a_process_of_its_own(tmp_path):
 def test_the_answer_alone_is_on_standard_output_and_its_length_is_bounded():
     result = call("run", TEXT, "--max-new-tokens", 1)
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
-    assert result.stderr.startswith("(1 tokens in ")
+    (line,) = said(result)
+    assert line.startswith("(1 tokens in ")
 
 
 def test_an_unknown_model_is_one_sentence_that_says_what_is_allowed():
@@ -238,6 +247,29 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
     assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
     assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), "cpu")]
     assert (out / "checkpoint.pt").read_text() == "before the fall" and not (out / "stable.pt").exists()
+
+
+# --- evaluate ---------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path, monkeypatch):
+    held_out = HeldOutQuality(sentences=1000, references=1234, bleu=12.34, chrf=45.6)
+    calls = []
+    monkeypatch.setattr(validate, "held_out_quality", lambda generate, pairs: calls.append(pairs) or held_out)
+    file = tmp_path / "new" / "quality.json"
+    result = call("evaluate", "--limit", 1, "--pairs", tmp_path / "pairs.tsv", "--json", file)
+    assert result.exit_code == 0 and calls == [tmp_path / "pairs.tsv"]
+    assert result.stdout.startswith("LIMITED") and "BLEU 12.3  chrF 45.6" in result.stdout
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert (document["model"], document["limit"], document["held_out"]["bleu"]) == ("mini", 1, 12.34)
+    assert document["translation"]["rows"] == 3 and document["questions"]["all"]["rows"] == 2
+
+
+def test_evaluate_refuses_bad_models_limits_and_pairs(tmp_path):
+    assert "'nope'" in refused("evaluate", "--model", "nope")
+    assert "limit=0" in refused("evaluate", "--limit", 0)
+    assert "tatoeba.org" in refused("evaluate", "--pairs", tmp_path / "missing.tsv", "--json", tmp_path / "out.json")
+    assert not os.listdir(tmp_path)
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

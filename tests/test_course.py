@@ -1,5 +1,6 @@
 """Running the course, on tiny notebooks in a folder of their own and with a bench that measures nothing."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -62,8 +63,12 @@ def test_the_course_leaves_executed_copies_a_page_and_the_board(folder, measured
     assert outputs(out / "01_second.ipynb") == ["café\n"]
     assert {path: path.read_bytes() for path in folder.iterdir()} == before  # the originals stay as they are
     assert sorted(p.name for p in out.iterdir()) == [
-        "00_first.ipynb", "01_second.ipynb", "scoreboard.html", "scoreboard.json",
+        "00_first.ipynb", "01_second.ipynb", "course.json", "scoreboard.html", "scoreboard.json",
     ]  # fmt: skip
+    record = json.loads((out / "course.json").read_text(encoding="utf-8"))
+    assert [row["notebook"] for row in record["rows"]] == ["00_first.ipynb", "01_second.ipynb"]
+    assert [row["seconds"] for row in record["rows"]] == [round(run.seconds, 1) for run in runs]
+    assert (record["versions"], record["date"], record["commit"]) == (RESULTS.versions, RESULTS.date, RESULTS.commit)
     assert Results.read(out / "scoreboard.json") == RESULTS
     page = (out / "scoreboard.html").read_text(encoding="utf-8")
     for expected in ("Measured now", "Recorded in full: scoreboard-big-machine", "00_first.ipynb", "01_second.ipynb"):

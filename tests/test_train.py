@@ -17,12 +17,20 @@ import t5accel.students.train as training
 import t5accel.students.vocabulary as vocabulary
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
-from t5accel.students.mixture import Mixture, block, draw_batches, evaluation_sources, pack, translation_example
+from t5accel.students.mixture import (
+    CURRICULUM,
+    Mixture,
+    Phase,
+    block,
+    draw_batches,
+    evaluation_sources,
+    pack,
+    translation_example,
+)
 from t5accel.students.optimise import (
     IGNORED,
     PooledDropout,
     batch_loss,
-    by_labels,
     learning_rate_factor,
     new_optimizers,
     optimiser_step,
@@ -226,7 +234,31 @@ def texts_of(rows: list[list[int]]) -> list[str]:
     return ["".join(map(chr, row)) for row in rows]
 
 
-SMALL = Mixture(PAIRS, translation_tokens=400, other_tokens=1500, joined_share=0.5, steps_per_block=4)
+PHASES = (Phase(0, 400, 1500, others_per_step=1), Phase(4, 300, 1200, others_per_step=2, translation_weight=0.5))
+SMALL = Mixture(PAIRS, joined_share=0.5, curriculum=PHASES, steps_per_block=4)
+
+
+def test_a_phase_holds_from_its_step_until_the_next():
+    assert [SMALL.phase(step) for step in (0, 3, 4, 99)] == [PHASES[0], PHASES[0], PHASES[1], PHASES[1]]
+    assert Mixture(PAIRS).curriculum == CURRICULUM
+
+
+@pytest.mark.parametrize("starts", [(), (4,), (0, 3), (0, 8, 4), (0, 0)])
+def test_a_phase_that_begins_within_a_block_or_out_of_turn_is_refused(starts):
+    with pytest.raises(InputError, match="rising multiples of 4"):
+        replace(SMALL, curriculum=tuple(replace(PHASES[0], from_step=start) for start in starts))
+
+
+@given(st.lists(st.lists(st.lists(st.just(5), min_size=1, max_size=9), min_size=1, max_size=4), min_size=2, max_size=4))
+def test_weights_sum_to_one_and_follow_the_labels_or_the_phase(targets):
+    batches = [([], rows) for rows in targets]
+    labels = [sum(map(len, rows)) for rows in targets]
+    alike, by_batch = (phase.weights(batches) for phase in PHASES)
+    assert sum(alike) == pytest.approx(1.0) and sum(by_batch) == pytest.approx(1.0)
+    assert [weight / count for weight, count in zip(alike, labels, strict=True)] == pytest.approx(
+        [1 / sum(labels)] * len(labels)
+    )
+    assert by_batch[0] == 0.5 and len(set(by_batch[1:])) == 1
 
 
 def test_a_block_is_a_function_of_seed_and_number():
@@ -235,12 +267,20 @@ def test_a_block_is_a_function_of_seed_and_number():
     assert first != list(block(SMALL, characters, 0, 1)) and first != list(block(SMALL, characters, 1, 0))
 
 
-def test_each_step_sees_translation_and_another_task():
-    kinds = []
-    for translation, other in block(SMALL, characters, 0, 0):
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_step_sees_translation_and_the_other_tasks_in_turn_as_its_phase_says(number):
+    phase, kinds = PHASES[number], []
+    for translation, *others in block(SMALL, characters, 0, number):
         assert all(text.startswith(TRANSLATE) for text in texts_of(translation[0]))
-        kinds.append({text.split(":")[0] for text in texts_of(other[0])})
-    assert sorted(kinds, key=str) == [{"question"}] * 2 + [{"summarize"}] * 2
+        assert len(others) == phase.others_per_step
+        kinds += [{text.split(":")[0] for text in texts_of(other[0])} for other in others]
+        for (sources, targets), tokens in [(translation, phase.translation_tokens)] + [
+            (other, phase.other_tokens) for other in others
+        ]:
+            padded_tokens = (max(map(len, sources)) + max(map(len, targets))) * len(sources)
+            assert len(sources) == 1 or padded_tokens <= tokens
+    half = 2 * phase.others_per_step
+    assert sorted(kinds, key=str) == [{"question"}] * half + [{"summarize"}] * half
 
 
 def test_steps_go_on_from_the_middle_of_a_block():
@@ -334,7 +374,7 @@ def test_dropout_takes_the_type_of_its_input():
 
 TOY = TrainConfig(
     steps=8, learning_rate=1e-2, matrix_learning_rate=1e-2, warmup_steps=2, d_model=16, d_kv=8, d_ff=32, num_heads=2,
-    num_layers=1, vocab_size=230, balanced_from=4,
+    num_layers=1, vocab_size=230,
 )  # fmt: skip
 
 
@@ -381,16 +421,14 @@ def test_the_loss_is_summed_over_labels_and_padding_changes_nothing():
 
 def test_rows_are_padded_to_the_right_and_labels_with_what_the_loss_ignores():
     assert padded([[1], [2, 3]], IGNORED).tolist() == [[1, IGNORED], [2, 3]]
-    assert sum(by_labels([BATCH, BATCH, ([[1]], [[1]])])) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("matrix_learning_rate", [1e-2, None], ids=["muon", "adamw"])
 def test_steps_on_one_batch_lower_its_loss(matrix_learning_rate):
-    model = new_model(TOY).train()
+    model = new_model(replace(TOY, dropout=0.0)).train()
     optimizers = new_optimizers(model, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate)
-    torch.manual_seed(0)
     losses = [optimiser_step(model, optimizers, [BATCH], (1.0,), factor=1.0, smoothing=0.0) for _ in range(30)]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -407,7 +445,7 @@ def test_a_factor_of_zero_changes_no_weight_and_the_loss_is_the_weighted_mean():
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
-MIXTURE = replace(SMALL, translation_tokens=300, other_tokens=800)
+MIXTURE = replace(SMALL, curriculum=tuple(replace(p, translation_tokens=300, other_tokens=800) for p in PHASES))
 HELD_OUT = [(TRANSLATE + english, french) for english, french in PAIRS[:4]]
 
 

@@ -1,6 +1,6 @@
 """The training mixture: three tasks drawn from a seed, tokenised, and packed into batches of equal cost.
 
-Every optimiser step sees one translation batch and one batch of another task, and a block of steps is a function of
+Every optimiser step sees a batch of translation and one or two of the other tasks. A block of steps is a function of
 (seed, block number) alone: a run that was interrupted goes on with exactly the batches it would have seen.
 """
 
@@ -21,16 +21,64 @@ Batch = tuple[list[list[int]], list[list[int]]]
 
 
 @dataclass(frozen=True)
+class Phase:
+    """What a step is made of from ``from_step`` on. Token counts are padded encoder plus padded decoder tokens.
+
+    With ``translation_weight`` every batch's mean loss counts by that weight, the others sharing the rest; without,
+    every label counts alike.
+    """
+
+    from_step: int
+    translation_tokens: int
+    other_tokens: int
+    others_per_step: int
+    translation_weight: float | None = None
+
+    def weights(self, batches: list[Batch]) -> tuple[float, ...]:
+        """One weight for each batch of a step; they sum to 1.
+
+        >>> Phase(0, 5000, 2700, 1, translation_weight=0.6).weights([([], [[1]]), ([], [[1]])])
+        (0.6, 0.4)
+        >>> Phase(0, 5000, 2700, 1).weights([([], [[5, 1], [1]]), ([], [[1]])])
+        (0.75, 0.25)
+        """
+        if self.translation_weight is not None:
+            others = len(batches) - 1
+            return (self.translation_weight, *[(1 - self.translation_weight) / others] * others)
+        labels = [sum(map(len, targets)) for _, targets in batches]
+        return tuple(count / sum(labels) for count in labels)
+
+
+# Answers and summaries are few labels beside translation's: counted alike, copying names out of the source was not
+# learned for long. So the other tasks get more say after 1,000 steps, and more examples after 2,250.
+CURRICULUM = (
+    Phase(0, translation_tokens=5000, other_tokens=2700, others_per_step=1),
+    Phase(1000, translation_tokens=5000, other_tokens=2700, others_per_step=1, translation_weight=0.6),
+    Phase(2250, translation_tokens=4000, other_tokens=2500, others_per_step=2, translation_weight=0.5),
+)
+
+
+@dataclass(frozen=True)
 class Mixture:
-    """What a step is made of. Token counts are padded encoder tokens plus padded decoder tokens."""
+    """Where examples come from.
+
+    Raises ``InputError`` unless the first phase begins at 0 and every other at a later multiple of ``steps_per_block``.
+    """
 
     pairs: tuple[Pair, ...]
     forbidden: frozenset[str] = frozenset()  # sources of the frozen evaluation sets: never trained on
-    translation_tokens: int = 5000
-    other_tokens: int = 2700
     joined_share: float = 0.2
-    summary_share: float = 0.5
+    curriculum: tuple[Phase, ...] = CURRICULUM
     steps_per_block: int = 50
+
+    def __post_init__(self) -> None:
+        starts = [phase.from_step for phase in self.curriculum]
+        if starts[:1] != [0] or starts != sorted(set(starts)) or any(start % self.steps_per_block for start in starts):
+            raise InputError(f"phases begin at {starts}; give 0 and rising multiples of {self.steps_per_block}.")
+
+    def phase(self, step: int) -> Phase:
+        """The phase that ``step`` belongs to."""
+        return [phase for phase in self.curriculum if phase.from_step <= step][-1]
 
 
 def evaluation_sources() -> frozenset[str]:
@@ -100,17 +148,18 @@ def draw_batches(
 def block(
     mixture: Mixture, encode: Callable[[list[str]], list[list[int]]], seed: int, number: int
 ) -> Iterator[list[Batch]]:
-    """The steps of block ``number``: each a list of batches (one of translation, one of another task)."""
+    """The steps of block ``number``: each a list of batches, the first of translation, the rest of other tasks."""
     rng = random.Random(f"{seed}/{number}")
     steps = mixture.steps_per_block
-    summaries = round(steps * mixture.summary_share)
+    phase = mixture.phase(number * steps)
+    count = steps * phase.others_per_step
 
     def draw(example: Callable[[], Example], tokens: int, count: int) -> list[Batch]:
         return draw_batches(example, encode, tokens, count, mixture.forbidden, rng)
 
-    translation = draw(lambda: translation_example(mixture, rng), mixture.translation_tokens, steps)
-    others = draw(lambda: summary_example(rng), mixture.other_tokens, summaries)
-    others += draw(lambda: question_example(rng), mixture.other_tokens, steps - summaries)
+    translation = draw(lambda: translation_example(mixture, rng), phase.translation_tokens, steps)
+    others = draw(lambda: summary_example(rng), phase.other_tokens, count // 2)
+    others += draw(lambda: question_example(rng), phase.other_tokens, count - count // 2)
     rng.shuffle(others)
-    for a, b in zip(translation, others, strict=True):
-        yield [a, b]
+    for i, batch in enumerate(translation):
+        yield [batch, *others[i * phase.others_per_step : (i + 1) * phase.others_per_step]]

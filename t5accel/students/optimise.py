@@ -115,16 +115,6 @@ def batch_loss(model: torch.nn.Module, batch: Batch, smoothing: float) -> tuple[
     return loss, sum(map(len, batch[1]))
 
 
-def by_labels(batches: list[Batch]) -> tuple[float, ...]:
-    """Weights under which every label counts alike, whatever batch it is in; they sum to 1.
-
-    >>> by_labels([([], [[5, 1], [1]]), ([], [[1]])])
-    (0.75, 0.25)
-    """
-    labels = [sum(map(len, targets)) for _, targets in batches]
-    return tuple(count / sum(labels) for count in labels)
-
-
 def optimiser_step(
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],

@@ -23,7 +23,6 @@ from t5accel.errors import InputError
 from t5accel.students.mixture import Batch, Mixture, block, evaluation_sources, pack, question_example, summary_example
 from t5accel.students.optimise import (
     batch_loss,
-    by_labels,
     learning_rate_factor,
     new_optimizers,
     optimiser_step,
@@ -35,9 +34,6 @@ from t5accel.tasks import TRANSLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-# Answers are so short that by labels alone they would have a fourteenth of translation's say.
-BALANCE = (0.6, 0.4)  # translation, the other task
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -57,7 +53,6 @@ class TrainConfig:
     warmup_steps: int = 300
     decay_share: float = 0.25
     label_smoothing: float = 0.1
-    balanced_from: int = 1000  # before this step every label weighs alike, from it on every batch as `BALANCE` says
     dropout: float = 0.1
     d_model: int = 256
     d_kv: int = 32
@@ -78,7 +73,11 @@ class TrainConfig:
 
 
 def new_model(config: TrainConfig) -> PreTrainedModel:
-    """A freshly initialised ``T5ForConditionalGeneration`` of the configured size (relu, tied embeddings)."""
+    """A freshly initialised ``T5ForConditionalGeneration`` of the configured size (relu, tied embeddings).
+
+    >>> round(new_model(TrainConfig()).num_parameters() / 1e6, 1)
+    8.9
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(config.seed)
@@ -196,7 +195,7 @@ def train(
                 break
             torch.manual_seed(config.seed * 1_000_003 + step)  # dropout too repeats after a resume
             factor = config.factor(step)
-            weights = BALANCE if step >= config.balanced_from else by_labels(batches)
+            weights = mixture.phase(step).weights(batches)
             loss = optimiser_step(model, optimizers, batches, weights, factor=factor, smoothing=config.label_smoothing)
             mean = loss if mean is None else 0.98 * mean + 0.02 * loss
             step += 1

@@ -20,6 +20,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 6000):
     """Train a Unigram tokenizer and return it as a ``PreTrainedTokenizerFast`` with T5's special tokens.
 
     ``<pad>`` is 0 (also the decoder's start token), ``</s>`` 1 and is appended to every text, ``<unk>`` 2.
+
+    >>> tokenizer = train_tokenizer(["the cat", "the cats", "the 12 cats"] * 20, vocab_size=150)
+    >>> tokenizer.convert_ids_to_tokens(tokenizer("the cats 12").input_ids)
+    ['▁the', '▁cats', '▁', '1', '2', '</s>']
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

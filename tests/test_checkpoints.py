@@ -1,0 +1,408 @@
+"""Models by name: the bundled one, folders, seeded random weights that are lively, and a clear sentence otherwise."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from t5accel import checkpoints
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checkpoints import HUB_ALIASES, RANDOM_SIZES, T5Dims, data_folder, load_t5, random_t5
+from t5accel.decoding import greedy
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.parity import assert_varied
+
+# Parameters of the published checkpoints (a tied head counted once), so that our table is checked against the world.
+PUBLISHED = {
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "flan-t5-small": 76_961_152,
+    "flan-t5-base": 247_577_856,
+    "mt5-small": 300_176_768,
+}
+
+
+def logits_of(model: Any) -> np.ndarray:
+    vocabulary = model.config.vocab_size
+    with torch.inference_mode():
+        return model(
+            input_ids=torch.arange(3, 12)[None] * 7 % vocabulary,
+            decoder_input_ids=torch.arange(4)[None] * 11 % vocabulary,
+        ).logits.numpy()
+
+
+# Seeded random weights
+
+
+def test_every_published_size_is_offered() -> None:
+    assert set(RANDOM_SIZES) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_sizes(size: str) -> None:
+    with torch.device("meta"):  # shapes without memory
+        model, tokenizer = load_t5(f"random:{size}")
+    assert tokenizer is None and sum(p.numel() for p in model.parameters()) == PUBLISHED[size]
+    dims, table = T5Dims.of(model), RANDOM_SIZES[size]
+    original = size.startswith("t5")
+    assert (dims.tied, dims.gated) == (original, not original)
+    assert (dims.vocab_size, dims.d_model) == (model.config.vocab_size, model.config.d_model)
+    assert dims.encoder_layers == dims.decoder_layers == table["num_layers"]
+    assert dims.encoder_heads == dims.decoder_heads == dims.cross_heads == (table["num_heads"],) * table["num_layers"]
+    assert dims.encoder_ff == dims.decoder_ff == (table["d_ff"],) * table["num_layers"]
+    assert (model.config.pad_token_id, model.config.eos_token_id, model.config.decoder_start_token_id) == (0, 1, 0)
+
+
+def test_head_sizes_that_are_often_got_wrong() -> None:
+    with torch.device("meta"):
+        models = (load_t5(f"random:{size}")[0] for size in ("t5-small", "flan-t5-small", "mt5-small"))
+        small, flan, mt5 = map(T5Dims.of, models)
+    assert (small.d_kv, small.encoder_layers, small.tied) == (64, 6, True)
+    assert (flan.d_kv, flan.encoder_layers, flan.tied, flan.gated) == (64, 8, False, True)
+    assert flan.d_kv != flan.d_model // flan.encoder_heads[0] == 512 // 6
+    assert mt5.vocab_size == 250112
+
+
+@pytest.mark.parametrize("size", ["t5-small", "flan-t5-small"])
+def test_published_sizes_are_lively(size: str) -> None:
+    backend = TorchEager(load_t5(f"random:{size}")[0])
+    source = np.random.default_rng(1).integers(3, 32000, 12)
+    other_tokens, other_order = np.random.default_rng(2).integers(3, 32000, 12), source[::-1]
+    batch = np.stack([source, other_tokens, other_order])
+    answers = greedy(backend, batch, min_new_tokens=24, max_new_tokens=24).sequences
+    for answer in answers:
+        assert_varied(answer, 8)
+    assert len(np.unique(answers, axis=0)) == 3, "the answer should depend on the source's tokens and on their order"
+
+
+def test_tiny_models_are_lively(tiny_t5, kind: str, padded_batch) -> None:
+    backend = TorchEager(tiny_t5(kind))
+    answers = greedy(backend, *padded_batch, min_new_tokens=24, max_new_tokens=24).sequences
+    assert_varied(answers, 8)
+    assert len(np.unique(answers, axis=0)) == len(answers)
+
+
+def test_deterministic_per_seed_and_different_across_seeds(tiny_t5, kind: str) -> None:
+    build = tiny_t5.__wrapped__  # without the fixture's cache
+    first, again, other = (build(kind, seed=seed).state_dict() for seed in (5, 5, 6))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    changed = {name for name in first if not torch.equal(first[name], other[name])}
+    constant = {name for name in first if name.endswith("layer_norm.weight")} - {"decoder.final_layer_norm.weight"}
+    assert changed == set(first) - constant
+
+
+def test_seed_reaches_the_weights_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller = dict(RANDOM_SIZES["t5-small"], vocab_size=32, d_model=8, d_ff=8, num_layers=1)
+    monkeypatch.setitem(RANDOM_SIZES, "t5-small", smaller)
+    first, other = (load_t5("random:t5-small", seed=seed)[0] for seed in (0, 1))
+    assert not torch.equal(first.shared.weight, other.shared.weight)
+
+
+def test_leaves_the_random_state_alone(tiny_t5, kind: str) -> None:
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    tiny_t5.__wrapped__(kind, seed=9)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (np.random.get_state()[1] == numpy_before).all()
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_or_not_as_asked_and_saved_so(kind: str, tied: bool, tmp_path: Path) -> None:
+    sizes = dict(vocab_size=50, d_model=16, d_kv=6, d_ff=16, num_heads=2, num_layers=1, tie_word_embeddings=tied)
+    model = random_t5(sizes, kind=kind)
+    assert T5Dims.of(model).tied == tied
+    assert (model.lm_head.weight.data_ptr() == model.shared.weight.data_ptr()) == tied
+    model.save_pretrained(tmp_path)
+    loaded, _ = load_t5(tmp_path)
+    assert T5Dims.of(loaded).tied == tied
+    np.testing.assert_allclose(logits_of(loaded), logits_of(model), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "match"),
+    [
+        (None, {}, "keyword arguments"),
+        ("t5-small", {}, "keyword arguments"),
+        ({"num_heads": -1}, {}, "make no T5 model"),
+        ({"d_model": "wide"}, {}, "make no T5 model"),
+        ({"feed_forward_proj": "a-b-c"}, {}, "make no T5 model"),
+        ({}, {"kind": "bart"}, "t5, mt5, umt5"),
+        ({}, {"kind": ["t5"]}, "t5, mt5, umt5"),
+        ({}, {"kind": None}, "t5, mt5, umt5"),
+        ({}, {"seed": -1}, "seed is -1"),
+        ({}, {"seed": 2**63}, "seed is"),
+        ({}, {"seed": 1.5}, "seed is 1.5"),
+        ({}, {"seed": "1"}, "seed is '1'"),
+        ({}, {"seed": None}, "seed is None"),
+    ],
+    ids=str,
+)
+def test_no_random_model(sizes: Any, options: dict[str, Any], match: str) -> None:
+    if isinstance(sizes, dict):
+        sizes = dict(vocab_size=50, d_model=16, d_kv=6, d_ff=16, num_heads=2, num_layers=1) | sizes
+    with pytest.raises(InputError, match=match):
+        random_t5(sizes, **options)
+
+
+# T5Dims
+
+
+def shrink(linear: torch.nn.Linear, *, rows: int | None = None, columns: int | None = None) -> None:
+    linear.weight = torch.nn.Parameter(linear.weight[:rows, :columns].clone())
+    linear.out_features, linear.in_features = linear.weight.shape
+
+
+def test_dims_are_read_off_the_weights_layer_by_layer(tiny_t5) -> None:
+    model = copy.deepcopy(tiny_t5())
+    before = T5Dims.of(model)
+    assert (before.encoder_layers, before.decoder_layers, before.d_kv) == (2, 3, 12)
+    assert before.decoder_heads == before.cross_heads == (4, 4, 4)
+    for attention, heads in (
+        (model.encoder.block[1].layer[0].SelfAttention, 3),
+        (model.decoder.block[1].layer[0].SelfAttention, 2),
+        (model.decoder.block[2].layer[1].EncDecAttention, 1),
+    ):
+        for name in "qkv":
+            shrink(getattr(attention, name), rows=heads * 12)
+        shrink(attention.o, columns=heads * 12)
+    for block, width in ((model.encoder.block[0], 40), (model.decoder.block[2], 24)):
+        shrink(block.layer[-1].DenseReluDense.wi, rows=width)
+        shrink(block.layer[-1].DenseReluDense.wo, columns=width)
+    dims = T5Dims.of(model)
+    assert dims.encoder_heads == (4, 3) and dims.decoder_heads == (4, 2, 4) and dims.cross_heads == (4, 4, 1)
+    assert dims.encoder_ff == (40, 64) and dims.decoder_ff == (64, 64, 24)
+    assert (dims.vocab_size, dims.d_model, dims.d_kv) == (300, 32, 12)
+
+
+@pytest.mark.parametrize("thing", [None, "mini", 5, torch.nn.Linear(1, 1)])
+def test_dims_of_something_else(thing: Any) -> None:
+    with pytest.raises(NotT5Error, match="t5, mt5, umt5"):
+        T5Dims.of(thing)
+
+
+# The bundled model and folders
+
+
+def test_mini_loads_with_its_tokenizer(mini) -> None:
+    model, tokenizer = mini
+    assert model.dtype == torch.float32 and not model.training
+    text = "Êtes-vous prêt ? Il a 12 ans !"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[-1] == model.config.eos_token_id and tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert max(ids) < T5Dims.of(model).vocab_size and tokenizer.pad_token_id == model.config.pad_token_id
+
+
+def test_mini_survives_save_pretrained(mini, tmp_path: Path) -> None:
+    model, tokenizer = mini
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for where in (tmp_path, str(tmp_path)):
+        loaded, loaded_tokenizer = load_t5(where)
+        assert loaded.dtype == torch.float32 and not loaded.training
+        np.testing.assert_array_equal(logits_of(loaded), logits_of(model))
+        assert loaded_tokenizer("Il a 12 ans !")["input_ids"] == tokenizer("Il a 12 ans !")["input_ids"]
+
+
+@pytest.fixture
+def saved(tiny_t5, tmp_path: Path) -> Path:
+    """A folder with a tiny model and no tokenizer."""
+    tiny_t5().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_without_a_tokenizer(saved: Path, tiny_t5) -> None:
+    model, tokenizer = load_t5(saved)
+    assert tokenizer is None and not model.training
+    np.testing.assert_array_equal(logits_of(model), logits_of(tiny_t5()))
+
+
+def test_half_precision_folders_load_as_fp32(tiny_t5, tmp_path: Path) -> None:
+    copy.deepcopy(tiny_t5()).to(torch.float16).save_pretrained(tmp_path)
+    assert load_t5(tmp_path)[0].dtype == torch.float32
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailableError, match="config.json.*save_pretrained") as caught:
+        load_t5(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def drop_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def truncate_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"12345")
+
+
+def drop_a_layer(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "decoder.block.2" not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def widen(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"d_model": 64}))
+
+
+def half_a_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "t5"')
+
+
+def a_list_as_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def no_type(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def text_as_size(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "t5", "d_model": "wide"}')
+
+
+def broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [drop_weights, truncate, truncate_header, drop_a_layer, widen, half_a_config, a_list_as_config, no_type,
+     text_as_size, broken_tokenizer],
+)  # fmt: skip
+def test_a_damaged_folder_is_named(saved: Path, damage: Any) -> None:
+    load_t5(saved)
+    damage(saved)
+    with pytest.raises(ModelUnavailableError) as caught:
+        load_t5(saved)
+    assert str(saved) in str(caught.value) and isinstance(caught.value, OSError)
+
+
+def test_missing_weights_are_not_filled_with_random_ones(saved: Path) -> None:
+    drop_a_layer(saved)
+    with pytest.raises(ModelUnavailableError, match=r"lacks \d+ weights, such as decoder\.block\.2"):
+        load_t5(saved)
+
+
+def test_a_folder_of_another_kind(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    BertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(NotT5Error, match="'bert'.*t5, mt5, umt5") as caught:
+        load_t5(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_data_folder_holds_model_and_sets() -> None:
+    assert (data_folder() / "mini-t5" / "config.json").is_file() and (data_folder() / "eval").is_dir()
+
+
+def test_without_a_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checkpoints, "__file__", str(tmp_path / "copied" / "checkpoints.py"))
+    with pytest.raises(ModelUnavailableError, match="wheel"):
+        load_t5("mini")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nope", "Mini", "mini ", "random:", "random:t5-huge", "random:mini", "a/b/c", "./nowhere", "../nowhere",
+     "/nowhere", "é/é", "a b/c", "-a/b", "", "a\0b", "x" * 5000, "/" + "x" * 300, Path("nowhere"), b"mini", None,
+     5, 0.5, ["mini"], {"mini"}, object(), Path],
+)  # fmt: skip
+def test_unknown_names_list_what_is_allowed(name: Any) -> None:
+    with pytest.raises(UnknownModelError) as caught:
+        load_t5(name)
+    for allowed in ("'mini'", *(f"'random:{size}'" for size in RANDOM_SIZES), "folder", "hub id"):
+        assert allowed in str(caught.value)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(max_size=20).filter(lambda name: "/" not in name) | st.binary() | st.integers() | st.none())
+def test_names_raise_our_errors_at_most(name: Any) -> None:
+    if name == "mini" or (isinstance(name, str) and Path(name).is_dir() and name):
+        return
+    with pytest.raises(T5AccelError):
+        load_t5(name)
+
+
+@pytest.mark.parametrize("name", ["nobody/has-this-model", "nobody/x--y", "nobody/x.git", "nobody/" + "x" * 200])
+def test_without_a_network_one_sentence_names_the_alternative(offline: None, name: str) -> None:
+    with pytest.raises(ModelUnavailableError) as caught:
+        load_t5(name)
+    message = str(caught.value)
+    assert "\n" not in message and "Traceback" not in message
+    for part in (repr(name), "no network", "load_t5('mini')", "load_t5('random:t5-small')", "folder"):
+        assert part in message
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[tuple[str, dict[str, Any]]]:
+    """What is asked of the hub. Every request fails with the test's parameter, an error, or an OSError."""
+    import transformers
+
+    requests: list[tuple[str, dict[str, Any]]] = []
+
+    def fail(where: str, **options: Any) -> None:
+        requests.append((where, options))
+        raise getattr(request, "param", OSError("We couldn't connect to the hub.\nCheck your connection."))
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    return requests
+
+
+def test_short_names_ask_for_the_originals(offline: None, asked: list[Any]) -> None:
+    for name, hub_id in HUB_ALIASES.items():
+        with pytest.raises(ModelUnavailableError, match=hub_id):
+            load_t5(name)
+        assert asked[-1] == (hub_id, {"local_files_only": True}), "offline, only files that are there already"
+
+
+@pytest.mark.parametrize("reachable", ["by name", "by proxy"])
+def test_a_hub_that_fails_although_it_resolves(
+    offline: None, asked: list[Any], monkeypatch: pytest.MonkeyPatch, reachable: str
+) -> None:
+    if reachable == "by name":
+        monkeypatch.setattr(checkpoints.socket, "getaddrinfo", lambda *_: [])
+    else:
+        monkeypatch.setenv("https_proxy", "http://proxy.invalid:3128")
+    with pytest.raises(ModelUnavailableError, match=r"load_t5\('mini'\)") as caught:
+        load_t5("google/flan-t5-small")
+    assert "\n" not in str(caught.value) and isinstance(caught.value.__cause__, OSError)
+    assert asked == [("google/flan-t5-small", {"local_files_only": False})]
+
+
+@pytest.mark.parametrize("asked", [ValueError("unknown type"), RuntimeError("size mismatch")], indirect=True)
+def test_a_hub_model_that_cannot_be_read(offline: None, asked: list[Any]) -> None:
+    with pytest.raises(ModelUnavailableError, match="google/flan-t5-small.*(unknown type|size mismatch)"):
+        load_t5("google/flan-t5-small")
+
+
+def test_a_hub_model_of_another_kind(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: transformers.BertConfig())
+    with pytest.raises(NotT5Error, match="google-bert/bert-base-uncased is of type 'bert'"):
+        load_t5("google-bert/bert-base-uncased")
