@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.checkpoints import load_t5, random_t5
+from t5accel.checkpoints import load_t5
+from t5accel.lively import random_t5
 
 TINY: dict[str, Any] = dict(
     vocab_size=300,

@@ -11,8 +11,8 @@ import torch
 import t5accel.bench as module
 from t5accel import machine, tasks
 from t5accel.bench import REFERENCE, TECHNIQUES, BenchConfig, Technique, bench, random_batch, weight_bytes
-from t5accel.checkpoints import random_t5
 from t5accel.errors import InputError, UnequalWorkError
+from t5accel.lively import random_t5
 from t5accel.parity import ParityError
 from t5accel.scoreboard import Results, Row
 

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from t5accel import checkpoints
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import HUB_ALIASES, RANDOM_SIZES, T5Dims, data_folder, load_t5, random_t5
+from t5accel.checkpoints import HUB_ALIASES, T5Dims, data_folder, load_t5
 from t5accel.decoding import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.lively import RANDOM_SIZES, random_t5
 from t5accel.parity import assert_varied
 
 # Parameters of the published checkpoints (a tied head counted once), so that our table is checked against the world.

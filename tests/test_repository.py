@@ -23,6 +23,7 @@ FLOORS = {
     "errors": 0,
     "machine": 0,
     "checkpoints": 0,
+    "lively": 0,
     "tasks": 1,
     "quality": 1,
     "metrics": 1,
