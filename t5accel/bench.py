@@ -97,12 +97,12 @@ def _ours(use_cache: bool) -> Callable[[PreTrainedModel], Generate]:
     return build
 
 
-REFERENCE = "transformers, cache"
+REFERENCE = "transformers with cache"
 TECHNIQUES = (
-    Technique("transformers, no cache", "transformers generate()", _transformers(use_cache=False)),
+    Technique("transformers without cache", "transformers generate()", _transformers(use_cache=False)),
     Technique(REFERENCE, "transformers generate()", _transformers(use_cache=True)),
-    Technique("our loop, no cache", "backends.torch_eager", _ours(use_cache=False)),
-    Technique("our loop, cache", "backends.torch_eager", _ours(use_cache=True)),
+    Technique("our loop without cache", "backends.torch_eager", _ours(use_cache=False)),
+    Technique("our loop with cache", "backends.torch_eager", _ours(use_cache=True)),
 )
 
 

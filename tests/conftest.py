@@ -80,3 +80,14 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(socket, "getaddrinfo", fail)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a CUDA device is skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

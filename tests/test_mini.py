@@ -1,0 +1,83 @@
+"""The bundled model is what its card says: it loads plainly, it is small, and its French is French."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+from t5accel import quality
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checkpoints import T5Dims
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.text import text_to_text
+
+FOLDER = Path(__file__).resolve().parents[1] / "data/mini-t5"
+
+
+@pytest.fixture(scope="module")
+def mini():
+    """The model and tokenizer, loaded by transformers alone."""
+    model = T5ForConditionalGeneration.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(FOLDER)
+
+
+def test_size() -> None:
+    assert (FOLDER / "model.safetensors").stat().st_size <= 25e6
+    assert json.loads((FOLDER / "config.json").read_text())["model_type"] == "t5"
+
+
+def test_shape(mini) -> None:
+    dims = T5Dims.of(mini[0])
+    assert (dims.encoder_layers, dims.decoder_layers, dims.tied, dims.gated) == (4, 4, True, False)
+    assert 8e6 < mini[0].num_parameters() < 10e6
+    assert dims.vocab_size == len(mini[1]) == 6000
+
+
+def test_tokenizer(mini) -> None:
+    tokenizer = mini[1]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    for text in ("Êtes-vous prêt ? Il a 12 ans !", "L'été, où vas-tu ?", "Ann paid 345 dollars."):
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert set(tokenizer(["a", "b c"], padding=True)) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize(
+    ("english", "french"),
+    [
+        ("I am tired.", {"Je suis fatigué.", "Je suis fatiguée."}),
+        ("Where is my bag?", {"Où est mon sac ?"}),
+    ],
+)
+def test_french(mini, english: str, french: set[str]) -> None:
+    inputs = mini[1](f"translate English to French: {english}", return_tensors="pt")
+    tokens = mini[0].generate(**inputs, max_new_tokens=24, num_beams=1, do_sample=False)
+    assert mini[1].decode(tokens[0], skip_special_tokens=True) in french
+
+
+def test_recorded_quality_is_what_one_gets(mini) -> None:
+    """A part of the sets, scored on both lines of transformers: the French cannot rot unnoticed."""
+    backend = TorchEager(mini[0])
+    generate = text_to_text(mini[1], lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences)
+    report = quality.evaluate(generate, limit=10)
+    assert report.translation.bleu > 20
+    assert report.summaries.seen.rougeL > 60
+    assert report.questions.all.exact_match > 25  # always answering "unanswerable" gets 23.5
+
+
+def test_padding_does_not_change_an_answer(mini) -> None:
+    backend = TorchEager(mini[0])
+    texts = [
+        "translate English to French: We have time.",
+        "translate English to French: She has a big red car, I think.",
+    ]
+    alone = [mini[1](text, return_tensors="np") for text in texts]
+    batch = mini[1](texts, return_tensors="np", padding=True)
+    together = greedy(backend, batch["input_ids"], batch["attention_mask"], max_new_tokens=24).sequences
+    quality.assert_varied(together)
+    for row, one in zip(together, alone, strict=True):
+        expected = greedy(backend, one["input_ids"], one["attention_mask"], max_new_tokens=24).sequences[0]
+        np.testing.assert_array_equal(row[: len(expected)], expected)
+        assert (row[len(expected) :] == 0).all()

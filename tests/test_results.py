@@ -1,0 +1,64 @@
+"""Recorded results keep their format, and what the model card says stands in them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from t5accel.scoreboard import Results
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "data/results").glob("*.json"))
+
+
+def read(name: str) -> dict:
+    return json.loads((ROOT / "data/results" / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_result_says_where_it_comes_from(path: Path) -> None:
+    data = read(path.name)
+    assert {"machine", "versions", "date", "commit", "command", "rows"} <= data.keys()
+    assert data["rows"] and data["machine"]["cpu"] and data["versions"]["torch"] and data["commit"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", data["date"])
+    assert "t5accel" in data["command"]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("scoreboard-")], ids=lambda path: path.stem)
+def test_a_scoreboard_holds_what_a_ratio_needs(path: Path) -> None:
+    results = Results.read(path)
+    assert len({(row.source_tokens, row.new_tokens, row.batch, row.beams, row.threads) for row in results.rows}) == 1
+    for row in results.rows:
+        assert len(row.latency_s) >= 3 and min(row.latency_s) > 0
+        assert row.peak_memory_bytes > row.bytes_on_disk
+        assert (row.quality is not None) == (row.model == "mini")
+        assert (row.ratio is None) == (row.technique == row.reference)
+        if row.quality:
+            assert row.quality["limit"] is None, "a recorded board is scored on the full sets"
+
+
+def test_the_card_of_the_model_tells_its_recorded_quality() -> None:
+    quality = read("training-mini.json")["quality"]
+    card = (ROOT / "data/mini-t5/README.md").read_text(encoding="utf-8")
+    lines = {line.split("|")[1].strip(): line for line in card.splitlines() if line.startswith("| ")}
+    by_length = quality["translation"]["bleu_by_length"]
+    expected = {
+        "300 sentences of our own": [quality["translation"]["bleu"], *by_length.values()],
+        "200 reports": [quality["summaries"][half]["rougeL"] for half in ("all", "seen", "unseen")],
+    }
+    for start, values in expected.items():
+        for value in values:
+            assert f"{value:.1f}" in lines[start], f"the card's line {start!r} lacks {value:.1f}"
+    (held_out,) = (line for name, line in lines.items() if name.startswith("held-out"))
+    assert f"{quality['held_out']['bleu']:.1f}" in held_out
+    exact = [quality["questions"][half]["exact_match"] for half in ("all", "seen", "unseen")]
+    assert all(f"{value:.1f}" in card for value in exact)
+    assert "Tatoeba" in card and "CC BY 2.0 FR" in card
+
+
+def test_the_run_of_the_bundled_model_learned() -> None:
+    rows = read("training-mini.json")["rows"]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    for task in ("translation", "summaries", "questions"):
+        assert rows[-1][task] < rows[0][task]
