@@ -3,7 +3,7 @@
 The learning rate warms up, stays, and falls to zero over the last quarter of the steps ("warm-up, stable, decay": Hu et
 al. 2024, MiniCPM), so that a run can be prolonged from before the fall. Matrices inside the layers are trained by Muon
 (Jordan et al. 2024; `torch.optim.Muon`), everything else by AdamW: in a trial of 150 steps on translation alone, Muon
-had a validation loss of 3.59 nats a token where AdamW at its best stable rate had 4.36.
+at 2.5e-3 had a validation loss of 3.59 nats a token, AdamW at 1.2e-3 one of 4.36.
 """
 
 from __future__ import annotations
