@@ -6,7 +6,6 @@ past decoder positions, V vocabulary entries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -122,7 +121,7 @@ def as_count(value: Any, name: str, *, at_least: int) -> int:
     return int(value)
 
 
-def right_aligned(lengths: np.ndarray, width: int, shape: Sequence[int] = ()) -> np.ndarray:
+def right_aligned(lengths: np.ndarray, width: int) -> np.ndarray:
     """The mask of rows that end together: (…) lengths -> (…, width) int64, 1 on the last ``length`` positions.
 
     >>> right_aligned(np.array([1, 3]), 3).tolist()
