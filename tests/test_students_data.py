@@ -144,6 +144,15 @@ def test_a_quarter_of_the_questions_has_no_answer(held_out: bool) -> None:
 
 
 @pytest.mark.parametrize("held_out", HALVES)
+def test_short_stories_are_shorter_and_their_questions_as_well_formed(held_out):
+    rng = random.Random(1)
+    for _ in range(1000):
+        made = make_question(rng, held_out=held_out, short=True)
+        assert made.question.endswith("?") and all(answer in made.context for answer in made.answers)
+        assert 2 <= len(made.context.split(". ")) <= 4
+
+
+@pytest.mark.parametrize("held_out", HALVES)
 @pytest.mark.parametrize(("many", "one"), [(reports, make_report), (questions, make_question)])
 def test_the_seed_decides_everything(many, one, held_out: bool) -> None:
     expected = list(many(30, 11, held_out=held_out))

@@ -5,6 +5,7 @@ All pairs here are made up for the tests.
 
 import json
 import random
+from collections import Counter
 from dataclasses import asdict, replace
 from itertools import islice
 
@@ -20,11 +21,13 @@ from t5accel.errors import InputError
 from t5accel.students.mixture import (
     CURRICULUM,
     Mixture,
+    Part,
     Phase,
     block,
     draw_batches,
     evaluation_sources,
     pack,
+    repetition_example,
     translation_example,
 )
 from t5accel.students.optimise import (
@@ -234,7 +237,12 @@ def texts_of(rows: list[list[int]]) -> list[str]:
     return ["".join(map(chr, row)) for row in rows]
 
 
-PHASES = (Phase(0, 400, 1500, others_per_step=1), Phase(4, 300, 1200, others_per_step=2, translation_weight=0.5))
+PHASES = (
+    Phase(0, (Part("translation", 400), Part("summaries", 1500, 0.5), Part("questions", 1500, 0.5))),
+    Phase(4, (Part("translation", 300, weight=0.5), Part("summaries", 1200, weight=0.2),
+              Part("questions", 1200, weight=0.1), Part("short questions", 900, weight=0.1),
+              Part("repetition", 200, weight=0.1))),
+)  # fmt: skip
 SMALL = Mixture(PAIRS, joined_share=0.5, curriculum=PHASES, steps_per_block=4)
 
 
@@ -251,14 +259,14 @@ def test_a_phase_that_begins_within_a_block_or_out_of_turn_is_refused(starts):
 
 @given(st.lists(st.lists(st.lists(st.just(5), min_size=1, max_size=9), min_size=1, max_size=4), min_size=2, max_size=4))
 def test_weights_sum_to_one_and_follow_the_labels_or_the_phase(targets):
-    batches = [([], rows) for rows in targets]
+    batches = [(("translation", "summaries")[i > 0], ([], rows)) for i, rows in enumerate(targets)]
     labels = [sum(map(len, rows)) for rows in targets]
     alike, by_batch = (phase.weights(batches) for phase in PHASES)
     assert sum(alike) == pytest.approx(1.0) and sum(by_batch) == pytest.approx(1.0)
     assert [weight / count for weight, count in zip(alike, labels, strict=True)] == pytest.approx(
         [1 / sum(labels)] * len(labels)
     )
-    assert by_batch[0] == 0.5 and len(set(by_batch[1:])) == 1
+    assert [weight / by_batch[0] for weight in by_batch[1:]] == pytest.approx([0.2 / 0.5] * (len(targets) - 1))
 
 
 def test_a_block_is_a_function_of_seed_and_number():
@@ -268,19 +276,24 @@ def test_a_block_is_a_function_of_seed_and_number():
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_each_step_sees_translation_and_the_other_tasks_in_turn_as_its_phase_says(number):
-    phase, kinds = PHASES[number], []
-    for translation, *others in block(SMALL, characters, 0, number):
-        assert all(text.startswith(TRANSLATE) for text in texts_of(translation[0]))
-        assert len(others) == phase.others_per_step
-        kinds += [{text.split(":")[0] for text in texts_of(other[0])} for other in others]
-        for (sources, targets), tokens in [(translation, phase.translation_tokens)] + [
-            (other, phase.other_tokens) for other in others
-        ]:
-            padded_tokens = (max(map(len, sources)) + max(map(len, targets))) * len(sources)
-            assert len(sources) == 1 or padded_tokens <= tokens
-    half = 2 * phase.others_per_step
-    assert sorted(kinds, key=str) == [{"question"}] * half + [{"summarize"}] * half
+def test_each_step_sees_translation_and_the_other_tasks_as_its_phase_says(number):
+    parts = {part.task: part for part in PHASES[number].parts}
+    starts = {"translation": TRANSLATE, "summaries": "summarize: ", "repetition": "repeat: "}
+    steps = list(block(SMALL, characters, 0, number))
+    assert [step[0][0] for step in steps] == ["translation"] * 4
+    assert {len(step) for step in steps} == {round(sum(part.per_step for part in parts.values()))}
+    for task, (sources, targets) in [batch for step in steps for batch in step]:
+        assert all(text.startswith(starts.get(task, "question: ")) for text in texts_of(sources))
+        padded_tokens = (max(map(len, sources)) + max(map(len, targets))) * len(sources)
+        assert len(sources) == 1 or padded_tokens <= parts[task].tokens
+    drawn = Counter(task for step in steps for task, _ in step)
+    assert drawn == {task: round(4 * part.per_step) for task, part in parts.items()}
+
+
+@given(st.integers(0, 10**9))
+def test_a_repetition_asks_for_its_own_words(seed):
+    source, target = repetition_example(SMALL, random.Random(seed))
+    assert source == "repeat: " + target and 1 <= len(target.split()) <= 8
 
 
 def test_steps_go_on_from_the_middle_of_a_block():
@@ -293,11 +306,12 @@ def test_steps_go_on_from_the_middle_of_a_block():
 def test_forbidden_sources_are_never_drawn():
     def drawn(mixture):
         steps = [step for number in range(2) for step in block(mixture, characters, 0, number)]
-        return {text for step in steps for sources, _ in step for text in texts_of(sources)}
+        return {text for step in steps for _, (sources, _) in step for text in texts_of(sources)}
 
     free = drawn(SMALL)
     forbidden = frozenset(sorted(free)[::3])
-    assert {text.split(":")[0] for text in forbidden} == {"translate English to French", "summarize", "question"}
+    starts = {text.split(":")[0] for text in forbidden}
+    assert starts == {"translate English to French", "summarize", "question", "repeat"}
     restricted = drawn(replace(SMALL, forbidden=forbidden))
     assert restricted and not restricted & forbidden
 
@@ -445,7 +459,12 @@ def test_a_factor_of_zero_changes_no_weight_and_the_loss_is_the_weighted_mean():
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
-MIXTURE = replace(SMALL, curriculum=tuple(replace(p, translation_tokens=300, other_tokens=800) for p in PHASES))
+MIXTURE = replace(
+    SMALL,
+    curriculum=tuple(
+        replace(p, parts=tuple(replace(part, tokens=min(part.tokens, 800)) for part in p.parts)) for p in PHASES
+    ),
+)
 HELD_OUT = [(TRANSLATE + english, french) for english, french in PAIRS[:4]]
 
 

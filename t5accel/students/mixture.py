@@ -1,6 +1,6 @@
-"""The training mixture: three tasks drawn from a seed, tokenised, and packed into batches of equal cost.
+"""The training mixture: tasks drawn from a seed, tokenised, and packed into batches of equal cost.
 
-Every optimiser step sees a batch of translation and one or two of the other tasks. A block of steps is a function of
+Every optimiser step sees a batch of translation and some of the other tasks. A block of steps is a function of
 (seed, block number) alone: a run that was interrupted goes on with exactly the batches it would have seen.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from t5accel.errors import InputError
 from t5accel.students.pairs import Pair, joined
@@ -18,44 +19,65 @@ from t5accel.tasks import NAMES, SUMMARIZE, TRANSLATE, UNANSWERABLE, rows, sourc
 
 Example = tuple[str, str]
 Batch = tuple[list[list[int]], list[list[int]]]
+TaskBatch = tuple[str, Batch]  # with the name of its task
+
+REPEAT = "repeat: "  # a prefix of training alone
+_SYLLABLES = [
+    c + v for c in "b c d f g h j k l m n p r s t v w z br cr dr gr st".split() for v in "a e i o u en ar".split()
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One task's share of a step.
+
+    Attributes:
+        tokens: of a batch, padded encoder plus padded decoder tokens, at most.
+        per_step: batches a step; 0.5 is one in every second step on average.
+        weight: of a batch's mean loss, against the other batches of its step; ``None`` counts every label alike.
+    """
+
+    task: str
+    tokens: int
+    per_step: float = 1
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a step is made of from ``from_step`` on. Token counts are padded encoder plus padded decoder tokens.
-
-    With ``translation_weight`` every batch's mean loss counts by that weight, the others sharing the rest; without,
-    every label counts alike.
-    """
+    """What a step is made of from ``from_step`` on: the first part once, the others as often as they say."""
 
     from_step: int
-    translation_tokens: int
-    other_tokens: int
-    others_per_step: int
-    translation_weight: float | None = None
+    parts: tuple[Part, ...]
 
-    def weights(self, batches: list[Batch]) -> tuple[float, ...]:
+    def weights(self, batches: list[TaskBatch]) -> tuple[float, ...]:
         """One weight for each batch of a step; they sum to 1.
 
-        >>> Phase(0, 5000, 2700, 1, translation_weight=0.6).weights([([], [[1]]), ([], [[1]])])
+        >>> phase = Phase(0, (Part("translation", 5000, weight=0.6), Part("questions", 2700, weight=0.4)))
+        >>> phase.weights([("translation", ([], [[1]])), ("questions", ([], [[1]]))])
         (0.6, 0.4)
-        >>> Phase(0, 5000, 2700, 1).weights([([], [[5, 1], [1]]), ([], [[1]])])
-        (0.75, 0.25)
+        >>> Phase(0, (Part("translation", 5000),)).weights([("translation", ([], [[5, 1], [1]]))])
+        (1.0,)
         """
-        if self.translation_weight is not None:
-            others = len(batches) - 1
-            return (self.translation_weight, *[(1 - self.translation_weight) / others] * others)
-        labels = [sum(map(len, targets)) for _, targets in batches]
-        return tuple(count / sum(labels) for count in labels)
+        weight = {part.task: part.weight for part in self.parts}
+        raw = [sum(map(len, targets)) if weight[task] is None else weight[task] for task, (_, targets) in batches]
+        return tuple(value / sum(raw) for value in raw)
 
 
-# Answers and summaries are few labels beside translation's: counted alike, copying names out of the source was not
-# learned for long. So the other tasks get more say after 1,000 steps, and more examples after 2,250.
+# Answers and summaries are few labels beside translation's: counted alike, copying words out of the source was not
+# learned for long. So the other tasks get more say after 1,000 steps and more examples after 2,250. At 4,250 answers
+# were still of the right kind and from nowhere: since then the model also repeats words, which teaches copying with
+# every label, and reads short stories, of which a batch holds many.
 CURRICULUM = (
-    Phase(0, translation_tokens=5000, other_tokens=2700, others_per_step=1),
-    Phase(1000, translation_tokens=5000, other_tokens=2700, others_per_step=1, translation_weight=0.6),
-    Phase(2250, translation_tokens=4000, other_tokens=2500, others_per_step=2, translation_weight=0.5),
-)
+    Phase(0, (Part("translation", 5000), Part("summaries", 2700, 0.5), Part("questions", 2700, 0.5))),
+    Phase(1000, (Part("translation", 5000, weight=0.6), Part("summaries", 2700, 0.5, 0.4),
+                 Part("questions", 2700, 0.5, 0.4))),
+    Phase(2250, (Part("translation", 4000, weight=0.5), Part("summaries", 2500, weight=0.25),
+                 Part("questions", 2500, weight=0.25))),
+    Phase(4250, (Part("translation", 3000, weight=0.35), Part("summaries", 2500, weight=0.2),
+                 Part("questions", 2500, weight=0.2), Part("short questions", 2500, weight=0.15),
+                 Part("repetition", 1500, weight=0.1))),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,11 +120,30 @@ def summary_example(rng: random.Random) -> Example:
     return SUMMARIZE + report.source, report.summary
 
 
-def question_example(rng: random.Random) -> Example:
+def question_example(rng: random.Random, *, short: bool = False) -> Example:
     """A freshly generated question of a seen family; its first answer, or "unanswerable"."""
-    question = make_question(rng)
+    question = make_question(rng, short=short)
     source = source_text("questions", {"question": question.question, "context": question.context})
     return source, (*question.answers, UNANSWERABLE)[0]
+
+
+def repetition_example(mixture: Mixture, rng: random.Random) -> Example:
+    """Words of the training pairs, invented names and numbers, to be repeated: practice in copying, no task of its own.
+
+    >>> repetition_example(Mixture((("Stay here.", "Reste ici."),)), random.Random(8))
+    ('repeat: Stay Hama Kutucawen Reste', 'Stay Hama Kutucawen Reste')
+    """
+
+    def word() -> str:
+        kind = rng.random()
+        if kind < 0.5:
+            return rng.choice(rng.choice(rng.choice(mixture.pairs)).split())
+        if kind < 0.85:
+            return "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(2, 4))).capitalize()
+        return str(rng.randrange(1000))
+
+    text = " ".join(word() for _ in range(rng.randint(1, 8)))
+    return REPEAT + text, text
 
 
 def pack(sources: list[list[int]], targets: list[list[int]], tokens: int) -> list[Batch]:
@@ -147,19 +188,31 @@ def draw_batches(
 
 def block(
     mixture: Mixture, encode: Callable[[list[str]], list[list[int]]], seed: int, number: int
-) -> Iterator[list[Batch]]:
-    """The steps of block ``number``: each a list of batches, the first of translation, the rest of other tasks."""
+) -> Iterator[list[TaskBatch]]:
+    """The steps of block ``number``: each a list of batches with the names of their tasks.
+
+    The first is of the phase's first part; the others are dealt out evenly.
+    """
     rng = random.Random(f"{seed}/{number}")
     steps = mixture.steps_per_block
-    phase = mixture.phase(number * steps)
-    count = steps * phase.others_per_step
+    first, *rest = mixture.phase(number * steps).parts
 
-    def draw(example: Callable[[], Example], tokens: int, count: int) -> list[Batch]:
-        return draw_batches(example, encode, tokens, count, mixture.forbidden, rng)
+    def draw(part: Part) -> list[TaskBatch]:
+        example = partial(_EXAMPLES[part.task], mixture, rng)
+        batches = draw_batches(example, encode, part.tokens, round(steps * part.per_step), mixture.forbidden, rng)
+        return [(part.task, batch) for batch in batches]
 
-    translation = draw(lambda: translation_example(mixture, rng), phase.translation_tokens, steps)
-    others = draw(lambda: summary_example(rng), phase.other_tokens, count // 2)
-    others += draw(lambda: question_example(rng), phase.other_tokens, count - count // 2)
+    leading = draw(first)
+    others = [batch for part in rest for batch in draw(part)]
     rng.shuffle(others)
-    for i, batch in enumerate(translation):
-        yield [batch, *others[i * phase.others_per_step : (i + 1) * phase.others_per_step]]
+    for i, batch in enumerate(leading):
+        yield [batch, *others[i::steps]]
+
+
+_EXAMPLES: dict[str, Callable[[Mixture, random.Random], Example]] = {
+    "translation": translation_example,
+    "summaries": lambda _, rng: summary_example(rng),
+    "questions": lambda _, rng: question_example(rng),
+    "short questions": lambda _, rng: question_example(rng, short=True),
+    "repetition": repetition_example,
+}

@@ -71,18 +71,17 @@ def _fill(text: str, values: dict[str, str]) -> str:
     return text[0].upper() + text[1:]
 
 
-def _attempt(rng: random.Random, half: Half, kind: str) -> Question | None:
+def _attempt(rng: random.Random, half: Half, kind: str, short: bool) -> Question | None:
     """One story and a question of that kind about it, or None where this story has no such question."""
     family = rng.choice(half.families)
     surnames = rng.random() < 0.3
     used: set[str] = set()
     slots = _slots("".join(family.sentences))
-    people = [
-        {slot: _value(rng, half, family, slot, used, surnames) for slot in slots} for _ in range(rng.choice((2, 2, 3)))
-    ]
+    count = rng.choice((1, 2, 2) if short else (2, 2, 3))
+    people = [{slot: _value(rng, half, family, slot, used, surnames) for slot in slots} for _ in range(count)]
     told: list[set[str]] = [set() for _ in people]
     # A few facts, each told of several people, so that the kind of answer alone does not give it away.
-    facts = rng.sample(family.sentences[1:], rng.choice((2, 3)))
+    facts = rng.sample(family.sentences[1:], 1 if short else rng.choice((2, 3)))
     extra = [(person, fact) for person in range(len(people)) for fact in facts]
     rng.shuffle(extra)
     del extra[max(0, rng.choice((3, 4, 5, 6, 6, 7)) - len(people)) :]
@@ -130,8 +129,10 @@ def _attempt(rng: random.Random, half: Half, kind: str) -> Question | None:
     return Question(_fill(question, values), context, (answer, found[0]) if found else (answer,), template)
 
 
-def make_question(rng: random.Random, *, held_out: bool = False) -> Question:
+def make_question(rng: random.Random, *, held_out: bool = False, short: bool = False) -> Question:
     """A story with a question, drawn from `rng` alone; about one in four has no answer.
+
+    A short one is about one or two people and tells one fact of each beside the first: training warms up on these.
 
     >>> one = make_question(random.Random(3))
     >>> one == make_question(random.Random(3))
@@ -140,7 +141,7 @@ def make_question(rng: random.Random, *, held_out: bool = False) -> Question:
     True
     """
     kind = rng.choices(("", "missing", "fresh", "mixed"), (75, 12, 7, 6))[0]
-    while (made := _attempt(rng, HALVES[held_out], kind)) is None:
+    while (made := _attempt(rng, HALVES[held_out], kind, short)) is None:
         pass
     return made
 

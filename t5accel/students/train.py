@@ -20,7 +20,16 @@ import torch
 from tqdm import tqdm
 
 from t5accel.errors import InputError
-from t5accel.students.mixture import Batch, Mixture, block, evaluation_sources, pack, question_example, summary_example
+from t5accel.students.mixture import (
+    Batch,
+    Mixture,
+    TaskBatch,
+    block,
+    evaluation_sources,
+    pack,
+    question_example,
+    summary_example,
+)
 from t5accel.students.optimise import (
     batch_loss,
     learning_rate_factor,
@@ -92,7 +101,7 @@ def new_model(config: TrainConfig) -> PreTrainedModel:
     return model
 
 
-def steps_from(mixture: Mixture, encode: Encode, seed: int, step: int) -> Iterator[list[Batch]]:
+def steps_from(mixture: Mixture, encode: Encode, seed: int, step: int) -> Iterator[list[TaskBatch]]:
     """The batches of steps ``step``, ``step + 1``, … without end."""
     number, offset = divmod(step, mixture.steps_per_block)
     while True:
@@ -196,7 +205,14 @@ def train(
             torch.manual_seed(config.seed * 1_000_003 + step)  # dropout too repeats after a resume
             factor = config.factor(step)
             weights = mixture.phase(step).weights(batches)
-            loss = optimiser_step(model, optimizers, batches, weights, factor=factor, smoothing=config.label_smoothing)
+            loss = optimiser_step(
+                model,
+                optimizers,
+                [batch for _, batch in batches],
+                weights,
+                factor=factor,
+                smoothing=config.label_smoothing,
+            )
             mean = loss if mean is None else 0.98 * mean + 0.02 * loss
             step += 1
             bar.update()
