@@ -106,6 +106,20 @@ TECHNIQUES = (
 )
 
 
+def choose(parts: Sequence[str]) -> tuple[Technique, ...]:
+    """The techniques whose name holds one of ``parts``, and the reference; all without parts.
+
+    Raises ``InputError`` for a part that no name holds.
+
+    >>> [technique.name for technique in choose(["loop without"])]
+    ['transformers with cache', 'our loop without cache']
+    """
+    for part in parts:
+        if not any(part in technique.name for technique in TECHNIQUES):
+            raise InputError(f"No technique is called {part!r}; there are {[t.name for t in TECHNIQUES]}.")
+    return tuple(t for t in TECHNIQUES if not parts or t.name == REFERENCE or any(part in t.name for part in parts))
+
+
 def bench(config: BenchConfig, *, techniques: Sequence[Technique] = TECHNIQUES, command: str = "") -> Results:
     """Prove the techniques equal on one batch, then time them interleaved, and score them on the bundled model.
 

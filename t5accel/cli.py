@@ -67,29 +67,39 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Write the picture to this file (.png, .svg).")] = None,
     batch: int = 1,
     source_tokens: int = 64,
-    new_tokens: Annotated[int, typer.Option(help="Forced: every technique generates exactly that many.")] = 64,
+    new_tokens: Annotated[
+        list[int], typer.Option(help="Forced: every technique generates exactly that many. Several: one board each.")
+    ] = [64],  # noqa: B006 (typer reads it, nobody changes it)
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; ratios are formed within each.")] = 5,
     threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
     quality_limit: Annotated[
         int | None, typer.Option(help="Rows per length bucket or half; 0: no quality. Default: all.")
     ] = None,
     peak_memory: Annotated[bool, typer.Option(help="One more process per technique.")] = True,
+    technique: Annotated[
+        list[str] | None, typer.Option(help="Only techniques whose name holds this (and the reference).")
+    ] = None,
 ) -> None:
     """Measure every technique that exists: equal output first, then speed, memory and quality."""
+    from dataclasses import replace
+
     from t5accel import scoreboard
-    from t5accel.bench import BenchConfig
+    from t5accel.bench import BenchConfig, choose
     from t5accel.bench import bench as measure_all
 
-    config = BenchConfig(
-        model=model, batch=batch, source_tokens=source_tokens, new_tokens=new_tokens, rounds=rounds, threads=threads,
-        quality_limit=quality_limit, peak_memory=peak_memory,
-    )  # fmt: skip
-    results = measure_all(config, command=" ".join(["t5accel", *sys.argv[1:]]))
-    if json:
-        results.write(json)
-    typer.echo(scoreboard.table(results.rows))
+    chosen = choose(technique or [])
+    boards = []
+    for count in new_tokens:
+        config = BenchConfig(
+            model=model, batch=batch, source_tokens=source_tokens, new_tokens=count, rounds=rounds, threads=threads,
+            quality_limit=quality_limit, peak_memory=peak_memory,
+        )  # fmt: skip
+        boards.append(measure_all(config, techniques=chosen, command=" ".join(["t5accel", *sys.argv[1:]])))
+        typer.echo(scoreboard.table(boards[-1].rows))
+        if json:  # after each length, so that an interrupted run keeps what it has
+            replace(boards[-1], rows=tuple(row for board in boards for row in board.rows)).write(json)
     if plot:
-        scoreboard.plot(results.rows, plot)
+        scoreboard.plot(boards[-1].rows, plot)
 
 
 @app.command()

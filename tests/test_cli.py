@@ -129,7 +129,12 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     calls = []
-    monkeypatch.setattr(t5accel.bench, "bench", lambda config, command: calls.append((config, command)) or RESULTS)
+
+    def bench(config, *, techniques, command):
+        calls.append((config, command, techniques))
+        return RESULTS
+
+    monkeypatch.setattr(t5accel.bench, "bench", bench)
     return calls
 
 
@@ -141,7 +146,8 @@ def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_p
         "--new-tokens", 4, "--rounds", 5, "--threads", 6, "--quality-limit", 7, "--no-peak-memory",
     )  # fmt: skip
     assert (result.exit_code, result.stdout) == (0, table(RESULTS.rows) + "\n")
-    ((config, command),) = measured
+    ((config, command, techniques),) = measured
+    assert techniques == t5accel.bench.TECHNIQUES
     assert config == BenchConfig("random:t5-small", 2, 3, 4, 5, 6, 7, peak_memory=False)
     assert command == "t5accel bench --batch 2"
     assert Results.read(rows) == RESULTS and "<svg" in picture.read_text()
@@ -150,6 +156,21 @@ def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_p
 def test_bench_alone_measures_the_bundled_model_and_writes_no_file(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("bench").exit_code == 0 and measured[0][0] == BenchConfig() and not os.listdir(tmp_path)
+
+
+def test_bench_measures_several_lengths_into_one_file_and_only_the_techniques_asked_for(measured, tmp_path):
+    rows = tmp_path / "rows.json"
+    result = call("bench", "--new-tokens", 4, "--new-tokens", 8, "--technique", "transformers without", "--json", rows)
+    assert (result.exit_code, result.stdout) == (0, 2 * (table(RESULTS.rows) + "\n"))
+    assert [config.new_tokens for config, _, _ in measured] == [4, 8]
+    names = [technique.name for technique in measured[0][2]]
+    assert names == ["transformers without cache", t5accel.bench.REFERENCE]
+    assert Results.read(rows).rows == 2 * RESULTS.rows
+
+
+def test_bench_refuses_a_technique_that_there_is_not(measured, tmp_path):
+    assert "No technique is called 'magic'" in refused("bench", "--technique", "magic")
+    assert not measured
 
 
 @pytest.mark.parametrize("option", ["batch", "source-tokens", "new-tokens", "rounds", "threads"])
