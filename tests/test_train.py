@@ -26,6 +26,7 @@ from t5accel.students.mixture import (
     block,
     draw_batches,
     evaluation_sources,
+    matching_example,
     pack,
     repetition_example,
     translation_example,
@@ -294,6 +295,17 @@ def test_each_step_sees_translation_and_the_other_tasks_as_its_phase_says(number
 def test_a_repetition_asks_for_its_own_words(seed):
     source, target = repetition_example(SMALL, random.Random(seed))
     assert source == "repeat: " + target and 1 <= len(target.split()) <= 8
+
+
+@given(st.integers(0, 10**9))
+def test_a_match_can_be_read_off_its_facts(seed):
+    source, target = matching_example(SMALL, random.Random(seed))
+    asked, facts = source.removeprefix("match: ").split(" in: ")
+    assert len(asked.split()) == len(target.split()) <= facts.count(".")
+    for owner, thing in zip(asked.split(), target.split(), strict=True):
+        assert any(
+            fact.index(owner) < fact.rindex(thing) for fact in facts.split(".") if owner in fact and thing in fact
+        )
 
 
 def test_steps_go_on_from_the_middle_of_a_block():
