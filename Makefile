@@ -9,17 +9,29 @@ EXTRAS_V5 := cpu,course,dev
 
 VENV := .venv/bin/python
 VENV_V5 := .venv-v5/bin/python
+BROWSER := build/browser-site
+
+# What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
+ON_COLAB := torch transformers numpy ipykernel
+
+# For badges; they are given on the command line, never taken from the environment.
+REPO :=
+BRANCH := main
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help course test test-v5 test-wheel lab bench lint format constraints wheel clean
+.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser lab bench lint format docs \
+	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 course: .venv/.stamp ## Run every notebook on the bundled model; scoreboard and executed copies in build/course/
 	@$(VENV) -m t5accel course
+
+course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5/
+	@$(VENV_V5) -m t5accel course --out build/course-v5
 
 test: .venv/.stamp ## Run the tests on transformers 4.57 (notebooks are checked, not run)
 	@$(VENV) -m pytest -q
@@ -41,6 +53,9 @@ format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 	@$(VENV) -m ruff check --fix-only -q .
 	@$(VENV) -m ruff format .
 
+docs: .venv/.stamp ## Write the API reference, docs/api/, from the docstrings
+	@$(VENV) scripts/api_docs.py
+
 constraints: .venv/.stamp .venv-v5/.stamp ## Write down the versions that both environments have now
 	@$(call freeze,.venv,constraints.txt,transformers 4.57 with optimum (make test))
 	@$(call freeze,.venv-v5,constraints-v5.txt,transformers 5.x without optimum (make test-v5))
@@ -55,6 +70,29 @@ test-wheel: wheel ## Install the wheel into an empty environment, and translate 
 	@cd build/wheel && test -n "$$(bin/t5accel run 'translate English to French: I am tired.')" && \
 		bin/python -c 'import t5accel; print("1 passed: the wheel translates in", t5accel.__file__)'
 
+test-binder: build/binder/.stamp ## Check what Binder would build, without Docker and conda
+	@build/binder/bin/python scripts/check_binder.py
+
+test-colab: ## Let a notebook install the last commit into an environment like Colab's, and translate there
+	@rm -rf build/colab && "$(PYTHON)" -m venv build/colab/venv
+	@build/colab/venv/bin/python -m pip --disable-pip-version-check install -qq -c constraints-v5.txt $(ON_COLAB)
+	@build/colab/venv/bin/python scripts/check_colab.py
+
+test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in JupyterLab in a real browser; screenshots in build/browser/
+	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests_browser
+
+wheelhouse: EXTRAS := cpu,course,optimum
+wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]
+	@rm -rf build/wheelhouse build/wheelhouse-venv && "$(PYTHON)" -m venv build/wheelhouse-venv
+	@build/wheelhouse-venv/bin/python -m pip --disable-pip-version-check wheel -qq -c constraints.txt \
+		--wheel-dir build/wheelhouse ".[$(EXTRAS)]"
+	@mkdir build/wheelhouse/notebooks && cp notebooks/*.ipynb build/wheelhouse/notebooks/
+	@build/wheelhouse-venv/bin/python scripts/wheelhouse_note.py "$(EXTRAS)" > build/wheelhouse/INSTALL.txt
+	@du -sh build/wheelhouse
+
+badges: ## Write the course's address into README and notebooks: REPO=owner/name [BRANCH=main]
+	@"$(PYTHON)" scripts/badges.py "$(REPO)" --branch "$(BRANCH)"
+
 clean: ## Remove what can be made again, except the environments
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name .venv -prune -o -name .venv-v5 -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -65,6 +103,21 @@ clean: ## Remove what can be made again, except the environments
 
 .venv-v5/.stamp: pyproject.toml constraints-v5.txt
 	@$(call install,.venv-v5,constraints-v5.txt,$(EXTRAS_V5))
+
+# Beside .venv and not in it: only the browser tests need it, and it is large. Chromium itself comes from the system.
+$(BROWSER)/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && echo "Installing what drives the browser into $(@D)." && \
+		$(VENV) -m pip --disable-pip-version-check install -qq -c constraints.txt --target $(@D) $(call extra,browser) && \
+		touch $@
+
+build/binder/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && "$(PYTHON)" -m venv $(@D) && \
+		$(@D)/bin/python -m pip --disable-pip-version-check install -qq $(call extra,binder) && \
+		touch $@
+
+# $(call extra,name): the requirements of one extra of pyproject.toml
+extra = $$($(VENV) -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*extras["$(1)"])')
 
 # $(call install,folder,constraints file,extras)
 install = \

@@ -11,6 +11,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+BOOTSTRAP = (ROOT / "scripts" / "bootstrap_cell.py").read_text(encoding="utf-8")
 LONGEST_CELL = 25
 LARGEST_FILE = 300_000
 # Guarded imports: optimum is absent on transformers 5.x, google.colab everywhere else than there.
@@ -138,10 +139,14 @@ def test_imports_are_installed(path: Path) -> None:
 
 @each_notebook
 def test_the_first_code_cell_is_the_bootstrap(path: Path) -> None:
-    source = code_cells(path)[0].source
-    assert "t5accel" in source and re.search(r"find_spec|ImportError|ModuleNotFoundError", source), (
-        "the first code cell finds t5accel, or says in one sentence (or does) what is missing, as on Colab"
-    )
+    stamped = re.compile(r'^REPOSITORY = "[^"]*"', re.MULTILINE)
+    source = stamped.sub('REPOSITORY = "owner/name"', code_cells(path)[0].source)
+    assert f"{source}\n".startswith(BOOTSTRAP), "copy scripts/bootstrap_cell.py into the first code cell"
+
+
+def test_all_notebooks_carry_one_address() -> None:
+    found = {re.search(r'^REPOSITORY = "(.*?)"', code_cells(path)[0].source, re.MULTILINE)[1] for path in NOTEBOOKS}
+    assert len(found) == 1, f"make badges REPO=owner/name stamps them all: {found}"
 
 
 @each_notebook

@@ -5,11 +5,15 @@ The K rows of a source each get a copy of its cross-attention cache, as transfor
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.checkpoints import T5Dims
 from t5accel.decoding.backend import as_batch, as_count, as_integers, right_aligned
@@ -17,6 +21,16 @@ from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
+
+_optimizer_steps = 0  # of any optimiser: fused ones change weights without raising their `_version`
+
+
+def _count_optimizer_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 @dataclass(frozen=True)
@@ -88,11 +102,48 @@ class TorchEager:
         hidden = self.model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         return TorchSource(hidden, mask, self.model)
 
+    @torch.inference_mode()
+    def split(self, source: TorchSource) -> list[TorchSource]:
+        """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
+        self._check_source(source)
+        rows = zip(source.hidden, source.mask, source.mask.bool(), strict=True)
+        return [TorchSource(hidden[real][None], mask[real][None], source.owner) for hidden, mask, real in rows]
+
+    @torch.inference_mode()
+    def join(self, sources: Sequence[TorchSource]) -> TorchSource:
+        """The rows of all of them as one new batch, padded on the right with zeros and masked there."""
+        for source in sources:
+            self._check_source(source)
+        if not sources:
+            raise InputError("There are no sources to join: give at least one.")
+        hidden = pad_sequence([row for source in sources for row in source.hidden], batch_first=True)
+        mask = pad_sequence([row for source in sources for row in source.mask], batch_first=True)
+        return TorchSource(hidden, mask, self.model)
+
+    def source_bytes(self, source: TorchSource) -> int:
+        return source.hidden.nbytes + source.mask.nbytes
+
+    def fingerprint(self) -> Hashable:
+        """Changes with the encoder's weights: by writes that autograd counts, any optimiser, ``.to()``, new tensors.
+
+        Unnoticed are writes through ``.data`` or a numpy view, by another process, a replayed CUDA graph or a kernel of
+        one's own. Storages count by identity: an address may be that of freed memory, given out again.
+
+        Raises:
+            InputError: weights made in inference mode; autograd does not count the writes to them.
+        """
+        encoder = self.model.encoder
+        weights = [*encoder.parameters(), *encoder.buffers()]
+        if any(weight.is_inference() for weight in weights):
+            raise InputError("These weights were made in inference mode, which hides changes: load them outside of it.")
+        storages = tuple(StorageWeakRef(weight.untyped_storage()) for weight in weights)
+        views = tuple((w._version, w.dtype, w.shape, w.stride(), w.storage_offset()) for w in weights)
+        return _optimizer_steps, encoder.training, storages, views
+
     def start(self, source: TorchSource, rows_per_source: int = 1) -> TorchState:
         from transformers import DynamicCache, EncoderDecoderCache
 
-        if getattr(source, "owner", None) is not self.model:
-            raise InputError("This source was encoded by another model or backend: encode it with this one.")
+        self._check_source(source)
         rows_per_source = as_count(rows_per_source, "rows_per_source", at_least=1)
         rows = len(source.hidden) * rows_per_source
         return TorchState(
@@ -168,6 +219,10 @@ class TorchEager:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         # A copy, because torch takes no reversed view, warns of a read-only one and would share memory with any other.
         return torch.as_tensor(np.array(array, order="C"), device=self.device)
+
+    def _check_source(self, source: TorchSource) -> None:
+        if getattr(source, "owner", None) is not self.model:
+            raise InputError("This source was encoded by another model or backend: encode it with this one.")
 
     def _check_owner(self, state: TorchState) -> None:
         if getattr(state, "owner", None) is not self:

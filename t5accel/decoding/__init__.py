@@ -1,6 +1,7 @@
 """Turn next-token scores into sequences. Numpy in, numpy out; knows no runtime (see `backend.Backend`)."""
 
 from t5accel.decoding.backend import Backend, Generated
+from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
 
-__all__ = ["Backend", "Generated", "greedy"]
+__all__ = ["Backend", "EncoderCache", "Generated", "greedy"]

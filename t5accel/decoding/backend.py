@@ -21,7 +21,14 @@ State = Any  # the same for the decoder's state; methods that take one change it
 class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
 
-    Backends may also offer ``run_greedy(state, k)``: up to ``k`` greedy steps without returning to the host.
+    A backend may also offer ``run_greedy(state, k)``, up to ``k`` greedy steps without returning to the host, and the
+    four methods that `encoder_cache.EncoderCache` builds on:
+
+    - ``split(source) -> list[Source]``: one source per row, without its padding, in memory of its own.
+    - ``join(sources) -> Source``: the rows of all of them as one batch, padded on the right with zeros and masked
+      there, in new memory.
+    - ``source_bytes(source) -> int``: the memory that it takes, on whichever device.
+    - ``fingerprint() -> Hashable``: compares unequal to an earlier one if the encoder's weights were changed since.
     """
 
     vocab_size: int
