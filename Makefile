@@ -78,7 +78,7 @@ test-colab: ## Let a notebook install the last commit into an environment like C
 	@build/colab/venv/bin/python -m pip --disable-pip-version-check install -qq -c constraints-v5.txt $(ON_COLAB)
 	@build/colab/venv/bin/python scripts/check_colab.py
 
-test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in JupyterLab in a real browser; screenshots in build/browser/
+test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a real browser; screenshots in build/browser/
 	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests_browser
 
 wheelhouse: EXTRAS := cpu,course,optimum
@@ -116,8 +116,8 @@ build/binder/.stamp: pyproject.toml | .venv/.stamp
 		touch $@
 
 # $(call extra,name): the requirements of one extra of pyproject.toml
-extra = $$($(VENV) -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-	print(*extras["$(1)"])')
+extra = $$($(VENV) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"]["$(1)"])')
 
 # $(call install,folder,constraints file,extras)
 install = \
