@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from t5accel import scoreboard
+from t5accel.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "WORKSHOP.md"))
 
 
 def test_tables_are_drawn_from_their_files() -> None:
@@ -27,8 +30,24 @@ def test_notebook_table_lists_every_notebook_with_its_recorded_seconds() -> None
         assert int(seconds) == round(recorded[file]), f"{file}: {seconds} s in README, {recorded[file]} s recorded"
 
 
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", README)
+def test_the_workshop_lists_every_notebook_with_its_recorded_seconds() -> None:
+    rows = json.loads((ROOT / "data/results/course.json").read_text(encoding="utf-8"))["rows"]
+    recorded = {row["notebook"].removesuffix(".ipynb"): f"{row['seconds']:.0f}" for row in rows}
+    assert dict(re.findall(r"^\| (\d\d_\w+) \| [^|]+ \| (\d+) s \| \d+ min \|$", WORKSHOP, re.MULTILINE)) == recorded
+
+
+@pytest.mark.parametrize("text", [README, WORKSHOP], ids=["README", "WORKSHOP"])
+def test_links_lead_somewhere(text: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", text)
     assert targets
     missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
     assert not missing
+
+
+def test_the_workshop_names_targets_and_commands_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"`make ([\w-]+)", WORKSHOP))
+    assert targets >= {"test", "wheelhouse"}
+    assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(re.findall(r"`t5accel (\w+)", WORKSHOP)) <= commands
