@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 from t5accel.errors import InputError
 from t5accel.students.pairs import Pair, joined
@@ -165,8 +164,9 @@ def matching_example(mixture: Mixture, rng: random.Random) -> Example:
     ('match: Zenca in: In Migi, ici. In Zenca, 399. In Grufen, 31.', '399')
     """
     count, form = rng.randint(2, 5), rng.choice(_FORMS)
-    words = dict.fromkeys(_word(mixture, rng).strip(".,!?") for _ in range(4 * count))
-    pairs = list(pairwise([word for word in words if word]))[: 2 * count : 2]
+    drawn = dict.fromkeys(_word(mixture, rng).strip(".,!?") for _ in range(4 * count))
+    words = [word for word in drawn if word]
+    pairs = list(zip(words[::2], words[1::2], strict=False))[:count]
     asked = rng.sample(pairs, rng.randint(1, len(pairs)))
     facts = " ".join(form.format(*pair) for pair in pairs)
     return MATCH + f"{' '.join(owner for owner, _ in asked)} in: {facts}", " ".join(thing for _, thing in asked)
