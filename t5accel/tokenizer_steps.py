@@ -140,9 +140,7 @@ def decoder(step: Any) -> Callable[[list[str]], str]:
     match step:
         case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": "always" | "first" | "never" as scheme}:
             if len(mark) == 1 and "add_prefix_space" not in step:
-                first = (
-                    " " if scheme == "never" else ""
-                )  # what becomes of marks in the first token, wherever they stand
+                first = " " if scheme == "never" else ""  # what all marks of the first token become
                 return lambda tokens: "".join(
                     token.replace(mark, " " if number else first) for number, token in enumerate(tokens)
                 )

@@ -59,6 +59,9 @@ class UnigramTokenizer:
     Args:
         specification: the content of the file.
 
+    Attributes:
+        scores: the log probability of each piece of the vocabulary.
+
     Raises:
         InputError: it asks for something that this class does not do; the message names it.
 
