@@ -25,6 +25,10 @@ class NotT5Error(T5AccelError, ValueError):
     """A checkpoint that is not a T5-like encoder-decoder."""
 
 
+class ExportError(T5AccelError, OSError):
+    """An export that cannot be written, or one that cannot be used: a file missing or altered, another format."""
+
+
 class UnequalWorkError(T5AccelError, ValueError):
     """Two timings that did not do the same work: their ratio would mean nothing."""
 

@@ -1,0 +1,269 @@
+"""Any backend behind transformers' `generate`: beams, sampling, streamers and pipelines as with transformers' own T5.
+
+It is used as optimum's ORTModelForSeq2SeqLM is. What differs: nothing of a source is repeated for its beams, and any
+`Backend` can stand behind it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.models.auto import modeling_auto
+
+from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, as_cache, as_encoded, refuse
+from t5accel.decoding.backend import Backend
+from t5accel.errors import InputError, ModelUnavailableError
+
+_NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+_NEEDED = (*_NUMBERS, "encode", "start", "step", "reorder", "trim", "keep")
+_CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
+# Arguments and modes of `generate` that reach into the model.
+_NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
+               "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
+_MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
+
+
+class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
+    """A `Backend` as a transformers model, for inference.
+
+    ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
+    beams, sampling, prompt lookup, an assistant; with any logits processor, stopping criterion and streamer. Tensors go
+    in and come out on the CPU; the weights are the backend's, on its device.
+
+    Masks are transformers': without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of
+    5.x takes it for text. Give one.
+
+    Args:
+        backend: any runtime that satisfies `Backend`.
+        config: of the model that it runs; copied.
+        generation_config: defaults of ``generate`` such as ``max_length``, copied; if omitted, those of ``config``.
+
+    Attributes:
+        backend: as given.
+        encoder: encodes a batch once for several calls: ``generate(encoder_outputs=model.encoder(ids, mask))``.
+
+    Raises:
+        InputError: no backend, or the configuration of another model. From ``generate`` and ``forward``: arguments that
+            no backend can serve (attentions, hidden states, embeddings), caches and encoder outputs of other models.
+
+    >>> import torch
+    >>> from t5accel.backends.torch_eager import TorchEager
+    >>> from t5accel.lively import random_t5
+    >>> own = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> model = OrtT5ForConditionalGeneration(TorchEager(own), own.config, own.generation_config)
+    >>> ids, options = torch.tensor([[5, 6, 7, 1]]), dict(num_beams=3, max_new_tokens=6)
+    >>> torch.equal(model.generate(ids, **options), own.generate(ids, **options))
+    True
+    """
+
+    config_class = PretrainedConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, backend: Backend, config: PretrainedConfig, generation_config: GenerationConfig | None = None):
+        missing = [name for name in _NEEDED if not hasattr(backend, name)]
+        if missing:
+            raise InputError(
+                f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
+            )
+        for name in _NUMBERS:
+            theirs, ours = getattr(config, name, None), getattr(backend, name)
+            if theirs != ours:
+                raise InputError(
+                    f"config.{name} is {theirs!r} and the backend's {ours!r}: give the configuration of the model that "
+                    "the backend runs."
+                )
+        config = copy.deepcopy(config)  # transformers writes into it, and it may be that of a torch model in use
+        config._attn_implementation = "eager"
+        super().__init__(config)
+        if generation_config is not None:
+            self.generation_config = copy.deepcopy(generation_config)
+        self.backend, self.encoder = backend, OrtT5Encoder(backend)
+        self.eval()
+        # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
+        name = type(self).__name__
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(f"t5accel {name}", name)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def get_encoder(self, modality: str | None = None) -> OrtT5Encoder:
+        return self.encoder
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: EncodedBatch | None = None,
+        past_key_values: DecoderCache | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **unsupported: Any,
+    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+        """Logits of the next token at each position, as transformers' own T5 gives them.
+
+        Args:
+            input_ids, attention_mask: (B, S), the source.
+            decoder_input_ids: (R, T), with ``past_key_values`` only the tokens that it has not read; if omitted, the
+                labels shifted to the right.
+            decoder_attention_mask: (R, P + T), 0 for padding on the left.
+            encoder_outputs: what ``encoder`` returned, in place of the source.
+            past_key_values: what an earlier call returned, in place of the source, which it knows. Changed in place.
+            labels: (R, T), -100 where they do not count.
+            use_cache: with ``False`` no ``past_key_values`` are returned.
+
+        Returns:
+            ``logits`` (R, T, V) float32, ``past_key_values``, and with labels the mean cross-entropy ``loss``.
+
+        Raises:
+            InputError: see the class.
+        """
+        if unsupported:
+            refuse(unsupported)
+        if decoder_input_ids is None:
+            if labels is None:
+                raise InputError("There is nothing to decode: give decoder_input_ids or labels, or use generate().")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if past_key_values is None:
+            if encoder_outputs is None:
+                encoder_outputs = self.encoder(input_ids, attention_mask)
+            cache = as_encoded(encoder_outputs).start(self.backend, attention_mask)
+        else:
+            cache = as_cache(past_key_values, self.backend)
+        logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        is_cached = self.config.use_cache if use_cache is None else use_cache
+        output = Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if is_cached else None)
+        is_named = self.config.return_dict if return_dict is None else return_dict
+        return output if is_named else output.to_tuple()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """(R, T) labels -> the start token and all but the last label, with padding in place of -100."""
+        start = labels.new_full((len(labels), 1), self.config.decoder_start_token_id)
+        shifted = torch.cat([start, labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+
+    # What `generate` calls. Both lines of transformers give whole sequences, beside more than a backend needs.
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: DecoderCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_outputs: EncodedBatch | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """The arguments of the next ``forward``: the tokens that the cache has not read, or all where there is none."""
+        if past_key_values is None:
+            inputs = {"encoder_outputs": encoder_outputs, "attention_mask": attention_mask, "use_cache": False}
+        else:
+            inputs = {"past_key_values": past_key_values}
+            past_key_values.history, input_ids = input_ids, input_ids[:, past_key_values.length :]
+        return {"decoder_input_ids": input_ids, "decoder_attention_mask": decoder_attention_mask, **inputs}
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        refuse({name: model_kwargs.get(name) for name in _NOT_SERVED})
+        if model_kwargs.get("encoder_outputs") is not None:
+            as_encoded(model_kwargs["encoder_outputs"])
+        if model_kwargs.get("past_key_values") is not None:
+            as_cache(model_kwargs["past_key_values"], self.backend)
+        super()._validate_model_kwargs(model_kwargs)
+
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("encoder_outputs") is not None:
+            kwargs["encoder_outputs"] = kwargs["encoder_outputs"].copied()
+        return super()._expand_inputs_for_generation(*args, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> None:
+        refuse({name: getattr(generation_config, name, None) for name in _MODES_NOT_SERVED})
+        if generation_config.cache_implementation not in _CACHES:
+            raise InputError(
+                f"cache_implementation is {generation_config.cache_implementation!r}: leave it out, the backend has a "
+                "cache of its own."
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+            model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> None:
+        raise InputError("Continuous batching needs transformers' own paged attention: give generate() a batch.")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        moved = fn(torch.empty(0))  # to(), cuda(), half() … come here with what they would do to a weight
+        if (moved.device, moved.dtype) != (self.device, self.dtype):
+            raise InputError(
+                f"This model takes and gives {self.dtype} on the {self.device} and holds no weights to move: choose "
+                "device and precision where its backend is made."
+            )
+        return super()._apply(fn, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], **options: Any) -> OrtT5ForConditionalGeneration:
+        """The model in the folder of an ONNX export, on ONNX Runtime.
+
+        Args:
+            folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
+            options: of `OrtBound`, such as its device.
+
+        Raises:
+            ModelUnavailableError: no configuration is there, or not what `OrtBound` needs.
+        """
+        from t5accel.backends.ort_bound import OrtBound
+
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            raise ModelUnavailableError(f"{folder} holds no config.json: give the folder of an ONNX export.")
+        has_defaults = (folder / "generation_config.json").is_file()
+        defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
+        return cls(OrtBound(folder, **options), AutoConfig.from_pretrained(folder), defaults)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **unsupported: Any) -> None:
+        """Copy the export that the backend came from, with this model's configuration and defaults.
+
+        The folder appears whole or not at all: its files are written beside it and it is renamed at the end.
+
+        Args:
+            save_directory: a folder that is new or empty.
+
+        Raises:
+            InputError: the backend came from no folder, or the one given holds something.
+        """
+        refuse({name: value for name, value in unsupported.items() if name != "safe_serialization"})
+        source, target = getattr(self.backend, "folder", None), Path(save_directory).absolute()
+        if source is None:
+            raise InputError(
+                f"A {type(self.backend).__name__} came from no folder that could be copied: save the model that it "
+                "runs, or export that to ONNX."
+            )
+        if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
+            raise InputError(f"{target} is there and is no empty folder: give a new one.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+            whole = Path(temporary) / target.name
+            shutil.copytree(source, whole)
+            self.config.save_pretrained(whole)
+            self.generation_config.save_pretrained(whole)
+            if target.exists():
+                target.rmdir()
+            whole.rename(target)

@@ -1,0 +1,266 @@
+"""What `generate` passes from step to step, around a backend's own objects: encoder outputs and past key/values.
+
+`generate` repeats, reorders and cuts what it holds as if it were tensors with a row for each hypothesis. A backend
+keeps one source for its K rows. So `generate` is given row numbers to repeat, and a cache with the backend's methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.modeling_outputs import BaseModelOutput
+
+from t5accel.decoding.backend import Backend, as_integers, right_aligned
+from t5accel.errors import InputError
+
+_CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop(0) drops nothing, before everything
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A backend's source, the mask (B, S) that it was encoded with, and the backend that did."""
+
+    backend: Backend
+    source: Any
+    mask: np.ndarray
+
+
+@dataclass
+class EncodedBatch(BaseModelOutput):
+    """What `OrtT5Encoder` returns: usable as ``encoder_outputs`` as often as one likes.
+
+    Attributes:
+        last_hidden_state: (B, 1, 1) int64, **row numbers** 0 … B - 1 in place of hidden states, which stay in the
+            backend. Repeated by ``generate``, they say which source each of its R = B * K rows belongs to.
+        encoded: what the numbers count.
+    """
+
+    encoded: Encoded | None = None
+
+    def start(self, backend: Backend, attention_mask: torch.Tensor | None = None) -> DecoderCache:
+        """An empty cache for these rows.
+
+        Raises:
+            InputError: encoded by another backend or with another mask, or the rows are not one block of equally many
+                for each source.
+        """
+        encoded, rows = self.encoded, as_integers(self.last_hidden_state, "last_hidden_state", rank=3).reshape(-1)
+        if encoded is None or encoded.backend is not backend:
+            raise InputError("These encoder_outputs are of another model: encode with get_encoder() of this one.")
+        if not rows.size or rows.min() < 0 or rows.max() >= len(encoded.mask):
+            raise InputError(
+                f"encoder_outputs have the rows {rows.tolist()}; give some of 0 … {len(encoded.mask) - 1}."
+            )
+        rows_per_source = len(rows) // len(np.unique(rows))
+        sources = rows[::rows_per_source]
+        if not np.array_equal(rows, sources.repeat(rows_per_source)):
+            raise InputError(
+                f"The rows of encoder_outputs belong to the sources {rows.tolist()}: each source may stand there once, "
+                "in equally many rows that follow each other (repeat_interleave). Encode the batch that is wanted."
+            )
+        if attention_mask is not None:
+            mask = as_integers(attention_mask, "attention_mask", rank=2)
+            if not np.array_equal(mask, encoded.mask[rows]):
+                raise InputError("attention_mask is not that of the encoder_outputs: give the same, or none.")
+        return DecoderCache(encoded, sources, rows_per_source)
+
+    def copied(self) -> EncodedBatch:
+        """Another one of the same rows: `generate` repeats rows in the object that it is given."""
+        return EncodedBatch(last_hidden_state=self.last_hidden_state, encoded=self.encoded)
+
+
+class OrtT5Encoder:
+    """The encoder's half of a backend, called as transformers calls an encoder."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, return_dict: bool | None = None, **unsupported: Any
+    ) -> EncodedBatch:
+        """Encode (B, S) token ids. Without a mask every position counts, as in transformers' own encoder."""
+        refuse({**unsupported, "return_dict=False": return_dict is False})
+        if input_ids is None:
+            raise InputError("There is nothing to encode: give input_ids (B, S), or encoder_outputs of get_encoder().")
+        ids = as_integers(input_ids, "input_ids", rank=2)
+        mask = np.ones_like(ids) if attention_mask is None else as_integers(attention_mask, "attention_mask", rank=2)
+        source = self.backend.encode(ids, mask)
+        return EncodedBatch(torch.arange(len(ids)).view(-1, 1, 1), encoded=Encoded(self.backend, source, mask.copy()))
+
+    __call__ = forward
+
+
+class DecoderCache:
+    """A backend's decoder state under the names by which `generate` calls its ``past_key_values``.
+
+    Attributes:
+        length: P, how many positions it holds; `generate` gives whole sequences, and those from P on are new.
+        history: (R, >= P) the sequences so far, where they are known. It is needed only to go back by more than the
+            last step, which a backend cannot: then a new state reads them again.
+    """
+
+    is_compileable = False
+
+    def __init__(self, encoded: Encoded, sources: np.ndarray, rows_per_source: int):
+        self.backend, self.length = encoded.backend, 0
+        self.history: torch.Tensor | None = None
+        self._encoded, self._sources, self._shape = encoded, sources, (len(sources), rows_per_source)
+        self._restart()
+
+    def append(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Read T new tokens per row: (R, T) -> logits (R, T, V).
+
+        Args:
+            input_ids: (R, T) integers.
+            mask: (R, P + T), 0 for padding, which may only stand on the left of the first tokens.
+        """
+        new = as_integers(input_ids, "decoder_input_ids", rank=2)
+        (batch, per_source), (rows, count) = self._shape, new.shape
+        if rows != batch * per_source or not count:
+            raise InputError(
+                f"decoder_input_ids has {rows} rows with {count} new tokens. There are {batch} sources of {per_source} "
+                f"rows, {self.length} tokens of each row are known, and at least one new one is needed."
+            )
+        padding = None if mask is None else self._padding(mask, count)
+        if padding is not None:  # read the tokens first, then the padding, and forget that: so histories end together
+            new = np.take_along_axis(new, (np.arange(count) + padding) % count, axis=1)
+        unread = 0
+        if self._unread is not None:
+            unread = self._unread.shape[1]
+            new = np.concatenate([self._unread, new], axis=1)
+        logits = self.backend.step(self._state, new.reshape(batch, per_source, -1))[:, :, unread:]
+        self.length, self._last, self._unread = self.length + count, unread + count, None
+        logits = logits.reshape(rows, count, -1)
+        if padding is not None:
+            logits = np.take_along_axis(logits, ((np.arange(count) - padding) % count)[..., None], axis=1)
+            self.backend.trim(self._state, (count - padding).reshape(batch, per_source))
+            self._last, self._padded = 0, True
+        return torch.from_numpy(logits if logits.flags.writeable else logits.copy())
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row r goes on from the history of row ``beam_idx[r]``, which has the same source. (R,) integers."""
+        batch, per_source = self._shape
+        flat = as_integers(beam_idx, "beam_idx", rank=1)
+        if len(flat) != batch * per_source:
+            raise InputError(f"beam_idx has {len(flat)} rows; this cache has {batch * per_source}.")
+        rows = flat.reshape(batch, per_source) - np.arange(batch)[:, None] * per_source
+        if rows.min() < 0 or rows.max() >= per_source:
+            raise InputError(f"beam_idx is {flat.tolist()}: a row goes on from one of the {per_source} of its source.")
+        self._read()
+        self.backend.reorder(self._state, rows)
+        self.history = None
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows stay, in this order: all K of a source together. (n,) integers, n >= 1."""
+        per_source = self._shape[1]
+        flat = as_integers(indices, "indices", rank=1)
+        kept = flat[::per_source] // per_source
+        if not np.array_equal(flat.reshape(-1, 1), (kept[:, None] * per_source + np.arange(per_source)).reshape(-1, 1)):
+            raise InputError(f"indices is {flat.tolist()}: all {per_source} rows of a source stay, in order, or none.")
+        self._read()
+        self.backend.keep(self._state, kept)
+        self._sources, self._shape, self.history = self._sources[kept], (len(kept), per_source), None
+
+    def activate_past_recording(self) -> None:
+        """Called by transformers 5.x before it crops; nothing is thrown away here that a crop would need."""
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` positions; if negative, drop so many. Zero keeps none, with transformers 5.x all.
+
+        Raises:
+            InputError: more than the last step has to go, and the tokens before are unknown.
+        """
+        if length == 0 and _CROPS_BY_COUNT:
+            return
+        length = max(0, self.length + length) if length < 0 else length
+        dropped = self.length - length
+        if dropped <= 0:
+            return
+        if dropped <= self._last:
+            self.backend.trim(self._state, np.full(self._shape, self._last - dropped))
+            self._last = 0
+        elif not length:
+            self._restart()
+        elif self.history is None or self.history.shape[1] < length or self._padded:
+            raise InputError(
+                f"crop({length}) goes back by {dropped} positions, beyond the last step, and the tokens before are not "
+                "known: decode with generate() and without padding, or from the first token again."
+            )
+        else:
+            self._restart(as_integers(self.history[:, :length], "history", rank=2))
+        self.length = length
+
+    def _restart(self, unread: np.ndarray | None = None) -> None:
+        """A new state. Its next step reads these tokens (R, T) before its own."""
+        state = self.backend.start(self._encoded.source, self._shape[1])
+        if not np.array_equal(self._sources, np.arange(len(self._encoded.mask))):
+            self.backend.keep(state, self._sources)
+        self._state, self._unread, self._last, self._padded = state, unread, 0, False
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self.backend.step(self._state, self._unread.reshape(*self._shape, -1))
+            self._last, self._unread = self._unread.shape[1], None
+
+    def _padding(self, mask: torch.Tensor, count: int) -> np.ndarray | None:
+        """(R, 1): how many of the new positions are padding; ``None`` where none is."""
+        checked = as_integers(mask, "decoder_attention_mask", rank=2)
+        rows = self._shape[0] * self._shape[1]
+        if checked.shape != (rows, self.length + count):
+            raise InputError(
+                f"decoder_attention_mask has shape {checked.shape}; there are {rows} rows of {self.length} known and "
+                f"{count} new tokens."
+            )
+        new = checked[:, self.length :]
+        if new.all():
+            return None
+        lengths = new.sum(axis=1)
+        if self.length or not lengths.all() or not np.array_equal(new, right_aligned(lengths, count)):
+            raise InputError(
+                "decoder_attention_mask may hide padding on the left of the first tokens, and leaves one in each row. "
+                "Padding on the right needs no mask: no token looks to its right."
+            )
+        return count - lengths[:, None]
+
+
+def as_encoded(encoder_outputs: Any) -> EncodedBatch:
+    """``encoder_outputs`` if a backend can use them, else an `InputError`."""
+    if not isinstance(encoder_outputs, EncodedBatch):
+        raise InputError(
+            f"encoder_outputs is a {type(encoder_outputs).__name__}; give what this model's get_encoder() returned."
+        )
+    return encoder_outputs
+
+
+def as_cache(past_key_values: Any, backend: Backend) -> DecoderCache:
+    """``past_key_values`` if this backend can use them, else an `InputError`."""
+    if not isinstance(past_key_values, DecoderCache):
+        raise InputError(
+            f"past_key_values is a {type(past_key_values).__name__}; leave it out: the backend has a cache of its own, "
+            "also where the decoder is deeper than the encoder."
+        )
+    if past_key_values.backend is not backend:
+        raise InputError("These past_key_values are of another model: give what this one returned.")
+    return past_key_values
+
+
+def refuse(arguments: dict[str, Any]) -> None:
+    """Raise an `InputError` if one of these arguments asks for something: is neither ``None`` nor ``False``.
+
+    >>> refuse({"output_attentions": False, "head_mask": None})
+    """
+    given = [name for name, value in arguments.items() if value is not None and value is not False]
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: not to be had from a backend, which takes token ids and masks and gives logits. "
+            "Leave it out, or use transformers' own model."
+        )

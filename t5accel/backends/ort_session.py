@@ -1,0 +1,79 @@
+"""Open ONNX Runtime sessions for decoding: the settings that matter for it, and why."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from t5accel import machine
+from t5accel.decoding.backend import as_count
+from t5accel.errors import ExportError, InputError, MissingPackageError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a graph is run.
+
+    Attributes:
+        threads: within one operator; by default those that this process may really use, so that a container with a
+            quota of two cores on a machine of 64 does not start 64.
+        spinning: threads wait for the next operator awake. A decoding step is hundreds of operators of microseconds
+            each, and waking a thread takes longer than most of them; where cores are shared with other work, turn it
+            off.
+        memory_pattern: plan all memory of a run ahead, once for each combination of input shapes. While the history
+            grows no combination comes twice: every step would make a plan, and all plans are kept. So it is off.
+        arena: keep freed memory for the next step instead of giving it back to the system each time.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+
+    threads: int | None = None
+    spinning: bool = True
+    memory_pattern: bool = False
+    arena: bool = True
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            as_count(self.threads, "threads", at_least=1)
+        if self.device not in PROVIDERS:
+            raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
+
+
+def open_session(path: str | os.PathLike[str], settings: SessionSettings) -> onnxruntime.InferenceSession:
+    """A session on one graph.
+
+    Raises:
+        ExportError: the file is no graph that this ONNX Runtime can run.
+        MissingPackageError: onnxruntime is not installed, or not the one for this device.
+    """
+    if not find_spec("onnxruntime"):
+        raise MissingPackageError("ONNX graphs need onnxruntime: pip install 't5accel[cpu]' (or 't5accel[gpu]').")
+    import onnxruntime
+
+    provider = PROVIDERS[settings.device]
+    if provider not in onnxruntime.get_available_providers():
+        raise MissingPackageError(
+            f"This onnxruntime has no {provider}: for device={settings.device!r} install 't5accel[gpu]' in an "
+            "environment without 't5accel[cpu]'."
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = settings.threads or machine.cpu_threads()
+    options.inter_op_num_threads = 1  # the layers of a step depend on each other
+    options.enable_mem_pattern = settings.memory_pattern
+    options.enable_cpu_mem_arena = settings.arena
+    options.log_severity_level = 3  # errors only: what else it has to say is not for our users
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
+    # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        return onnxruntime.InferenceSession(str(Path(path)), options, providers=[provider])
+    except Exception as error:  # of several kinds, none of them documented
+        raise ExportError(f"{path} cannot be run by onnxruntime {onnxruntime.__version__}: {error}") from error

@@ -1,0 +1,102 @@
+"""Write an ONNX graph node by node, in the words of the ONNX standard, with its weights inside or in a file beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+# The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
+OPSET = 20
+IR_VERSION = 9  # what ONNX 1.15 wrote, the first with opset 20: older readers refuse newer ones
+
+
+@dataclass
+class GraphBuilder:
+    """Nodes are added with `op`, which returns the name of the output, so that calls nest as the arithmetic does.
+
+    Attributes:
+        name: of the graph.
+        weights: by name, in the order of first use; one array that is added twice under one name is stored once.
+
+    >>> graph = GraphBuilder("double")
+    >>> graph.input("x", "float32", ["N"])
+    'x'
+    >>> graph.output(graph.op("Mul", "x", graph.constant(np.float32(2)), output="y"), "float32", ["N"])
+    >>> [node.op_type for node in graph.proto().graph.node]
+    ['Mul']
+    """
+
+    name: str
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    _nodes: list[Any] = field(default_factory=list)
+    _inputs: list[Any] = field(default_factory=list)
+    _outputs: list[Any] = field(default_factory=list)
+    _constants: dict[tuple[str, tuple[int, ...], bytes], str] = field(default_factory=dict)
+    _used: dict[str, int] = field(default_factory=dict)
+
+    def input(self, name: str, dtype: str, shape: Sequence[str | int]) -> str:
+        """Declare an input; a text in ``shape`` is the name of a dimension that may vary."""
+        self._inputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
+        return name
+
+    def output(self, name: str, dtype: str, shape: Sequence[str | int]) -> None:
+        """Declare that the value called ``name`` leaves the graph."""
+        self._outputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
+
+    def op(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        """Add a node of one output and return that output's name, a fresh one unless ``output`` says another."""
+        name = output or self._fresh(kind)
+        self._nodes.append(helper.make_node(kind, inputs, [name], name=f"{kind}:{name}", **attributes))
+        return name
+
+    def constant(self, value: Any) -> str:
+        """A small array or number; equal ones are stored once."""
+        array = np.asarray(value)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            self._constants[key] = name = self._fresh("constant")
+            self.weights[name] = array
+        return self._constants[key]
+
+    def weight(self, name: str, array: np.ndarray) -> str:
+        """A weight under a name of its own, which must mean the same array wherever it is used."""
+        self.weights.setdefault(name, array)
+        return name
+
+    def proto(self, external: dict[str, tuple[str, int, int]] | None = None) -> onnx.ModelProto:
+        """The finished model.
+
+        Args:
+            external: for weights that lie in another file, its name, offset and length in bytes; others are inside.
+        """
+        external = external or {}
+        tensors = [
+            _external_tensor(name, array, *external[name]) if name in external
+            else numpy_helper.from_array(np.ascontiguousarray(array), name)
+            for name, array in self.weights.items()
+        ]  # fmt: skip
+        graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, tensors)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="t5accel")
+        model.ir_version = IR_VERSION
+        return model
+
+    def _fresh(self, kind: str) -> str:
+        self._used[kind] = number = self._used.get(kind, -1) + 1
+        return f"{kind.lower()}_{number}"
+
+
+def _onnx_type(dtype: str) -> int:
+    return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+
+def _external_tensor(name: str, array: np.ndarray, location: str, offset: int, length: int) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=_onnx_type(array.dtype), dims=array.shape)
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor

@@ -1,0 +1,96 @@
+"""The two-graph layout: which files an export has, and the name, type and shape of everything that goes in and out.
+
+Shapes: B sources in the batch, K rows (beams, samples, drafts) per source, S source positions, T new and P past decoder
+positions, V vocabulary entries, H_i heads of layer i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from t5accel.checkpoints import T5Dims
+
+ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
+WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A graph's input or output; texts in ``shape`` name the dimensions that vary from call to call."""
+
+    name: str
+    dtype: str
+    shape: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """What goes into a graph and what comes out of it, in this order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def names(prefix: str, layers: int) -> list[str]:
+    """The tensors of one kind, layer by layer.
+
+    >>> names("past", 2)
+    ['past_key_0', 'past_value_0', 'past_key_1', 'past_value_1']
+    """
+    return [f"{prefix}_{part}_{layer}" for layer in range(layers) for part in ("key", "value")]
+
+
+def encoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
+    """``encoder.onnx``: tokens -> the keys and values of each decoder layer's cross-attention, computed once.
+
+    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+    >>> encoder_spec(dims).outputs[0]
+    TensorSpec(name='cross_key_0', dtype='float32', shape=('B', 2, 'S', 6))
+    """
+    tokens = ("B", "S")
+    return GraphSpec(
+        inputs=(TensorSpec("input_ids", "int64", tokens), TensorSpec("attention_mask", "int64", tokens)),
+        outputs=_cross(dims, dtype),
+    )
+
+
+def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
+    """``decoder.onnx``: T new tokens for K rows of each source, on a history of P -> logits and the longer history.
+
+    P may be 0 (the first step). T may be more than 1; the new positions see those before them only. Histories of
+    unequal length end together: what is left of a shorter one is masked by ``past_mask``.
+
+    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+    >>> [tensor.name for tensor in decoder_spec(dims).outputs]
+    ['logits', 'present_key_0', 'present_value_0']
+    """
+    return GraphSpec(
+        inputs=(
+            TensorSpec("input_ids", "int64", ("B", "K", "T")),
+            TensorSpec("attention_mask", "int64", ("B", "S")),
+            TensorSpec("past_mask", "int64", ("B", "K", "P")),
+            *_self(dims, "past", "P", dtype),
+            *_cross(dims, dtype),
+        ),
+        outputs=(
+            TensorSpec("logits", "float32", ("B", "K", "T", dims.vocab_size)),
+            *_self(dims, "present", "P + T", dtype),
+        ),
+    )
+
+
+def _cross(dims: T5Dims, dtype: str) -> tuple[TensorSpec, ...]:
+    heads = [heads for heads in dims.cross_heads for _ in range(2)]
+    return tuple(
+        TensorSpec(name, dtype, ("B", count, "S", dims.d_kv))
+        for name, count in zip(names("cross", dims.decoder_layers), heads, strict=True)
+    )
+
+
+def _self(dims: T5Dims, prefix: str, length: str, dtype: str) -> tuple[TensorSpec, ...]:
+    heads = [heads for heads in dims.decoder_heads for _ in range(2)]
+    return tuple(
+        TensorSpec(name, dtype, ("B", "K", count, length, dims.d_kv))
+        for name, count in zip(names(prefix, dims.decoder_layers), heads, strict=True)
+    )

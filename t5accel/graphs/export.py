@@ -1,0 +1,243 @@
+"""Export a T5 to the two-graph layout: a folder with both graphs, the configuration, the tokenizer and a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from t5accel import machine
+from t5accel.checkpoints import T5Dims, load_t5
+from t5accel.decoding.backend import as_count
+from t5accel.errors import ExportError, InputError
+from t5accel.graphs.builder import OPSET, GraphBuilder
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
+from t5accel.graphs.manifest import Manifest, read_manifest
+from t5accel.graphs.staging import locked, staged
+from t5accel.graphs.t5_graphs import T5Weights, decoder_graph, encoder_graph
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LARGEST_INSIDE = 2_000_000_000  # bytes; one ONNX file cannot hold more than 2 GiB
+ALIGNMENT = 4096  # so that weights in their own file can be mapped into memory page by page
+FP32 = {"name": "fp32"}
+
+
+def export_t5(
+    model: PreTrainedModel | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str | None = None,
+    external_threshold_bytes: int = LARGEST_INSIDE,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Manifest:
+    """Write ``encoder.onnx`` and ``decoder.onnx`` in fp32, with all that is needed to run them without torch.
+
+    The folder is there whole or not at all, whenever the process is killed. Two processes that export the same model to
+    the same folder do the work once. An export of the same model that is already there is checked and kept.
+
+    Args:
+        model: a T5-like model, or a name that `checkpoints.load_t5` knows.
+        folder: takes the export; made if it is missing.
+        tokenizer: saved beside the graphs; by default that of a model given by name.
+        name: of the checkpoint, for the manifest; by default the name given, or the class.
+        external_threshold_bytes: if the weights of a graph are more, those of both graphs lie in one file beside them,
+            each once; at most 2 GB, which is what an ONNX file can hold.
+        overwrite: replace another export that is there. A folder that is none is never replaced.
+        progress: show a bar on standard error.
+
+    Raises:
+        ExportError: the folder is taken, or cannot be written (no space, no permission, beneath a file); nothing is
+            left of the attempt.
+        InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from t5accel.lively import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> with TemporaryDirectory() as folder:
+    ...     export_t5(model, f"{folder}/tiny").files.keys()
+    dict_keys(['config.json', 'decoder.onnx', 'encoder.onnx', 'generation_config.json'])
+    """
+    threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
+    if threshold > LARGEST_INSIDE:
+        raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
+    if isinstance(model, str | os.PathLike):
+        name = name or os.fspath(model)
+        model, own_tokenizer = load_t5(model)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+    weights = t5_weights(model)
+    manifest = Manifest(
+        source={"name": name or type(model).__name__, "sha256": source_hash(model, weights)}, dims=weights.dims,
+        tokens=_tokens(model), recipe=FP32, opset=OPSET, versions=machine.versions(),
+    )  # fmt: skip
+    target = Path(folder).absolute()
+    with locked(target):
+        if _occupied(target):
+            if _same(target, manifest):
+                return read_manifest(target)
+            _refuse_unless_replaceable(target, overwrite)
+        with staged(target) as partial:
+            bar = _bar(progress, f"exporting {manifest.source['name']}")
+            _write_graphs(partial, weights, threshold, bar)
+            model.config.save_pretrained(partial)
+            model.generation_config.save_pretrained(partial)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            manifest.write(partial)
+            bar.close()
+        return read_manifest(target, verify=False)
+
+
+def t5_weights(model: PreTrainedModel) -> T5Weights:
+    """A model's weights as fp32 numpy arrays, which share memory with it where they can, and its sizes.
+
+    Raises:
+        NotT5Error: the model is of another kind.
+        InputError: its weights are on the meta device, where they have no values.
+    """
+    import torch
+
+    dims = T5Dims.of(model)
+    if any(weight.is_meta for weight in model.parameters()):
+        raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
+    arrays = {
+        key: value.detach().to("cpu", torch.float32).numpy()
+        for key, value in model.state_dict().items()
+        if value.is_floating_point()
+    }
+    stacks = (("encoder", model.encoder), ("decoder", model.decoder))
+    attentions = {f"{n}.{i}": b.layer[0].SelfAttention for n, stack in stacks for i, b in enumerate(stack.block)}
+    config = model.config
+    return T5Weights(
+        arrays=arrays, dims=dims, activation=config.dense_act_fn, norm_epsilon=config.layer_norm_epsilon,
+        buckets=config.relative_attention_num_buckets, max_distance=config.relative_attention_max_distance,
+        logit_scale=logit_scale(model),
+        pruned_heads={key: tuple(sorted(getattr(a, "pruned_heads", ()))) for key, a in attentions.items()},
+    )  # fmt: skip
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """What this model multiplies the decoder's output by before its head: d_model ** -0.5 or 1.
+
+    Which one depends on the kind, on the configuration and on the release of transformers, so the model is asked.
+    """
+    import torch
+
+    head = model.lm_head.weight
+    ones = torch.ones((1, 1, model.config.d_model), dtype=head.dtype, device=head.device)
+    seen: list[torch.Tensor] = []
+    hooks = [
+        model.decoder.final_layer_norm.register_forward_hook(lambda *_: ones),
+        model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])),
+    ]
+    try:
+        with torch.inference_mode():
+            start = torch.zeros((1, 1), dtype=torch.long, device=head.device)
+            model(input_ids=start, decoder_input_ids=start, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return float(seen[0].flatten()[0])
+
+
+def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
+    """The sha256 of a checkpoint: its sizes, what shapes its graphs, its special tokens and all its weights.
+
+    It is that of the values and not of a file, so that a model saved in another format has the same one.
+    """
+    facts = {**asdict(weights), "arrays": None, "tokens": _tokens(model)}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for key in sorted(weights.arrays):
+        digest.update(key.encode())
+        digest.update(np.ascontiguousarray(weights.arrays[key]).data)
+    return digest.hexdigest()
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, int]:
+    keys = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+    return {key: as_count(getattr(model.config, key), f"model.config.{key}", at_least=0) for key in keys}
+
+
+def _occupied(target: Path) -> bool:
+    try:
+        return target.exists() and (not target.is_dir() or any(target.iterdir()))
+    except OSError as error:
+        raise ExportError(f"{target} cannot be read: {error}") from error
+
+
+def _same(target: Path, manifest: Manifest) -> bool:
+    """Whether an export of this very model lies there, whole."""
+    try:
+        there = read_manifest(target)
+    except ExportError:
+        return False
+    return (there.source["sha256"], there.recipe, there.opset) == (
+        manifest.source["sha256"], manifest.recipe, manifest.opset)  # fmt: skip
+
+
+def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
+    if not (target / MANIFEST).is_file():
+        raise ExportError(f"{target} is not empty and no export of t5accel, so it is not replaced: give another folder.")
+    if not overwrite:
+        raise ExportError(
+            f"{target} holds another export, or a damaged one: give another folder, or overwrite=True (--overwrite)."
+        )
+
+
+def _bar(progress: bool, description: str) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description, disable=not progress)
+
+
+def _write_graphs(folder: Path, weights: T5Weights, threshold: int, bar: Any) -> None:
+    graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights)}
+    sizes = {name: sum(array.nbytes for array in graph.weights.values()) for name, graph in graphs.items()}
+    layout = WeightsFile.plan(graphs.values()) if max(sizes.values()) > threshold else WeightsFile()
+    bar.reset(total=layout.size_bytes or sum(sizes.values()))
+    if layout.places:
+        layout.write(folder / WEIGHTS, bar)
+    for name, graph in graphs.items():
+        (folder / name).write_bytes(graph.proto(layout.references()).SerializeToString())
+        bar.update(0 if layout.places else sizes[name])
+
+
+@dataclass
+class WeightsFile:
+    """Where each weight of several graphs lies in the one file that they share."""
+
+    places: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)
+    size_bytes: int = 0
+
+    @classmethod
+    def plan(cls, graphs: Any) -> WeightsFile:
+        """One after the other, each name once. Small ones stay inside: shapes have to be known when a graph is read."""
+        layout = cls()
+        for graph in graphs:
+            for name, array in graph.weights.items():
+                if array.nbytes >= ALIGNMENT and name not in layout.places:
+                    layout.places[name] = array, layout.size_bytes
+                    layout.size_bytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        return layout
+
+    def references(self) -> Mapping[str, tuple[str, int, int]]:
+        """For `GraphBuilder.proto`: file, offset and length of each."""
+        return {name: (WEIGHTS, offset, array.nbytes) for name, (array, offset) in self.places.items()}
+
+    def write(self, path: Path, bar: Any) -> None:
+        """Write them in order, and say how far it is."""
+        with path.open("wb") as file:
+            for array, offset in self.places.values():
+                file.seek(offset)
+                file.write(np.ascontiguousarray(array).data)
+                bar.update(array.nbytes)
+            file.truncate(self.size_bytes)

@@ -1,0 +1,138 @@
+"""What an export says about itself: where it comes from, what goes in and out, and the hash of every file.
+
+It is written last and read first, so that a program in any language can run the graphs without reading our code, and so
+that a file which is missing, cut short or altered is noticed before it gives a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from t5accel.checkpoints import T5Dims
+from t5accel.errors import ExportError
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, GraphSpec, TensorSpec, decoder_spec, encoder_spec
+
+FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An export's own description, the content of ``manifest.json``.
+
+    Attributes:
+        source: ``{"name", "sha256"}`` of the checkpoint; the hash covers its configuration and its weights.
+        dims: the model's sizes.
+        tokens: ``pad_token_id``, ``eos_token_id`` and ``decoder_start_token_id``.
+        recipe: how the weights are stored, ``{"name": "fp32"}``.
+        opset: of both graphs.
+        versions: of the libraries that wrote it.
+        graphs: by file name what goes in and out.
+        files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
+    """
+
+    source: Mapping[str, str]
+    dims: T5Dims
+    tokens: Mapping[str, int]
+    recipe: Mapping[str, Any]
+    opset: int
+    versions: Mapping[str, str]
+    graphs: Mapping[str, GraphSpec] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(entry["size_bytes"] for entry in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        """Hash what is in ``folder`` and write ``manifest.json`` beside it."""
+        files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+        graphs = {ENCODER: encoder_spec(self.dims), DECODER: decoder_spec(self.dims)}
+        content = {"format": FORMAT, "layout": "two graphs", **asdict(self)}
+        content |= {"graphs": {name: asdict(spec) for name, spec in graphs.items()}, "files": files}
+        (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """``{"sha256", "size_bytes"}`` of a file."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size_bytes": path.stat().st_size}
+
+
+def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
+    """Read an export's manifest and check every file against it.
+
+    Args:
+        folder: what `export.export_t5` wrote.
+        verify: hash every file (about a second per gigabyte); without it only their sizes are compared.
+
+    Raises:
+        ExportError: there is no export, it is of another format, or one of its files is missing, cut short or altered;
+            the file is named.
+    """
+    folder = Path(folder)
+    again = "Export again with overwrite=True (t5accel export MODEL FOLDER --overwrite)."
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"{folder} holds no {MANIFEST}, so it is no export of t5accel: make one with t5accel export MODEL FOLDER."
+        ) from error
+    except OSError as error:
+        raise ExportError(f"{folder / MANIFEST} cannot be read: {error}") from error
+    except ValueError as error:  # no JSON, or no text at all
+        raise ExportError(f"{folder / MANIFEST} is damaged ({error}). {again}") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ExportError(f"{folder / MANIFEST} has format {found!r}, and this t5accel reads {FORMAT}. {again}")
+    try:
+        manifest = _manifest(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ExportError(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}). {again}") from error
+    for name, entry in manifest.files.items():
+        _check_file(folder / name, entry, verify=verify, again=again)
+    return manifest
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    dims = T5Dims(**{name: tuple(v) if isinstance(v, list) else v for name, v in content["dims"].items()})
+    graphs = {
+        name: GraphSpec(*(tuple(_tensor(tensor) for tensor in spec[side]) for side in ("inputs", "outputs")))
+        for name, spec in content["graphs"].items()
+    }
+    if graphs != {ENCODER: encoder_spec(dims), DECODER: decoder_spec(dims)}:
+        raise ValueError("its graphs are not those of its sizes")
+    files = content["files"]
+    if not {ENCODER, DECODER} <= files.keys() or any(Path(name).name != name for name in files):
+        raise ValueError(f"its files are {list(files)}")
+    for entry in files.values():
+        if not isinstance(entry["sha256"], str) or not isinstance(entry["size_bytes"], int):
+            raise TypeError(f"a file is described by {entry}")
+    tokens = {name: int(content["tokens"][name]) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
+    keys = ("source", "recipe", "opset", "versions")
+    return Manifest(dims=dims, tokens=tokens, graphs=graphs, files=files, **{key: content[key] for key in keys})
+
+
+def _tensor(content: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(content["name"], content["dtype"], tuple(content["shape"]))
+
+
+def _check_file(path: Path, entry: Mapping[str, Any], *, verify: bool, again: str) -> None:
+    try:
+        size = path.stat().st_size
+        if size != entry["size_bytes"]:
+            raise ExportError(f"{path} has {size} bytes instead of {entry['size_bytes']}. {again}")
+        if verify and describe_file(path)["sha256"] != entry["sha256"]:
+            raise ExportError(f"{path} was altered: its hash is not the one in {MANIFEST}. {again}")
+    except FileNotFoundError as error:
+        raise ExportError(f"{path} is missing. {again}") from error
+    except ExportError:
+        raise
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,86 @@
+"""Write a folder so that it is there whole or not at all, and by one process at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
+from pathlib import Path
+from uuid import uuid4
+
+from filelock import FileLock
+
+from t5accel.errors import ExportError
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Wait for whoever is writing ``target``, then keep others from it. The lock file lies hidden beside the folder.
+
+    The kernel lets go of the lock when its process ends, however that happens.
+
+    Raises:
+        ExportError: the folder above cannot be made or written to.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.parent / f".{target.name}.lock")
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        raise ExportError(f"{target} cannot be written to: {_reason(error)}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A temporary folder beside ``target`` that takes its place when the block ends well, and goes when it does not.
+
+    Whether the old folder may be replaced is the caller's question. Call it under `locked`: what an interrupted process
+    left of an earlier attempt is cleared away.
+
+    Raises:
+        ExportError: the disk is full, or refuses.
+    """
+    for remnant in target.parent.glob(f".{escape(target.name)}.*.partial"):
+        shutil.rmtree(remnant, ignore_errors=True)
+    folder, old = (target.parent / f".{target.name}.{uuid4().hex}.partial" for _ in range(2))
+    try:
+        folder.mkdir()
+        yield folder
+        for path in [*folder.iterdir(), folder]:
+            _flush(path)
+        if target.exists():
+            target.rename(old)
+        try:
+            folder.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+        _flush(target.parent)
+    except OSError as error:
+        if isinstance(error, ExportError):
+            raise
+        raise ExportError(f"{target} could not be written: {_reason(error)}. Nothing was left behind.") from error
+    finally:
+        for remnant in (folder, old):
+            shutil.rmtree(remnant, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """From the machine's memory to its disk: a rename must not get there before the content does."""
+    with suppress(PermissionError):  # Windows opens no folders
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
