@@ -42,9 +42,10 @@ test-v5: .venv-v5/.stamp ## Run the same tests on transformers 5.x, in an enviro
 lab: .venv/.stamp ## Open JupyterLab on the notebooks
 	@$(VENV) -m jupyter lab notebooks/
 
-bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in build/bench.json
+bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in build/bench.json and build/engine.json
 	@mkdir -p build
 	@$(VENV) -m t5accel bench --model random:t5-small --json build/bench.json
+	@$(VENV) scripts/engine.py --json build/engine.json
 
 lint: .venv/.stamp ## Check the code with ruff
 	@$(VENV) -m ruff check .

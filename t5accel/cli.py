@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,17 @@ app = typer.Typer(
     help="Make T5-like models fast: run, measure, train. `t5accel COMMAND --help` explains each.",
 )  # fmt: skip
 
+cache = typer.Typer(no_args_is_help=True, help="The exports that accelerate() keeps in the user's cache folder.")
+app.add_typer(cache, name="cache")
+
+
+class Runtime(StrEnum):
+    """What runs the model."""
+
+    TORCH = "torch"
+    ONNX = "onnx"
+
+
 ModelOption = Annotated[str, typer.Option(help="mini, random:t5-small, a folder, or a hub id.")]
 
 
@@ -36,15 +48,23 @@ def run(
     text: Annotated[str, typer.Argument(help="With T5's prefix: 'translate English to French: I am tired.'")],
     model: ModelOption = "mini",
     max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of the answer.")] = 64,
+    runtime: Annotated[Runtime, typer.Option(help="onnx exports the model once, into the cache.")] = Runtime.TORCH,
 ) -> None:
     """Answer one text, with the time it took."""
-    from t5accel.backends.torch_eager import TorchEager
-    from t5accel.checkpoints import load_t5
     from t5accel.decoding.greedy import greedy
     from t5accel.decoding.text import text_to_text
 
-    t5, tokenizer = load_t5(model)
-    backend = TorchEager(t5)
+    if runtime is Runtime.ONNX:
+        from t5accel.accelerate import accelerate
+
+        accelerated = accelerate(model)
+        backend, tokenizer = accelerated.backend, accelerated.tokenizer
+    else:
+        from t5accel.backends.torch_eager import TorchEager
+        from t5accel.checkpoints import load_t5
+
+        t5, tokenizer = load_t5(model)
+        backend = TorchEager(t5)
     sizes: list[int] = []
 
     def generate(ids, mask):  # noqa: ANN001, ANN202
@@ -57,7 +77,48 @@ def run(
     (result,) = answer([text])
     seconds = time.perf_counter() - started
     typer.echo(result)
-    typer.echo(f"({sizes[0]} tokens in {seconds * 1e3:.0f} ms, torch with cache, first call)", err=True)
+    with_what = {Runtime.TORCH: "torch with cache", Runtime.ONNX: "ONNX Runtime"}[runtime]
+    typer.echo(f"({sizes[0]} tokens in {seconds * 1e3:.0f} ms, {with_what}, first call)", err=True)
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="mini, random:t5-small, a folder, or a hub id.")],
+    folder: Annotated[Path, typer.Argument(help="Takes the export; made if it is missing.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export that is there.")] = False,
+    external_threshold_bytes: Annotated[
+        int, typer.Option(help="Weights of a graph beyond that lie in one file that both graphs share; 0: always.")
+    ] = 2_000_000_000,
+) -> None:
+    """Write a model as two ONNX graphs, with all that is needed to run them without torch."""
+    from t5accel.graphs.export import export_t5
+
+    manifest = export_t5(
+        model, folder, overwrite=overwrite, external_threshold_bytes=external_threshold_bytes, progress=True
+    )
+    size = f"{manifest.size_bytes / 1e6:.0f} MB in {len(manifest.files)} files"
+    typer.echo(f"{folder}: {size}, {manifest.recipe['name']}")
+
+
+@cache.command("list")
+def list_cache() -> None:
+    """Show the exports that were kept."""
+    from t5accel.graphs.export_cache import cache_folder, list_exports
+
+    found = list_exports()
+    for kept in found:
+        state = "damaged" if kept.manifest is None else kept.manifest.source["name"]
+        typer.echo(f"{kept.size_bytes / 1e6:8.0f} MB   {kept.folder.name}   ({state})")
+    typer.echo(f"{len(found)} exports, {sum(kept.size_bytes for kept in found) / 1e6:.0f} MB, in {cache_folder()}")
+
+
+@cache.command("clear")
+def clear_cache() -> None:
+    """Delete them all. They are made again when they are needed."""
+    from t5accel.graphs.export_cache import clear_exports
+
+    cleared = clear_exports()
+    typer.echo(f"{len(cleared)} exports deleted, {sum(kept.size_bytes for kept in cleared) / 1e6:.0f} MB freed")
 
 
 @app.command()
@@ -84,8 +145,9 @@ def bench(
     from dataclasses import replace
 
     from t5accel import scoreboard
-    from t5accel.bench import BenchConfig, choose
+    from t5accel.bench import BenchConfig
     from t5accel.bench import bench as measure_all
+    from t5accel.techniques import choose
 
     chosen = choose(technique or [])
     boards = []

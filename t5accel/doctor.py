@@ -98,6 +98,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _transformers,
     lambda: _package("tokenizers", "tokenizers", "tokenising", required=True),
     _bundled_model,
+    lambda: _package("onnx", "onnx", "exporting", required=True),
     _onnxruntime,
     lambda: _package("optimum", "optimum-onnx", "the cells that show optimum beside ours", "optimum"),
     lambda: _package("datasets", "datasets", "tasks.load()", "course"),

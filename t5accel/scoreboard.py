@@ -29,7 +29,8 @@ class Row:
         source_tokens, new_tokens: per sequence; the new ones were forced.
         latency_s: raw seconds of whole generations.
         bytes_on_disk: the weights as saved.
-        peak_memory_bytes: of a process of its own that loads the model and generates once; ``None`` if not measured.
+        base_memory_bytes: of a process of its own that has imported the libraries and nothing more.
+        peak_memory_bytes: of the same process after it loaded the model and generated once; ``None`` if not measured.
         quality: a ``QualityReport`` as JSON, on the bundled model only.
         ratio: reference time over this time, pairwise, ``{"samples", "median", "min", "max"}``; ``None`` for the
             reference itself.
@@ -56,6 +57,7 @@ class Row:
     equality: str
     machine: str
     versions: dict[str, str] = field(default_factory=dict)
+    base_memory_bytes: int | None = None
 
     @property
     def ratio_median(self) -> float:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,20 @@ def tiny_t5() -> Tiny:
         return random_t5({**TINY, **differences, **sizes}, seed=seed, kind=model_type)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``exported(kind, seed=…, **sizes)``: the folder with the export of that ``tiny_t5``. Shared: do not write."""
+    from t5accel.graphs.export import export_t5
+
+    @cache
+    def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
+        folder = tmp_path_factory.mktemp(f"export-{kind}")
+        export_t5(tiny_t5(kind, **sizes), folder)
+        return folder
+
+    return export
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -59,7 +59,7 @@ def refused(*arguments: object) -> str:
 
 
 def test_these_are_the_commands():
-    assert {"bench", "course", "doctor", "evaluate", "run", "train"} <= set(COMMANDS)
+    assert {"bench", "course", "doctor", "evaluate", "export", "run", "train"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -121,6 +121,40 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
 
     monkeypatch.setattr(t5accel.checkpoints, "load_t5", broken)
     assert isinstance(call("run", TEXT).exception, ZeroDivisionError)
+
+
+def test_the_answer_of_onnx_is_the_same_and_the_export_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
+    answers = [call("run", TEXT, "--runtime", runtime) for runtime in ("torch", "onnx")]
+    assert answers[0].stdout == answers[1].stdout != ""
+    assert "torch with cache" in answers[0].stderr and "ONNX Runtime" in answers[1].stderr
+    listed = call("cache", "list").stdout
+    assert "(mini)" in listed and f"1 exports, 36 MB, in {tmp_path}" in listed
+    assert call("cache", "clear").stdout == "1 exports deleted, 36 MB freed\n"
+    assert call("cache", "list").stdout.startswith("0 exports, 0 MB")
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
+    result = call("export", "mini", tmp_path / "one", "--external-threshold-bytes", 0)
+    assert result.exit_code == 0 and "36 MB in 8 files, fp32" in result.stdout
+    assert (tmp_path / "one" / "weights.data").is_file() and "exporting mini" in result.stderr
+    assert call("run", TEXT, "--runtime", "onnx", "--model", tmp_path / "one").exit_code == 0
+    (tmp_path / "one" / "manifest.json").write_text("{}")
+    assert "--overwrite" in refused("export", "mini", tmp_path / "one")
+    assert call("export", "mini", tmp_path / "one", "--overwrite").exit_code == 0
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "letter.txt").write_text("a letter")
+    assert "no export" in refused("export", "mini", tmp_path / "two", "--overwrite")
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["letter.txt"]
+
+
+def test_export_refuses_bad_models_and_numbers(tmp_path):
+    assert "'nope'" in refused("export", "nope", tmp_path / "x")
+    assert "external_threshold_bytes is -1" in refused("export", "mini", tmp_path / "x", "--external-threshold-bytes", -1)
+    assert not list(tmp_path.iterdir())
 
 
 # --- bench ------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ FLOORS = {
     "backends": 3,
     "students": 4,
     "bench": 5,
+    "techniques": 5,
     "course": 5,
     "doctor": 5,
     "scoreboard": 5,

@@ -203,7 +203,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 "cache of its own."
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+            encoded, mask = as_encoded(model_kwargs["encoder_outputs"]), model_kwargs.get("attention_mask")
             model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> None:
@@ -244,10 +244,10 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         The folder appears whole or not at all: its files are written beside it and it is renamed at the end.
 
         Args:
-            save_directory: a folder that is new or empty.
+            save_directory: a folder that is new or empty, and not inside the export.
 
         Raises:
-            InputError: the backend came from no folder, or the one given holds something.
+            InputError: the backend came from no folder, or the one given is none of these.
         """
         refuse({name: value for name, value in unsupported.items() if name != "safe_serialization"})
         source, target = getattr(self.backend, "folder", None), Path(save_directory).absolute()
@@ -258,6 +258,8 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             )
         if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
             raise InputError(f"{target} is there and is no empty folder: give a new one.")
+        if Path(source).resolve() in target.resolve().parents:
+            raise InputError(f"{target} lies inside {source}, which is to be copied: give a folder elsewhere.")
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
             whole = Path(temporary) / target.name
@@ -265,5 +267,5 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             self.config.save_pretrained(whole)
             self.generation_config.save_pretrained(whole)
             if target.exists():
-                target.rmdir()
+                target.rmdir()  # Windows renames onto no folder, not even an empty one
             whole.rename(target)

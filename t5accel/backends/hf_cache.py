@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from t5accel.decoding.backend import Backend, as_integers, right_aligned
 from t5accel.errors import InputError
 
-_CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop(0) drops nothing, before everything
+_CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop(0) drops nothing, on 4.57 all
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ class EncodedBatch(BaseModelOutput):
             raise InputError(
                 f"encoder_outputs have the rows {rows.tolist()}; give some of 0 … {len(encoded.mask) - 1}."
             )
-        rows_per_source = len(rows) // len(np.unique(rows))
+        different = len(np.unique(rows))
+        rows_per_source = len(rows) // different
         sources = rows[::rows_per_source]
-        if not np.array_equal(rows, sources.repeat(rows_per_source)):
+        if len(sources) != different or not np.array_equal(rows, sources.repeat(rows_per_source)):
             raise InputError(
                 f"The rows of encoder_outputs belong to the sources {rows.tolist()}: each source may stand there once, "
                 "in equally many rows that follow each other (repeat_interleave). Encode the batch that is wanted."
@@ -164,7 +165,8 @@ class DecoderCache:
         per_source = self._shape[1]
         flat = as_integers(indices, "indices", rank=1)
         kept = flat[::per_source] // per_source
-        if not np.array_equal(flat.reshape(-1, 1), (kept[:, None] * per_source + np.arange(per_source)).reshape(-1, 1)):
+        whole = (kept[:, None] * per_source + np.arange(per_source)).reshape(-1)
+        if not np.array_equal(flat, whole) or len(np.unique(kept)) < len(kept):
             raise InputError(f"indices is {flat.tolist()}: all {per_source} rows of a source stay, in order, or none.")
         self._read()
         self.backend.keep(self._state, kept)

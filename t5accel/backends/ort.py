@@ -1,10 +1,12 @@
 """The two graphs on ONNX Runtime, fed with numpy arrays: the way most people do it. Neither torch nor transformers.
 
-`ort_bound` does the same through IOBinding.
+Siblings that keep the tensors elsewhere between steps: `ort_bound` and, for a GPU, `ort_pointers`.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +28,13 @@ class OrtSource:
     """The encoder's work on B sources.
 
     Attributes:
-        cross: keys and values of cross-attention, layer by layer, each (B, H_i, S, d_kv).
-        mask: (B, S) int64.
+        inputs: what the decoder is handed for it at every step, by name, as its backend holds tensors: keys and values
+            of cross-attention, each (B, H_i, S, d_kv), and ``attention_mask`` (B, S).
+        mask: (B, S) int64, on the host.
         owner: the backend that encoded it.
     """
 
-    cross: list[Any]
+    inputs: dict[str, Any]
     mask: np.ndarray
     owner: Any
 
@@ -41,28 +44,33 @@ class OrtState:
     """A decoder state: which source, how long each row's past is, and the keys and values of self-attention.
 
     Attributes:
-        past: layer by layer, each (B, K, H_i, P, d_kv).
-        bound: of `ort_bound`, the binding that holds the source's tensors.
+        past: layer by layer, each (B, K, H_i, P, d_kv), as the backend holds tensors.
+        binding: of `ort_pointers`, to which the source's tensors are bound.
     """
 
     source: OrtSource
     rows: Histories
     past: list[Any]
-    bound: Any = field(default=None, repr=False)
+    binding: Any = field(default=None, repr=False)
 
 
 class OrtNumpy:
     """A `Backend` over an export: every step hands all arrays to the session and takes all of them back.
 
+    On a CPU that moves no data: the session reads contiguous arrays where they lie, and its results are handed out as
+    arrays without a copy. On a GPU all of it crosses the bus, twice per step; `traffic` counts the bytes.
+
+    Threads may share a backend; a state belongs to one of them. A method that raises leaves the state as it was.
+
     Args:
         folder: an export in the two-graph layout.
-        settings: threads and memory of both sessions.
+        settings: threads, memory and device of both sessions.
         verify: hash every file before it is used.
         max_source_tokens: refuse longer sources, whose attention grows with the square of their length.
 
     Raises:
         ExportError: there is no export, or it is damaged.
-        MissingPackageError: onnxruntime is not installed.
+        MissingPackageError: onnxruntime is not installed, or not the one for the device.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy import greedy
@@ -73,6 +81,8 @@ class OrtNumpy:
     (1, 5)
     """
 
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -81,7 +91,12 @@ class OrtNumpy:
         verify: bool = True,
         max_source_tokens: int | None = None,
     ):
-        self.folder, self.settings = Path(folder), settings or SessionSettings()
+        self.folder, self.settings = Path(folder), SessionSettings() if settings is None else settings
+        if not isinstance(self.settings, SessionSettings) or self.settings.device not in self.devices:
+            raise InputError(
+                f"settings is {settings!r}: {type(self).__name__} takes SessionSettings with a device of "
+                f"{', '.join(self.devices)}. On 'cuda' OrtPointers keeps the tensors between steps."
+            )
         if max_source_tokens is not None:
             as_count(max_source_tokens, "max_source_tokens", at_least=1)
         self.max_source_tokens = max_source_tokens
@@ -95,65 +110,82 @@ class OrtNumpy:
         self.decoder = open_session(self.folder / DECODER, self.settings)
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
+        self.cross_heads, self.past_heads = (
+            [heads for heads in by_layer for _ in range(2)]
+            for by_layer in (self.dims.cross_heads, self.dims.decoder_heads)
+        )
         self.outputs = ["logits", *names("present", layers)]
+        self.dtype = np.dtype(self.manifest.graphs[DECODER].outputs[-1].dtype)  # of keys and values
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> OrtSource:
         ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
         check_vocabulary(ids, self.vocab_size)
         if self.max_source_tokens is not None and ids.shape[1] > self.max_source_tokens:
             raise InputError(
-                f"A source of {ids.shape[1]} tokens is longer than max_source_tokens, {self.max_source_tokens}: shorten "
-                "or split it."
+                f"A source of {ids.shape[1]} tokens is longer than max_source_tokens, {self.max_source_tokens}: "
+                "shorten or split it."
             )
-        # Copies, because the caller may write to its arrays and the graphs read them later.
+        # Copies, because the caller may write to its arrays and every step reads the mask.
         ids, mask = (np.array(array, order="C") for array in (ids, mask))
-        return OrtSource(self._run_encoder(ids, mask), mask, self)
+        return self._source(self._run_encoder(ids, mask), mask)
 
     def start(self, source: OrtSource, rows_per_source: int = 1) -> OrtState:
         self._check_source(source)
         rows = Histories.empty(len(source.mask), rows_per_source)
-        shape = (*rows.lengths.shape, 0, 0, self.dims.d_kv)
-        past = []
-        for heads in self.dims.decoder_heads:
-            empty = np.empty((*shape[:2], heads, 0, shape[4]), dtype=np.float32)
-            past += [self._hold(empty), self._hold(empty)]
-        return self._bind(OrtState(source, rows, past))
+        empty = [self._zeros((*rows.shape, heads, 0, self.dims.d_kv)) for heads in self.past_heads]
+        return OrtState(source, rows, [self._hold(array) for array in empty])
 
     def step(self, state: OrtState, input_ids: np.ndarray) -> np.ndarray:
         self._check_state(state)
         new = np.ascontiguousarray(state.rows.check_step(input_ids, self.vocab_size))
-        logits, state.past = self._run_decoder(state, new)
-        state.rows.append(new.shape[2])
+        logits, past = self._run_decoder(state, new, state.rows.mask())
+        state.rows, state.past = state.rows.appended(new.shape[2]), past
         return logits
 
     def reorder(self, state: OrtState, rows: np.ndarray) -> None:
         self._check_state(state)
-        index = state.rows.reorder(rows)
-        if (index != np.arange(index.shape[1])).any():
-            first = np.arange(len(index))[:, None]
-            state.past = [self._hold(self._array(past)[first, index]) for past in state.past]
+        histories, index = state.rows.reordered(rows)
+        if index is not None:
+            index = self._from_host(index)
+            state.past = [self._gathered(past, 2, index, histories.shape) for past in state.past]
+        state.rows = histories
 
     def trim(self, state: OrtState, accepted: np.ndarray) -> None:
         self._check_state(state)
-        index = state.rows.trim(accepted)
+        histories, index = state.rows.trimmed(accepted)
         if index is not None:
-            where = index[:, :, None, :, None]
-            state.past = [self._hold(np.take_along_axis(self._array(past), where, axis=3)) for past in state.past]
+            batch, rows, width = index.shape
+            flat = {
+                heads: self._from_host(of_each_head(index.reshape(batch * rows, width), heads, state.rows.width))
+                for heads in set(self.past_heads)
+            }
+            state.past = [
+                self._gathered(past, 4, flat[heads], (batch, rows, heads, width))
+                for past, heads in zip(state.past, self.past_heads, strict=True)
+            ]
+        state.rows = histories
 
     def keep(self, state: OrtState, sources: np.ndarray) -> None:
         self._check_state(state)
-        index = state.rows.keep(sources)
-        state.past = [self._hold(self._array(past)[index]) for past in state.past]
-        cross = [self._hold(self._array(tensor)[index]) for tensor in state.source.cross]
-        state.source = OrtSource(cross, state.source.mask[index], self)
-        self._bind(state)
+        histories, kept = state.rows.kept(sources)
+        index = self._from_host(kept)
+        past = [self._gathered(past, 1, index, kept.shape) for past in state.past]
+        cross = [self._gathered(state.source.inputs[name], 1, index, kept.shape) for name in self.cross_names]
+        source = self._source(cross, state.source.mask[kept])
+        state.source, state.rows, state.past, state.binding = source, histories, past, None
 
     def split(self, source: OrtSource) -> list[OrtSource]:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
         self._check_source(source)
-        arrays = [self._array(tensor) for tensor in source.cross]
+        arrays = [self._array(source.inputs[name]) for name in self.cross_names]
         return [
-            OrtSource([self._hold(a[row : row + 1][:, :, real]) for a in arrays], source.mask[row : row + 1, real], self)
+            self._source(
+                [
+                    self._unmasked(a[row : row + 1], heads, real)
+                    for a, heads in zip(arrays, self.cross_heads, strict=True)
+                ],
+                np.ones((1, real.sum()), dtype=np.int64),
+            )
             for row, real in enumerate(source.mask.astype(bool))
         ]
 
@@ -163,45 +195,72 @@ class OrtNumpy:
             self._check_source(source)
         if not sources:
             raise InputError("There are no sources to join: give at least one.")
-        longest = max(source.mask.shape[1] for source in sources)
-
-        def padded(array: np.ndarray, axis: int) -> np.ndarray:
-            missing = [(0, longest - array.shape[axis] if axis == number else 0) for number in range(array.ndim)]
-            return np.pad(array, missing)
-
-        cross = [
-            self._hold(np.concatenate([padded(self._array(tensor), 2) for tensor in tensors]))
-            for tensors in zip(*(source.cross for source in sources), strict=True)
-        ]
-        return OrtSource(cross, np.concatenate([padded(source.mask, 1) for source in sources]), self)
+        batch, longest = sum(len(source.mask) for source in sources), max(source.mask.shape[1] for source in sources)
+        mask = np.zeros((batch, longest), dtype=np.int64)
+        cross = [self._zeros((batch, heads, longest, self.dims.d_kv)) for heads in self.cross_heads]
+        first = 0
+        for source in sources:
+            count, length = source.mask.shape
+            rows = slice(first, first + count)
+            mask[rows, :length] = source.mask
+            for array, name in zip(cross, self.cross_names, strict=True):
+                array[rows, :, :length] = self._array(source.inputs[name])
+            first += count
+        return self._source([self._hold(array) for array in cross], mask)
 
     def source_bytes(self, source: OrtSource) -> int:
-        return source.mask.nbytes + sum(self._array(tensor).nbytes for tensor in source.cross)
+        return sum(self._array(value).nbytes for value in source.inputs.values())
 
     def fingerprint(self) -> Hashable:
         """Always the same: the weights of a session do not change."""
-        return self.manifest.source["sha256"], tuple(sorted(self.manifest.recipe.items()))
+        return self.manifest.source["sha256"], json.dumps(self.manifest.recipe, sort_keys=True)
 
-    # What `ort_bound` does in another way
+    # How tensors are held, and handed to the sessions: here as numpy arrays. What the siblings replace.
 
     def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> list[Any]:
         return self.encoder.run(self.cross_names, {"input_ids": ids, "attention_mask": mask})
 
-    def _run_decoder(self, state: OrtState, new: np.ndarray) -> tuple[np.ndarray, list[Any]]:
-        feeds = {"input_ids": new, "attention_mask": state.source.mask, "past_mask": state.rows.mask()}
-        feeds |= zip(self.past_names, state.past, strict=True)
-        feeds |= zip(self.cross_names, state.source.cross, strict=True)
+    def _run_decoder(self, state: OrtState, new: np.ndarray, past_mask: np.ndarray) -> tuple[np.ndarray, list[Any]]:
+        """(B, K, T) tokens and (B, K, P) mask -> the logits on the host, and the longer past. Changes nothing."""
+        feeds = {"input_ids": new, "past_mask": past_mask, **state.source.inputs}
+        feeds.update(zip(self.past_names, state.past, strict=True))
         logits, *present = self.decoder.run(self.outputs, feeds)
         return logits, present
 
-    def _bind(self, state: OrtState) -> OrtState:
-        return state
-
-    def _hold(self, array: np.ndarray) -> Any:
+    def _hold(self, array: Any) -> Any:
+        """What was computed, as it is kept in sources and states."""
         return np.ascontiguousarray(array)
 
-    def _array(self, value: Any) -> np.ndarray:
-        return value
+    def _array(self, held: Any) -> Any:
+        """The other way, without a copy: to compute with, not to write to."""
+        return held
+
+    def _from_host(self, array: np.ndarray) -> Any:
+        """A numpy array where the tensors are."""
+        return array
+
+    def _zeros(self, shape: tuple[int, ...]) -> Any:
+        return np.zeros(shape, dtype=self.dtype)
+
+    def _take(self, array: Any, axes: int, index: Any, shape: tuple[int, ...]) -> Any:
+        """Of the blocks over which the first ``axes`` dimensions count, those numbered ``index``: `shape` of blocks."""
+        block = array.shape[axes:]
+        return array.reshape(math.prod(array.shape[:axes]), *block).take(index, axis=0).reshape(*shape, *block)
+
+    # The same for all
+
+    def _source(self, cross: Sequence[Any], mask: np.ndarray) -> OrtSource:
+        inputs = dict(zip(self.cross_names, cross, strict=True), attention_mask=self._hold(self._from_host(mask)))
+        return OrtSource(inputs, mask, self)
+
+    def _gathered(self, held: Any, axes: int, index: Any, shape: tuple[int, ...]) -> Any:
+        return self._hold(self._take(self._array(held), axes, index, shape))
+
+    def _unmasked(self, array: Any, heads: int, real: np.ndarray) -> Any:
+        """(1, H, S, d_kv) -> (1, H, n, d_kv), held."""
+        positions = np.flatnonzero(real)
+        index = self._from_host(of_each_head(positions[None], heads, len(real)))
+        return self._hold(self._take(array, 3, index, (1, heads, len(positions))))
 
     def _check_source(self, source: OrtSource) -> None:
         if getattr(source, "owner", None) is not self:
@@ -210,3 +269,13 @@ class OrtNumpy:
     def _check_state(self, state: OrtState) -> None:
         if not isinstance(state, OrtState) or state.source.owner is not self:
             raise InputError("This state was not started by this backend: give what its start() returned.")
+
+
+def of_each_head(index: np.ndarray, heads: int, width: int) -> np.ndarray:
+    """Positions within rows -> the same positions of each head, counted through (R, H, width): (R, n) -> (R * H * n,).
+
+    >>> of_each_head(np.array([[0, 2]]), heads=2, width=3).tolist()
+    [0, 2, 3, 5]
+    """
+    first = np.arange(len(index) * heads).reshape(len(index), heads, 1) * width
+    return (first + index[:, None, :]).ravel()

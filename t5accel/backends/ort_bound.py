@@ -1,7 +1,8 @@
-"""The two graphs on ONNX Runtime through IOBinding: nothing is handed over twice.
+"""The two graphs on ONNX Runtime through IOBinding: what a step leaves for the next one stays in the runtime.
 
-The tensors of cross-attention are bound once for all steps; keys and values of self-attention go from one step's outputs
-to the next one's inputs as they are.
+The tensors of cross-attention are handed over once for all steps; keys and values of self-attention go from one step's
+outputs to the next one's inputs as they are. On a CPU this saves nothing, since `ort` moves no data there either, and
+binding forty names takes longer than naming them in a dictionary. It is the way that carries over to a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from t5accel.backends.ort import OrtNumpy, OrtState
 class OrtBound(OrtNumpy):
     """A `Backend` like `OrtNumpy`, with the same arguments and the same numbers, that binds instead of feeding.
 
+    It runs on the CPU: reordering and trimming read its tensors from there. For ``device="cuda"`` there is
+    `ort_pointers.OrtPointers`; asked for it, this class raises ``InputError``.
+
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy import greedy
     >>> from t5accel.graphs.export import export_t5
@@ -25,38 +29,39 @@ class OrtBound(OrtNumpy):
     (1, 5)
     """
 
+    devices = ("cpu",)
+
     def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> list[Any]:
         binding = self.encoder.io_binding()
         binding.bind_cpu_input("input_ids", ids)
         binding.bind_cpu_input("attention_mask", mask)
-        for name in self.cross_names:
-            binding.bind_output(name)
-        self.encoder.run_with_iobinding(binding)
-        return binding.get_outputs()
+        return self._run(self.encoder, binding, self.cross_names)
 
-    def _bind(self, state: OrtState) -> OrtState:
-        state.bound = self.decoder.io_binding()
-        state.bound.bind_cpu_input("attention_mask", state.source.mask)
-        for name, tensor in zip(self.cross_names, state.source.cross, strict=True):
-            state.bound.bind_ortvalue_input(name, tensor)
-        return state
-
-    def _run_decoder(self, state: OrtState, new: np.ndarray) -> tuple[np.ndarray, list[Any]]:
-        binding = state.bound
+    def _run_decoder(self, state: OrtState, new: np.ndarray, past_mask: np.ndarray) -> tuple[np.ndarray, list[Any]]:
+        binding = self.decoder.io_binding()
         binding.bind_cpu_input("input_ids", new)
-        binding.bind_cpu_input("past_mask", state.rows.mask())
+        binding.bind_cpu_input("past_mask", past_mask)
+        for name, value in state.source.inputs.items():
+            binding.bind_ortvalue_input(name, value)
         for name, value in zip(self.past_names, state.past, strict=True):
             binding.bind_ortvalue_input(name, value)
-        for name in self.outputs:  # anew: a binding keeps the last run's outputs, which are of another shape
-            binding.bind_output(name)
-        self.decoder.run_with_iobinding(binding)
-        logits, *present = binding.get_outputs()
+        logits, *present = self._run(self.decoder, binding, self.outputs)
         return logits.numpy(), present
+
+    def _run(self, session: Any, binding: Any, outputs: list[str]) -> list[Any]:
+        # A new binding for each run, because in older releases (1.20) `get_outputs` returns views of the binding's own
+        # slots: bound again for the next step they are empty, and if that step fails the past is lost.
+        for name in outputs:
+            binding.bind_output(name)
+        session.run_with_iobinding(binding)
+        results = binding.get_outputs()
+        binding.clear_binding_inputs()  # such views keep the binding, and so it would keep the past of the step before
+        return results
 
     def _hold(self, array: np.ndarray) -> Any:
         from onnxruntime import OrtValue
 
         return OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
 
-    def _array(self, value: Any) -> np.ndarray:
-        return value.numpy()
+    def _array(self, held: Any) -> np.ndarray:
+        return held.numpy()

@@ -43,8 +43,11 @@ class SessionSettings:
     def __post_init__(self) -> None:
         if self.threads is not None:
             as_count(self.threads, "threads", at_least=1)
-        if self.device not in PROVIDERS:
+        if not isinstance(self.device, str) or self.device not in PROVIDERS:
             raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
+        for name in ("spinning", "memory_pattern", "arena"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is {getattr(self, name)!r}; give True or False.")
 
 
 def open_session(path: str | os.PathLike[str], settings: SessionSettings) -> onnxruntime.InferenceSession:
@@ -74,6 +77,15 @@ def open_session(path: str | os.PathLike[str], settings: SessionSettings) -> onn
     # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        return onnxruntime.InferenceSession(str(Path(path)), options, providers=[provider])
+        # Without its fallback: that prints to standard output, and goes on with the CPU in place of a GPU.
+        session = onnxruntime.InferenceSession(str(Path(path)), options, providers=[provider], enable_fallback=0)
     except Exception as error:  # of several kinds, none of them documented
-        raise ExportError(f"{path} cannot be run by onnxruntime {onnxruntime.__version__}: {error}") from error
+        raise ExportError(
+            f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"
+        ) from error
+    if provider not in session.get_providers():  # its libraries were not found: onnxruntime logs that and goes on
+        raise MissingPackageError(
+            f"onnxruntime {onnxruntime.__version__} could not load {provider}: it needs CUDA and cuDNN libraries of "
+            "its version. A torch with CUDA brings them; import it first, or call onnxruntime.preload_dlls()."
+        )
+    return session

@@ -6,98 +6,123 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from t5accel.decoding.backend import as_count, as_integers, right_aligned
+from t5accel.decoding.backend import as_count, as_integers
 from t5accel.errors import InputError
 
 
-@dataclass
+@dataclass(frozen=True)
 class Histories:
     """B sources of K rows each, whose pasts end together at the right of ``width`` positions (P).
 
-    Every method checks its argument, keeps its own numbers, and returns what the runtime needs for its tensors.
+    It never changes. A method checks its argument and returns what the histories are afterwards, and where that moves
+    anything, an index to gather the runtime's tensors by. So a runtime gathers first, and takes over both at the end:
+    if something fails between (no memory, an interrupt), its state is still the one from before.
 
     Attributes:
-        lengths: (B, K) int64, how many of the last positions are real.
+        padding: (B, K) int64, how many positions in front of each row's past are not real.
         width: P.
-        last: T of the last step, of which `trim` may drop some.
+        last: T of the last step, of which `trimmed` may drop some.
+        ragged: whether there is any padding.
 
-    >>> rows = Histories.empty(batch=1, rows_per_source=2)
-    >>> rows.append(3)
-    >>> rows.trim([[1, 3]]).tolist()  # row 0 keeps one of its three positions, and it moves to the right end
-    [[[0, 0, 0], [0, 1, 2]]]
-    >>> rows.mask().tolist()
-    [[[0, 0, 1], [1, 1, 1]]]
+    >>> rows = Histories.empty(batch=1, rows_per_source=2).appended(3)
+    >>> rows, index = rows.trimmed([[1, 3]])  # row 0 keeps one of its three positions, and it moves to the right end
+    >>> index.tolist(), rows.mask().tolist()
+    ([[[0, 0, 0], [0, 1, 2]]], [[[0, 0, 1], [1, 1, 1]]])
     """
 
-    lengths: np.ndarray
+    padding: np.ndarray
     width: int = 0
     last: int = 0
+    ragged: bool = False
 
     @classmethod
     def empty(cls, batch: int, rows_per_source: int) -> Histories:
         """Nothing yet. Raises ``InputError`` for less than one row."""
         return cls(np.zeros((batch, as_count(rows_per_source, "rows_per_source", at_least=1)), dtype=np.int64))
 
-    def check_step(self, input_ids: np.ndarray, vocab_size: int) -> np.ndarray:
-        """``input_ids`` as (B, K, T) int64, T >= 1, in the vocabulary; raises ``InputError``."""
-        new = as_integers(input_ids, "input_ids", rank=3)
-        if new.shape[:2] != self.lengths.shape or not new.shape[2]:
-            raise InputError(f"input_ids has shape {new.shape}; this state takes {(*self.lengths.shape, 'T >= 1')}.")
-        check_vocabulary(new, vocab_size)
-        return new
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, K)."""
+        return self.padding.shape
 
-    def append(self, count: int) -> None:
-        """Every row has ``count`` more positions."""
-        self.lengths, self.width, self.last = self.lengths + count, self.width + count, count
+    @property
+    def lengths(self) -> np.ndarray:
+        """(B, K) int64, how many of the last positions are real."""
+        return self.width - self.padding
 
     def mask(self) -> np.ndarray:
         """(B, K, P) int64: 1 where a past position is real."""
-        return right_aligned(self.lengths, self.width)
+        if not self.ragged:
+            return np.ones((*self.padding.shape, self.width), dtype=np.int64)
+        return (np.arange(self.width) >= self.padding[..., None]).astype(np.int64)
 
-    def reorder(self, rows: np.ndarray) -> np.ndarray:
-        """Row k of source b goes on as row ``rows[b, k]`` of the same source; returns ``rows``, checked."""
-        rows = self._per_row(rows, "rows", highest=self.lengths.shape[1] - 1)
-        self.lengths = np.take_along_axis(self.lengths, rows, axis=1)
-        return rows
+    def check_step(self, input_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+        """``input_ids`` as (B, K, T) int64, T >= 1, in the vocabulary; raises ``InputError``."""
+        new = as_integers(input_ids, "input_ids", rank=3)
+        if new.shape[:2] != self.padding.shape or not new.shape[2]:
+            raise InputError(f"input_ids has shape {new.shape}; this state takes {(*self.shape, 'T >= 1')}.")
+        check_vocabulary(new, vocab_size)
+        return new
 
-    def keep(self, sources: np.ndarray) -> np.ndarray:
-        """Only these sources stay, in this order; returns ``sources``, checked."""
+    def appended(self, count: int) -> Histories:
+        """Every row has ``count`` more positions."""
+        return Histories(self.padding, self.width + count, count, self.ragged)
+
+    def reordered(self, rows: np.ndarray) -> tuple[Histories, np.ndarray | None]:
+        """Row k of source b goes on as row ``rows[b, k]`` of the same source.
+
+        Returns:
+            The histories, and (B * K,) int64: for each row which one of all rows it was; ``None`` where all stay.
+        """
+        rows = self._per_row(rows, "rows", highest=self.shape[1] - 1)
+        if (rows == np.arange(self.shape[1])).all():
+            return self, None
+        flat = (np.arange(self.shape[0])[:, None] * self.shape[1] + rows).ravel()
+        return self._with_padding(self.padding.ravel()[flat].reshape(self.shape)), flat
+
+    def kept(self, sources: np.ndarray) -> tuple[Histories, np.ndarray]:
+        """Only these sources stay, in this order; returns the histories, and ``sources`` as (n,) int64."""
         sources = as_integers(sources, "sources", rank=1)
-        if not sources.size or sources.min() < 0 or sources.max() >= len(self.lengths):
-            raise InputError(
-                f"sources is {sources.tolist()}; give at least one index in 0 … {len(self.lengths) - 1}."
-            )
-        self.lengths = self.lengths[sources]
-        return sources
+        if not sources.size or sources.min() < 0 or sources.max() >= len(self.padding):
+            raise InputError(f"sources is {sources.tolist()}; give at least one index in 0 … {len(self.padding) - 1}.")
+        return self._with_padding(self.padding[sources]), sources
 
-    def trim(self, accepted: np.ndarray) -> np.ndarray | None:
+    def trimmed(self, accepted: np.ndarray) -> tuple[Histories, np.ndarray | None]:
         """Of the last step keep the first ``accepted[b, k]`` positions.
 
         Returns:
-            (B, K, P') the old position of each new one, to gather by; ``None`` where all stay as they are. In front of
-            a shorter history it points anywhere; `mask` is 0 there.
+            The histories, and (B, K, P') int64: the old position of each new one; ``None`` where all stay. In front of
+            a shorter history it points anywhere, and `mask` is 0 there.
         """
         accepted = self._per_row(accepted, "accepted", highest=self.last)
         dropped = self.last - accepted
-        self.lengths = self.lengths - dropped
-        self.last, old_width = 0, self.width
         if not dropped.any():
-            return None
-        self.width = int(self.lengths.max())
-        # The end of a row moves from old_width - dropped to width.
-        index = np.arange(self.width) + (old_width - dropped - self.width)[..., None]
-        return np.maximum(index, 0)
+            return Histories(self.padding, self.width, 0, self.ragged), None
+        ends = self.width - dropped  # of the rows' pasts; all of them move to the new right end
+        lengths = ends - self.padding
+        width = int(lengths.max())
+        index = np.maximum(np.arange(width) + (ends - width)[..., None], 0)
+        padding = width - lengths
+        return Histories(padding, width, 0, bool(padding.any())), index
+
+    def _with_padding(self, padding: np.ndarray) -> Histories:
+        return Histories(padding, self.width, self.last, bool(padding.any()))
 
     def _per_row(self, values: np.ndarray, name: str, *, highest: int) -> np.ndarray:
         values = as_integers(values, name, rank=2)
-        if values.shape != self.lengths.shape or values.min() < 0 or values.max() > highest:
-            raise InputError(
-                f"{name} of shape {values.shape}: give shape {self.lengths.shape} with values in 0 … {highest}."
-            )
+        if values.shape != self.shape or values.min() < 0 or values.max() > highest:
+            raise InputError(f"{name} of shape {values.shape}: give shape {self.shape} with values in 0 … {highest}.")
         return values
 
 
 def check_vocabulary(ids: np.ndarray, vocab_size: int) -> None:
-    """Raise ``InputError`` for an id outside 0 … vocab_size - 1: a runtime may crash on it, or read what lies beyond."""
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    """Raise ``InputError`` for an id outside 0 … vocab_size - 1: a runtime may crash on it, or read what lies beyond.
+
+    Args:
+        ids: int64, any shape, not empty.
+        vocab_size: the number of entries.
+
+    >>> check_vocabulary(np.array([0, 299]), 300)
+    """
+    if ids.view(np.uint64).max() >= vocab_size:  # one pass for both ends: read without a sign, a negative id is huge
         raise InputError(f"input_ids must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")

@@ -1,4 +1,4 @@
-"""Write an ONNX graph node by node, in the words of the ONNX standard, with its weights inside or in a file beside it."""
+"""Write an ONNX graph node by node, in the words of the standard, with its weights inside or in a file beside it."""
 
 from __future__ import annotations
 
@@ -67,6 +67,11 @@ class GraphBuilder:
         """A weight under a name of its own, which must mean the same array wherever it is used."""
         self.weights.setdefault(name, array)
         return name
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights."""
+        return sum(array.nbytes for array in self.weights.values())
 
     def proto(self, external: dict[str, tuple[str, int, int]] | None = None) -> onnx.ModelProto:
         """The finished model.

@@ -6,9 +6,13 @@ positions, V vocabulary entries, H_i heads of layer i.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from t5accel.checkpoints import T5Dims
+from t5accel.errors import InputError
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
 WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
@@ -94,3 +98,18 @@ def _self(dims: T5Dims, prefix: str, length: str, dtype: str) -> tuple[TensorSpe
         TensorSpec(name, dtype, ("B", "K", count, length, dims.d_kv))
         for name, count in zip(names(prefix, dims.decoder_layers), heads, strict=True)
     )
+
+
+def as_folder(value: Any) -> Path:
+    """``value`` as the path of an export; raises ``InputError`` for what no file system takes as a name.
+
+    >>> as_folder("my-export").name
+    'my-export'
+    """
+    try:
+        text = os.fspath(value)
+        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            return Path(text)
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise InputError(f"folder is {value!r}; give the path of a folder as text or a Path.")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.decoding.backend import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.builder import OPSET, GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.manifest import Manifest, read_manifest
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.manifest import Manifest, files_of_export, read_manifest
 from t5accel.graphs.staging import locked, staged
 from t5accel.graphs.t5_graphs import T5Weights, decoder_graph, encoder_graph
 
@@ -58,7 +58,8 @@ def export_t5(
     Raises:
         ExportError: the folder is taken, or cannot be written (no space, no permission, beneath a file); nothing is
             left of the attempt.
-        InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
+        InputError: another argument is wrong.
+        NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.lively import random_t5
@@ -74,26 +75,33 @@ def export_t5(
         name = name or os.fspath(model)
         model, own_tokenizer = load_t5(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
+    name = name or type(model).__name__
+    if not isinstance(name, str):
+        raise InputError(f"name is {name!r}; give a text.")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers, which can be saved.")
     weights = t5_weights(model)
+    # What is no T5 is noticed here, before anything is written.
+    graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights)}
+    layout = WeightsFile.plan(graphs, threshold)
     manifest = Manifest(
-        source={"name": name or type(model).__name__, "sha256": source_hash(model, weights)}, dims=weights.dims,
-        tokens=_tokens(model), recipe=FP32, opset=OPSET, versions=machine.versions(),
+        source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=_tokens(model),
+        recipe=FP32, opset=OPSET, versions=machine.versions(),
     )  # fmt: skip
-    target = Path(folder).absolute()
+    target = _target(folder)
     with locked(target):
         if _occupied(target):
-            if _same(target, manifest):
-                return read_manifest(target)
+            if _same(target, manifest, external=bool(layout.places), tokenizer=tokenizer is not None):
+                return read_manifest(target, verify=False)
             _refuse_unless_replaceable(target, overwrite)
-        with staged(target) as partial:
-            bar = _bar(progress, f"exporting {manifest.source['name']}")
-            _write_graphs(partial, weights, threshold, bar)
-            model.config.save_pretrained(partial)
-            model.generation_config.save_pretrained(partial)
+        with staged(target) as partial, _bar(progress, f"exporting {name}") as bar:
+            _write_graphs(partial, graphs, layout, bar)
+            # Not save_pretrained: it warns of, or refuses, settings that published models have.
+            model.config.to_json_file(partial / "config.json")
+            model.generation_config.to_json_file(partial / "generation_config.json")
             if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
+                _save_tokenizer(tokenizer, partial)
             manifest.write(partial)
-            bar.close()
         return read_manifest(target, verify=False)
 
 
@@ -109,9 +117,10 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
     dims = T5Dims.of(model)
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
+    # Each parameter once, under its first name: tied ones are shared.weight.
     arrays = {
         key: value.detach().to("cpu", torch.float32).numpy()
-        for key, value in model.state_dict().items()
+        for key, value in model.named_parameters()
         if value.is_floating_point()
     }
     stacks = (("encoder", model.encoder), ("decoder", model.decoder))
@@ -130,23 +139,22 @@ def logit_scale(model: PreTrainedModel) -> float:
 
     Which one depends on the kind, on the configuration and on the release of transformers, so the model is asked.
     """
-    import torch
+    from unittest.mock import patch
 
-    head = model.lm_head.weight
-    ones = torch.ones((1, 1, model.config.d_model), dtype=head.dtype, device=head.device)
-    seen: list[torch.Tensor] = []
-    hooks = [
-        model.decoder.final_layer_norm.register_forward_hook(lambda *_: ones),
-        model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])),
-    ]
-    try:
-        with torch.inference_mode():
-            start = torch.zeros((1, 1), dtype=torch.long, device=head.device)
-            model(input_ids=start, decoder_input_ids=start, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return float(seen[0].flatten()[0])
+    import torch
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    # Ones in place of the decoder's output, and in fp64, whatever the precision, the mode and the heads of the model.
+    ones = torch.ones((1, 1, model.config.d_model), dtype=torch.float64)
+    decoded = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=ones)
+    start = torch.zeros((1, 1), dtype=torch.long)
+    with (
+        torch.inference_mode(),
+        patch.object(model.decoder, "forward", lambda *_, **__: decoded),
+        patch.object(model.lm_head, "forward", lambda hidden: hidden),
+    ):
+        scaled = model(encoder_outputs=(ones,), decoder_input_ids=start, return_dict=True).logits
+    return float(scaled[0, 0, 0])
 
 
 def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
@@ -154,7 +162,8 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
 
     It is that of the values and not of a file, so that a model saved in another format has the same one.
     """
-    facts = {**asdict(weights), "arrays": None, "tokens": _tokens(model)}
+    facts = {field.name: getattr(weights, field.name) for field in fields(weights) if field.name != "arrays"}
+    facts |= {"dims": asdict(weights.dims), "tokens": _tokens(model)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for key in sorted(weights.arrays):
         digest.update(key.encode())
@@ -167,6 +176,18 @@ def _tokens(model: PreTrainedModel) -> dict[str, int]:
     return {key: as_count(getattr(model.config, key), f"model.config.{key}", at_least=0) for key in keys}
 
 
+def _target(folder: str | os.PathLike[str]) -> Path:
+    """Where links lead to, so that one folder has one lock, and it is the folder that is replaced and not a link."""
+    try:
+        target = Path(folder).resolve()
+        around = Path.cwd().is_relative_to(target)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # a loop of links; no path at all
+        raise ExportError(f"{folder!r} cannot be written to: {error}") from error
+    if around:
+        raise ExportError(f"{target} is where this process works, and cannot be replaced: give another folder.")
+    return target
+
+
 def _occupied(target: Path) -> bool:
     try:
         return target.exists() and (not target.is_dir() or any(target.iterdir()))
@@ -174,19 +195,25 @@ def _occupied(target: Path) -> bool:
         raise ExportError(f"{target} cannot be read: {error}") from error
 
 
-def _same(target: Path, manifest: Manifest) -> bool:
-    """Whether an export of this very model lies there, whole."""
+def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) -> bool:
+    """Whether an export of this very model lies there, whole, and with all that is asked for."""
     try:
         there = read_manifest(target)
     except ExportError:
+        return False
+    if (WEIGHTS in there.files) != external or (tokenizer and "tokenizer_config.json" not in there.files):
         return False
     return (there.source["sha256"], there.recipe, there.opset) == (
         manifest.source["sha256"], manifest.recipe, manifest.opset)  # fmt: skip
 
 
 def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
-    if not (target / MANIFEST).is_file():
-        raise ExportError(f"{target} is not empty and no export of t5accel, so it is not replaced: give another folder.")
+    ours = files_of_export(target)
+    if not ours:
+        raise ExportError(f"{target} is no export of t5accel and not empty, so it is kept: give another folder.")
+    others = sorted({path.name for path in target.iterdir()} - ours)
+    if others:
+        raise ExportError(f"{target} also holds {', '.join(others[:3])}, so it is kept: give another folder.")
     if not overwrite:
         raise ExportError(
             f"{target} holds another export, or a damaged one: give another folder, or overwrite=True (--overwrite)."
@@ -199,37 +226,46 @@ def _bar(progress: bool, description: str) -> Any:
     return tqdm(total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description, disable=not progress)
 
 
-def _write_graphs(folder: Path, weights: T5Weights, threshold: int, bar: Any) -> None:
-    graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights)}
-    sizes = {name: sum(array.nbytes for array in graph.weights.values()) for name, graph in graphs.items()}
-    layout = WeightsFile.plan(graphs.values()) if max(sizes.values()) > threshold else WeightsFile()
-    bar.reset(total=layout.size_bytes or sum(sizes.values()))
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # a full disk, too: the library raises nothing more exact
+        raise ExportError(f"The tokenizer could not be saved: {error}. Nothing was left behind.") from error
+
+
+def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsFile, bar: Any) -> None:
+    sizes = {name: 0 if layout.places else graph.size_bytes for name, graph in graphs.items()}
+    bar.reset(total=sum(sizes.values()) + sum(array.nbytes for array, _ in layout.places.values()))
     if layout.places:
         layout.write(folder / WEIGHTS, bar)
     for name, graph in graphs.items():
         (folder / name).write_bytes(graph.proto(layout.references()).SerializeToString())
-        bar.update(0 if layout.places else sizes[name])
+        bar.update(sizes[name])
 
 
 @dataclass
 class WeightsFile:
-    """Where each weight of several graphs lies in the one file that they share."""
+    """Where each weight of several graphs lies in the one file that they share; nowhere if all are in the graphs."""
 
     places: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)
     size_bytes: int = 0
 
     @classmethod
-    def plan(cls, graphs: Any) -> WeightsFile:
+    def plan(cls, graphs: Mapping[str, GraphBuilder], threshold: int) -> WeightsFile:
         """One after the other, each name once. Small ones stay inside: shapes have to be known when a graph is read."""
         layout = cls()
-        for graph in graphs:
+        if max(graph.size_bytes for graph in graphs.values()) <= threshold:
+            return layout
+        for graph in graphs.values():
             for name, array in graph.weights.items():
                 if array.nbytes >= ALIGNMENT and name not in layout.places:
                     layout.places[name] = array, layout.size_bytes
                     layout.size_bytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         return layout
 
-    def references(self) -> Mapping[str, tuple[str, int, int]]:
+    def references(self) -> dict[str, tuple[str, int, int]]:
         """For `GraphBuilder.proto`: file, offset and length of each."""
         return {name: (WEIGHTS, offset, array.nbytes) for name, (array, offset) in self.places.items()}
 

@@ -10,15 +10,30 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import ExportError
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, GraphSpec, TensorSpec, decoder_spec, encoder_spec
+from t5accel.graphs.contract import (
+    DECODER,
+    ENCODER,
+    MANIFEST,
+    WEIGHTS,
+    GraphSpec,
+    TensorSpec,
+    decoder_spec,
+    encoder_spec,
+)
 
 FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
+LAYOUT = "two graphs"
+SIZES = {size.name: {"int": int, "bool": bool}.get(str(size.type), list) for size in fields(T5Dims)}
+TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+# What an export may hold, for when its manifest cannot be asked any more.
+WRITTEN = {ENCODER, DECODER, WEIGHTS, MANIFEST, "config.json", "generation_config.json", "tokenizer.json",
+           "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ class Manifest:
         """Hash what is in ``folder`` and write ``manifest.json`` beside it."""
         files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
         graphs = {ENCODER: encoder_spec(self.dims), DECODER: decoder_spec(self.dims)}
-        content = {"format": FORMAT, "layout": "two graphs", **asdict(self)}
+        content = {"format": FORMAT, "layout": LAYOUT, **asdict(self)}
         content |= {"graphs": {name: asdict(spec) for name, spec in graphs.items()}, "files": files}
         (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -86,37 +101,61 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         ) from error
     except OSError as error:
         raise ExportError(f"{folder / MANIFEST} cannot be read: {error}") from error
-    except ValueError as error:  # no JSON, or no text at all
+    except (ValueError, RecursionError) as error:  # no JSON, or no text at all
         raise ExportError(f"{folder / MANIFEST} is damaged ({error}). {again}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise ExportError(f"{folder / MANIFEST} has format {found!r}, and this t5accel reads {FORMAT}. {again}")
     try:
         manifest = _manifest(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON of another shape
         raise ExportError(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}). {again}") from error
     for name, entry in manifest.files.items():
         _check_file(folder / name, entry, verify=verify, again=again)
     return manifest
 
 
+def files_of_export(folder: Path) -> set[str]:
+    """The names of all that an export, whole or damaged, may have put into ``folder``; empty if there is none."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed = set(content["files"]) if {"format", "layout"} <= content.keys() else set()
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        listed = set()
+    damaged = os.path.isfile(folder / MANIFEST) and any(os.path.isfile(folder / name) for name in (ENCODER, DECODER))
+    return listed | WRITTEN if listed or damaged else set()
+
+
 def _manifest(content: dict[str, Any]) -> Manifest:
-    dims = T5Dims(**{name: tuple(v) if isinstance(v, list) else v for name, v in content["dims"].items()})
+    files, sizes = content["files"], content["dims"]
+    _require({"layout": str, "opset": int, "recipe": dict, "versions": dict, "files": dict, "dims": dict}, content)
+    _require({"name": str, "sha256": str}, content["source"])
+    _require({"name": str}, content["recipe"])
+    _require(dict.fromkeys(content["versions"], str), content["versions"])
+    _require(dict.fromkeys(TOKENS, int), content["tokens"])
+    _require(SIZES, sizes)
+    for name in (name for name, kind in SIZES.items() if kind is list):
+        _require(dict.fromkeys(range(len(sizes[name])), int), sizes[name])
+    for entry in files.values():
+        _require({"sha256": str, "size_bytes": int}, entry)
+    if not {ENCODER, DECODER} <= files.keys() or any(name in ("", "..") or Path(name).name != name for name in files):
+        raise ValueError(f"its files are {list(files)}")
+    dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
     graphs = {
         name: GraphSpec(*(tuple(_tensor(tensor) for tensor in spec[side]) for side in ("inputs", "outputs")))
         for name, spec in content["graphs"].items()
     }
-    if graphs != {ENCODER: encoder_spec(dims), DECODER: decoder_spec(dims)}:
+    if content["layout"] != LAYOUT or graphs != {ENCODER: encoder_spec(dims), DECODER: decoder_spec(dims)}:
         raise ValueError("its graphs are not those of its sizes")
-    files = content["files"]
-    if not {ENCODER, DECODER} <= files.keys() or any(Path(name).name != name for name in files):
-        raise ValueError(f"its files are {list(files)}")
-    for entry in files.values():
-        if not isinstance(entry["sha256"], str) or not isinstance(entry["size_bytes"], int):
-            raise TypeError(f"a file is described by {entry}")
-    tokens = {name: int(content["tokens"][name]) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
+    tokens = {name: content["tokens"][name] for name in TOKENS}
     keys = ("source", "recipe", "opset", "versions")
     return Manifest(dims=dims, tokens=tokens, graphs=graphs, files=files, **{key: content[key] for key in keys})
+
+
+def _require(kinds: Mapping[Any, type], values: Any) -> None:
+    for name, kind in kinds.items():
+        if type(values[name]) is not kind:  # not isinstance: true is no number
+            raise TypeError(f"{name} is {values[name]!r:.80}")
 
 
 def _tensor(content: Mapping[str, Any]) -> TensorSpec:
@@ -134,5 +173,5 @@ def _check_file(path: Path, entry: Mapping[str, Any], *, verify: bool, again: st
         raise ExportError(f"{path} is missing. {again}") from error
     except ExportError:
         raise
-    except OSError as error:
-        raise ExportError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # a ValueError: no name that a file can have
+        raise ExportError(f"{path} cannot be read: {error}. {again}") from error

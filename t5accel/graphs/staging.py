@@ -19,7 +19,7 @@ from t5accel.errors import ExportError
 def locked(target: Path) -> Iterator[None]:
     """Wait for whoever is writing ``target``, then keep others from it. The lock file lies hidden beside the folder.
 
-    The kernel lets go of the lock when its process ends, however that happens.
+    The kernel lets go of the lock when its process ends, however that happens; what that process left is cleared away.
 
     Raises:
         ExportError: the folder above cannot be made or written to.
@@ -28,9 +28,12 @@ def locked(target: Path) -> Iterator[None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(target.parent / f".{target.name}.lock")
         lock.acquire()
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError, ValueError) as error:
         raise ExportError(f"{target} cannot be written to: {_reason(error)}") from error
     try:
+        # Exactly our names: those of the folder beside it that is called model.v2 must not look like model's.
+        for remnant in target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 32}.partial"):
+            shutil.rmtree(remnant, ignore_errors=True)
         yield
     finally:
         lock.release()
@@ -40,42 +43,39 @@ def locked(target: Path) -> Iterator[None]:
 def staged(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that takes its place when the block ends well, and goes when it does not.
 
-    Whether the old folder may be replaced is the caller's question. Call it under `locked`: what an interrupted process
-    left of an earlier attempt is cleared away.
+    Whether the old folder may be replaced is the caller's question. Call it under `locked`.
 
     Raises:
         ExportError: the disk is full, or refuses.
     """
-    for remnant in target.parent.glob(f".{escape(target.name)}.*.partial"):
-        shutil.rmtree(remnant, ignore_errors=True)
     folder, old = (target.parent / f".{target.name}.{uuid4().hex}.partial" for _ in range(2))
     try:
-        folder.mkdir()
-        yield folder
-        for path in [*folder.iterdir(), folder]:
-            _flush(path)
-        if target.exists():
-            target.rename(old)
         try:
+            folder.mkdir()
+            yield folder
+            for path in [*folder.iterdir(), folder]:
+                _flush(path)
+            if target.exists():
+                target.rename(old)
             folder.rename(target)
-        except BaseException:
-            if old.exists():
+            _flush(target.parent)
+        finally:
+            if old.exists() and not target.exists():
                 old.rename(target)
-            raise
-        _flush(target.parent)
+            for remnant in (folder, old):
+                shutil.rmtree(remnant, ignore_errors=True)
+    except ExportError:
+        raise
     except OSError as error:
-        if isinstance(error, ExportError):
-            raise
         raise ExportError(f"{target} could not be written: {_reason(error)}. Nothing was left behind.") from error
-    finally:
-        for remnant in (folder, old):
-            shutil.rmtree(remnant, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
     """From the machine's memory to its disk: a rename must not get there before the content does."""
-    with suppress(PermissionError):  # Windows opens no folders
-        descriptor = os.open(path, os.O_RDONLY)
+    # Windows opens no folders, and some file systems do not flush them; of files it flushes those open for writing.
+    flags, tolerated = (os.O_RDONLY, (OSError,)) if path.is_dir() else (os.O_RDWR, ())
+    with suppress(*tolerated):
+        descriptor = os.open(path, flags)
         try:
             os.fsync(descriptor)
         finally:

@@ -16,7 +16,7 @@ import numpy as np
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import NotT5Error
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec, names
+from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
 
 LOWEST = np.finfo(np.float32).min  # added to a score it makes the softmax ignore the position
 
@@ -50,8 +50,8 @@ def relative_position_bucket(
 ) -> np.ndarray:
     """T5's bucket for each distance (key position minus query position), any shape, int64 in 0 … buckets - 1.
 
-    Half of the buckets are one distance each, the others grow with its logarithm up to ``max_distance``, and all that is
-    farther shares the last one (Raffel et al. 2020, section 2.1).
+    Half of the buckets are one distance each, the others grow with its logarithm up to ``max_distance``, and all that
+    is farther shares the last one (Raffel et al. 2020, section 2.1).
 
     >>> distances = np.array([0, -3, -20, -500])
     >>> relative_position_bucket(distances, bidirectional=False, buckets=32, max_distance=128).tolist()
@@ -77,26 +77,22 @@ def encoder_graph(weights: T5Weights) -> GraphBuilder:
     dims = weights.dims
     graph, spec = _declare("encoder", encoder_spec(dims))
     part = _Part(graph, weights, "encoder")
-    hidden = graph.op("Gather", part.weight("shared.weight"), "input_ids")
+    hidden = part.embed()
     positions = graph.op("Range", graph.constant(0), part.size("input_ids", 1), graph.constant(1))
     padding = part.padding_bias("attention_mask")
     bias_of = part.position_biases(positions, positions, lambda bias: graph.op("Add", bias, padding))
     for layer in range(dims.encoder_layers):
         prefix = f"encoder.block.{layer}.layer.0"
-        normed = part.norm(hidden, f"{prefix}.layer_norm.weight")
-        query, key, value = (
-            part.split_heads(part.linear(normed, f"{prefix}.SelfAttention.{name}.weight"), dims.encoder_heads[layer])
-            for name in "qkv"
-        )
-        attended = part.attend(query, key, value, bias_of[layer])
-        merged = part.merge_heads(attended, dims.encoder_heads[layer])
-        hidden = graph.op("Add", hidden, part.linear(merged, f"{prefix}.SelfAttention.o.weight"))
+        normed, heads = part.norm(hidden, f"{prefix}.layer_norm.weight"), dims.encoder_heads[layer]
+        query, key, value = (part.heads(normed, f"{prefix}.SelfAttention.{name}.weight", heads) for name in "qkv")
+        merged = part.merge_heads(part.attend(query, key, value, bias_of[layer]), heads)
+        hidden = graph.op("Add", hidden, part.output(merged, f"{prefix}.SelfAttention.o.weight", heads))
         hidden = part.feed_forward(hidden, f"encoder.block.{layer}.layer.1")
     hidden = part.norm(hidden, "encoder.final_layer_norm.weight")
     for layer, heads in enumerate(dims.cross_heads):
         for name in ("key", "value"):
             projection = f"decoder.block.{layer}.layer.1.EncDecAttention.{name[0]}.weight"
-            part.split_heads(part.linear(hidden, projection), heads, output=f"cross_{name}_{layer}")
+            part.heads(hidden, projection, heads, output=f"cross_{name}_{layer}")
     return _finish(graph, spec)
 
 
@@ -108,7 +104,7 @@ def decoder_graph(weights: T5Weights) -> GraphBuilder:
     dims = weights.dims
     graph, spec = _declare("decoder", decoder_spec(dims))
     part = _Part(graph, weights, "decoder")
-    hidden = graph.op("Gather", part.weight("shared.weight"), "input_ids")  # (B, K, T, d_model)
+    hidden = part.embed()  # (B, K, T, d_model)
 
     past, new = part.size("past_mask", 2), part.size("input_ids", 2)
     total, zero, one = graph.op("Add", past, new), graph.constant(0), graph.constant(1)
@@ -123,24 +119,22 @@ def decoder_graph(weights: T5Weights) -> GraphBuilder:
     rows = graph.op("Shape", "input_ids", start=1, end=2)
     for layer in range(dims.decoder_layers):
         prefix = f"decoder.block.{layer}.layer.0"
-        normed = part.norm(hidden, f"{prefix}.layer_norm.weight")
-        heads = dims.decoder_heads[layer]
+        normed, heads = part.norm(hidden, f"{prefix}.layer_norm.weight"), dims.decoder_heads[layer]
         query, key, value = (
-            part.split_heads(part.linear(normed, f"{prefix}.SelfAttention.{name}.weight"), heads, rows=True)
-            for name in "qkv"
+            part.heads(normed, f"{prefix}.SelfAttention.{name}.weight", heads, rows=True) for name in "qkv"
         )
         key = graph.op("Concat", f"past_key_{layer}", key, axis=3, output=f"present_key_{layer}")
         value = graph.op("Concat", f"past_value_{layer}", value, axis=3, output=f"present_value_{layer}")
         merged = part.merge_heads(part.attend(query, key, value, bias_of[layer], rows=True), heads, rows=True)
-        hidden = graph.op("Add", hidden, part.linear(merged, f"{prefix}.SelfAttention.o.weight"))
+        hidden = graph.op("Add", hidden, part.output(merged, f"{prefix}.SelfAttention.o.weight", heads))
 
         prefix, heads = f"decoder.block.{layer}.layer.1", dims.cross_heads[layer]
         normed = part.norm(hidden, f"{prefix}.layer_norm.weight")
-        query = part.split_heads(part.linear(normed, f"{prefix}.EncDecAttention.q.weight"), heads)  # (B, H, K * T, d)
+        query = part.heads(normed, f"{prefix}.EncDecAttention.q.weight", heads)  # (B, H, K * T, d)
         attended = part.attend(query, f"cross_key_{layer}", f"cross_value_{layer}", source_bias)
         shape = graph.op("Concat", graph.constant([0]), rows, graph.constant([-1, heads * dims.d_kv]), axis=0)
         merged = graph.op("Reshape", graph.op("Transpose", attended, perm=[0, 2, 1, 3]), shape)
-        hidden = graph.op("Add", hidden, part.linear(merged, f"{prefix}.EncDecAttention.o.weight"))
+        hidden = graph.op("Add", hidden, part.output(merged, f"{prefix}.EncDecAttention.o.weight", heads))
         hidden = part.feed_forward(hidden, f"decoder.block.{layer}.layer.2")
     final = "decoder.final_layer_norm.weight"
     hidden = part.norm(hidden, final, scale=weights.logit_scale)
@@ -177,16 +171,36 @@ class _Part:
     def __init__(self, graph: GraphBuilder, weights: T5Weights, stack: str):
         self.graph, self.weights, self.stack = graph, weights, stack
 
+    def array(self, name: str) -> np.ndarray:
+        if name not in self.weights.arrays:
+            raise NotT5Error(f"There is no weight {name}: wrapped models have to be unwrapped, adapters merged first.")
+        return self.weights.arrays[name]
+
+    def require_heads(self, name: str, heads: int, axis: int) -> None:
+        width, d_kv = self.array(name).shape[axis], self.weights.dims.d_kv
+        if width != heads * d_kv:
+            raise NotT5Error(f"{name} is {width} wide; {heads} heads of d_kv = {d_kv} are {heads * d_kv}.")
+
     def weight(self, name: str) -> str:
-        return self.graph.weight(name, self.weights.arrays[name])
+        return self.graph.weight(name, self.array(name))
+
+    def embed(self) -> str:
+        """``input_ids`` (…) -> (…, d_model). Encoder and decoder share the table, unless they were untied."""
+        own = f"{self.stack}.embed_tokens.weight"
+        return self.graph.op("Gather", self.weight(own if own in self.weights.arrays else "shared.weight"), "input_ids")
 
     def size(self, tensor: str, axis: int) -> str:
         """One dimension as a number (a tensor of rank 0)."""
         return self.graph.op("Squeeze", self.graph.op("Shape", tensor, start=axis, end=axis + 1))
 
+    def output(self, merged: str, name: str, heads: int) -> str:
+        """What the heads found, (…, H * d_kv) -> (…, d_model)."""
+        self.require_heads(name, heads, axis=1)
+        return self.linear(merged, name)
+
     def linear(self, hidden: str, name: str, output: str | None = None) -> str:
         """(…, in) -> (…, out): torch keeps a Linear's weight as (out, in), a product needs it as (in, out)."""
-        transposed = self.graph.weight(f"{name}.T", self.weights.arrays[name].T)
+        transposed = self.graph.weight(f"{name}.T", self.array(name).T)
         return self.graph.op("MatMul", hidden, transposed, output=output)
 
     def norm(self, hidden: str, name: str, scale: float = 1.0) -> str:
@@ -195,7 +209,7 @@ class _Part:
         square = graph.op("Pow", hidden, graph.constant(np.float32(2)))
         mean = graph.op("ReduceMean", square, graph.constant([-1]), keepdims=1)
         root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(np.float32(self.weights.norm_epsilon))))
-        weight = graph.weight(name, self.weights.arrays[name] * np.float32(scale))
+        weight = graph.weight(name, self.array(name) * np.float32(scale))
         return graph.op("Mul", graph.op("Div", hidden, root), weight)
 
     def feed_forward(self, hidden: str, prefix: str) -> str:
@@ -218,10 +232,12 @@ class _Part:
             return graph.op("Mul", inner, graph.op("Sigmoid", inner))
         raise NotT5Error(f"The activation is {kind!r}; there are relu, gelu, gelu_new and silu.")
 
-    def split_heads(self, projected: str, heads: int, *, rows: bool = False, output: str | None = None) -> str:
-        """(B, …, H * d) -> (B, H, n, d), all between folded into n; with ``rows``: (B, K, T, H * d) -> (B, K, H, T, d)."""
-        shape = [0, 0, 0, heads, -1] if rows else [0, -1, heads, self.weights.dims.d_kv]
-        split = self.graph.op("Reshape", projected, self.graph.constant(shape))
+    def heads(self, hidden: str, name: str, heads: int, *, rows: bool = False, output: str | None = None) -> str:
+        """Project (B, …, d_model) to (B, H, n, d), all between folded into n; with ``rows`` to (B, K, H, T, d)."""
+        self.require_heads(name, heads, axis=0)
+        d_kv = self.weights.dims.d_kv
+        shape = [0, 0, 0, heads, d_kv] if rows else [0, -1, heads, d_kv]
+        split = self.graph.op("Reshape", self.linear(hidden, name), self.graph.constant(shape))
         return self.graph.op("Transpose", split, perm=[0, 1, 3, 2, 4] if rows else [0, 2, 1, 3], output=output)
 
     def merge_heads(self, attended: str, heads: int, *, rows: bool = False) -> str:
@@ -244,7 +260,7 @@ class _Part:
         return graph.op("Unsqueeze", graph.op("Mul", padded, graph.constant(LOWEST)), graph.constant(list(axes)))
 
     def position_biases(self, queries: str, keys: str, finish: Callable[[str], str]) -> list[str]:
-        """For each layer the name of its biases (…, H, n, m), looked up by distance once for all layers that share them.
+        """For each layer the name of its biases (…, H, n, m), looked up by distance once where layers share them.
 
         T5 has one table, in its first layer; a pruned layer takes the rows of the heads that it kept. UMT5 has a table
         in every layer. The causal tables have one more entry, for the future: the lowest number.
@@ -265,7 +281,7 @@ class _Part:
             own = f"{self.stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
             source = own if own in weights.arrays else source
             pruned = weights.pruned_heads.get(f"{self.stack}.{layer}", ())
-            table = weights.arrays[source][bucket].T  # (H, distances)
+            table = self.array(source)[bucket].T  # (H, distances)
             kept = [head for head in range(len(table)) if head not in pruned]
             if len(kept) != heads:
                 raise NotT5Error(

@@ -1,0 +1,200 @@
+"""Measure what the engine costs besides time per token: export, memory over many generations, loops, imports, disk.
+
+Run by `make bench`; `data/results/engine.json` is a recorded run. Each row says what was measured and in which unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from packaging.requirements import Requirement
+from tqdm import tqdm
+
+from t5accel import machine
+from t5accel.accelerate import accelerate
+from t5accel.backends.ort_bound import OrtBound
+from t5accel.bench import commit
+from t5accel.checkpoints import load_t5
+from t5accel.decoding.greedy import greedy
+from t5accel.graphs.export import export_t5
+from t5accel.parity import parity
+from t5accel.soak import soak
+
+EXPORTED = ("mini", "random:t5-small", "random:t5-base")
+WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
+    "ONNX Runtime, numpy and tokenizers alone": (
+        "from t5accel.backends.ort_bound import OrtBound; from t5accel.decoding.greedy import greedy; "
+        "from t5accel.decoding.tokenizer_file import TokenizerFile; import onnxruntime, tokenizers",
+        ("numpy", "onnxruntime", "tokenizers"),
+    ),
+    "torch and transformers": (
+        "import torch; from transformers import AutoTokenizer, T5ForConditionalGeneration",
+        ("torch", "transformers"),
+    ),
+}
+
+
+def export_rows() -> list[dict[str, Any]]:
+    """Seconds from a loaded model to a whole, flushed export."""
+    rows = []
+    for name in EXPORTED:
+        model, tokenizer = load_t5(name)
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            manifest = export_t5(model, Path(folder) / "export", tokenizer=tokenizer, name=name)
+            seconds = time.perf_counter() - started
+        rows.append(
+            {"measured": "export", "model": name, "seconds": round(seconds, 2), "size_bytes": manifest.size_bytes}
+        )
+    return rows
+
+
+def soak_row(generations: int) -> dict[str, Any]:
+    """How much the memory of a process grows while it generates with changing batch and lengths."""
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=generations, desc="soak", unit="gen") as bar:
+        export_t5("mini", Path(folder) / "export", external_threshold_bytes=0)
+        result = soak(OrtBound(Path(folder) / "export"), generations=generations, on_generation=bar.update)
+    resident = result.resident_bytes
+    return {
+        "measured": "soak", "model": "mini", "backend": "backends.ort_bound", "generations": generations,
+        "settled_after": result.settled_after, "growth": result.growth,
+        "resident_bytes": list(resident[result.settled_after - 1 :: max(1, generations // 20)]),
+    }  # fmt: skip
+
+
+class TimedSession:
+    """A session that adds up the seconds of its runs."""
+
+    def __init__(self, session: Any):
+        self.session, self.seconds = session, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.session, name)
+        if not name.startswith("run"):
+            return found
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return found(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[dict[str, Any]]:
+    """Where a token's time goes: in the session, in our code around it, and in the loop around that.
+
+    The same export, source and forced length behind our greedy loop and behind `generate()`, alternating; medians.
+    """
+    import torch
+
+    model = accelerate("random:t5-small", progress=False)
+    ids = np.random.default_rng(0).integers(3, 32128, (1, 64))
+    session = model.backend.decoder = TimedSession(model.backend.decoder)
+    forward = 0.0
+    original = model.forward
+
+    def timed_forward(*arguments: Any, **options: Any) -> Any:
+        nonlocal forward
+        started = time.perf_counter()
+        try:
+            return original(*arguments, **options)
+        finally:
+            forward += time.perf_counter() - started
+
+    model.forward = timed_forward
+    tensors = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.ones_like(torch.from_numpy(ids))}
+    bounds = dict(min_new_tokens=tokens, max_new_tokens=tokens)
+    loops = {
+        "greedy()": lambda: greedy(model.backend, ids, np.ones_like(ids), **bounds).sequences,
+        "generate()": lambda: model.generate(**tensors, do_sample=False, num_beams=1, **bounds)[:, 1:].numpy(),
+    }
+    samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loops}
+    outputs = {name: run() for name, run in loops.items()}  # also the warm-up
+    parity(outputs["generate()"], outputs["greedy()"], atol=0)
+    for _ in range(rounds):
+        for name, run in loops.items():
+            session.seconds = forward = 0.0
+            started = time.perf_counter()
+            run()
+            samples[name].append((time.perf_counter() - started, session.seconds, forward))
+    rows = []
+    for name, measured in samples.items():
+        total, inside, in_forward = (median(column) / tokens * 1e6 for column in zip(*measured, strict=True))
+        row = {"measured": "overhead", "loop": name, "model": "random:t5-small", "new_tokens": tokens}
+        row |= {"per_token_us": round(total), "in_decoder_session_us": round(inside)}
+        if in_forward:
+            row["in_our_forward_us"] = round(in_forward)
+        rows.append(row)
+    return rows
+
+
+def footprint_row(way: str) -> dict[str, Any]:
+    """Import time in a fresh process, least disturbed of five, and bytes of the packages that this way needs."""
+    imports, packages = WAYS[way]
+    seconds = [_import_seconds(imports) for _ in range(6)][1:]  # the first one fills the disk's cache
+    needed = sorted(_with_dependencies(packages))
+    return {
+        "measured": "footprint", "way": way, "import_s": round(median(seconds), 3), "import_samples_s": seconds,
+        "installed_bytes": sum(_installed_bytes(name) for name in needed), "packages": needed,
+    }  # fmt: skip
+
+
+def _import_seconds(imports: str) -> float:
+    program = f"import time; before = time.perf_counter(); {imports}; print(time.perf_counter() - before)"
+    return round(float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout), 4)
+
+
+def _with_dependencies(packages: tuple[str, ...]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(packages)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for text in metadata.requires(name) or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name.lower().replace("_", "-"))
+    return found
+
+
+def _installed_bytes(name: str) -> int:
+    files = (file.locate() for file in metadata.files(name) or [])
+    return sum(path.stat().st_size for path in map(Path, files) if path.is_file())
+
+
+def main() -> None:
+    """Measure everything and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--generations", type=int, default=2000)
+    options = parser.parse_args()
+    rows = [*export_rows(), soak_row(options.generations), *overhead_rows(), *map(footprint_row, WAYS)]
+    record = {
+        "machine": machine.facts(), "versions": machine.versions(), "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(), "command": f"python scripts/engine.py --generations {options.generations}", "rows": rows,
+    }  # fmt: skip
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        shown = {key: value for key, value in row.items() if not isinstance(value, list)}
+        print(", ".join(f"{key} {value}" for key, value in shown.items()))
+
+
+if __name__ == "__main__":
+    main()

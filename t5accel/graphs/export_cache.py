@@ -1,0 +1,136 @@
+"""Exports kept between programs: one folder per model and recipe in the user's cache, made when first asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from t5accel.checkpoints import BUNDLED, data_folder, load_t5
+from t5accel.errors import ExportError
+from t5accel.graphs.builder import OPSET
+from t5accel.graphs.contract import MANIFEST
+from t5accel.graphs.export import FP32, export_t5, source_hash, t5_weights
+from t5accel.graphs.manifest import FORMAT, Manifest, describe_file, read_manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ENVIRONMENT = "T5ACCEL_CACHE"  # where to keep exports instead
+
+
+@dataclass(frozen=True)
+class CachedExport:
+    """One folder of the cache; ``manifest`` is ``None`` where it is damaged."""
+
+    folder: Path
+    manifest: Manifest | None
+    size_bytes: int
+
+
+def cache_folder() -> Path:
+    """Where exports are kept: ``$T5ACCEL_CACHE``, or the place for caches on this system (``~/.cache/t5accel`` …)."""
+    from platformdirs import user_cache_path
+
+    chosen = os.environ.get(ENVIRONMENT)
+    return (Path(chosen).expanduser() if chosen else user_cache_path("t5accel", appauthor=False)) / "exports"
+
+
+def cached_export(
+    model: PreTrainedModel | str | os.PathLike[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = False,
+) -> Path:
+    """The folder with the export of ``model``, which is made now if it is not there, or damaged.
+
+    A model given as the name of a folder or as ``"random:…"`` is not loaded when its export is there. Weights lie in a
+    file that both graphs share: less on disk, and in memory only once.
+
+    Args:
+        model: a T5-like model, or a name that `checkpoints.load_t5` knows.
+        tokenizer: as of `export.export_t5`.
+        progress: show a bar when it is made.
+
+    Raises:
+        ExportError: the cache cannot be written.
+        InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
+    """
+    named = isinstance(model, str | os.PathLike)
+    label = os.fspath(model) if named else type(model).__name__
+    key = _key_of_name(label) if named else None
+    if key is None:
+        if named:
+            model, own_tokenizer = load_t5(model)
+            tokenizer = tokenizer or own_tokenizer
+        key = source_hash(model, t5_weights(model))
+    tokenizer_key = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
+    digest = hashlib.sha256(f"{key} {FP32} {FORMAT} {OPSET} {tokenizer_key}".encode()).hexdigest()
+    readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
+    folder = cache_folder() / f"{readable}-{FP32['name']}-{digest[:16]}"
+    try:
+        read_manifest(folder)
+    except ExportError:
+        export_t5(
+            model, folder, tokenizer=tokenizer, name=label, external_threshold_bytes=0, overwrite=True,
+            progress=progress,
+        )  # fmt: skip
+    return folder
+
+
+def list_exports() -> list[CachedExport]:
+    """What the cache holds, by name. Damaged exports are listed too."""
+    return [CachedExport(folder, _manifest(folder), _size_bytes(folder)) for folder in _folders()]
+
+
+def clear_exports() -> list[CachedExport]:
+    """Delete all cached exports, and say which. Other files in that folder stay.
+
+    Raises:
+        ExportError: one cannot be deleted.
+    """
+    found = list_exports()
+    try:
+        for export in found:
+            shutil.rmtree(export.folder)
+        for remnant in [*cache_folder().glob(".*.partial"), *cache_folder().glob(".*.lock")]:
+            shutil.rmtree(remnant, ignore_errors=True) if remnant.is_dir() else remnant.unlink(missing_ok=True)
+    except OSError as error:
+        raise ExportError(f"{error.filename} cannot be deleted: {error.strerror}.") from error
+    return found
+
+
+def _key_of_name(name: str) -> str | None:
+    """What decides the export of a model by name, found without loading it; ``None`` where it has to be loaded."""
+    if name.startswith("random:"):
+        libraries = [f"{package} {metadata.version(package)}" for package in ("torch", "transformers", "t5accel")]
+        return " ".join([name, *libraries])
+    folder = data_folder() / BUNDLED[name] if name in BUNDLED else Path(name)
+    if not os.path.isdir(folder):
+        return None
+    patterns = ("*.json", "*.safetensors", "*.bin", "*.model")
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    return " ".join(f"{path.name} {describe_file(path)['sha256']}" for path in files)
+
+
+def _folders() -> Iterator[Path]:
+    root = cache_folder()
+    if root.is_dir():
+        yield from sorted(path for path in root.iterdir() if (path / MANIFEST).is_file())
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder, verify=False)
+    except ExportError:
+        return None
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

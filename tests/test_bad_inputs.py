@@ -1,0 +1,193 @@
+"""Junk at every public entry of the engine: our own errors come out, nothing else, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from t5accel.accelerate import accelerate
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_bound import OrtBound
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.decoding.greedy import greedy
+from t5accel.errors import T5AccelError
+from t5accel.graphs.export import export_t5
+from t5accel.graphs.manifest import read_manifest
+from t5accel.soak import soak
+
+EXAMPLES = 60  # at each of more than ten entries: over 600 in all
+often = settings(
+    max_examples=EXAMPLES, deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+
+numbers = st.one_of(
+    st.integers(-3, 400), st.sampled_from([2**31, 2**63, -(2**63), 2**64, 10**30]), st.booleans(),
+    st.floats(allow_nan=True, allow_infinity=True), st.none(), st.just(1j),
+)  # fmt: skip
+texts = st.one_of(st.text(max_size=8), st.binary(max_size=8), st.just("mini\0"), st.just("\ud800"))
+arrays = hnp.arrays(
+    st.sampled_from(["int64", "int32", "uint8", "uint64", "float32", "float64", "bool", "complex64", "U3", "O"]),
+    hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
+    elements=None,
+    fill=st.nothing(),
+).map(lambda array: array) | st.sampled_from(
+    [np.array(None), np.zeros((2, 3), "datetime64[s]"), np.zeros((2, 3), [("a", "i4")]), np.empty((0, 3)), np.zeros(0)]
+)  # fmt: skip
+tensors = st.sampled_from(
+    [torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bfloat16),
+     torch.zeros(2, 3, device="meta"), torch.full((2, 3), -1), torch.zeros(2, 3).to_sparse(), torch.zeros(0, 2)]
+)  # fmt: skip
+lists = st.recursive(numbers, lambda inner: st.lists(inner, max_size=3), max_leaves=8)
+# Nearly right: of the right type and rank, with a wrong size or value now and then.
+nearly = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(-1, 310)).map(
+    lambda given: np.full(given[:3], given[3])
+) | st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(-1, 310)).map(lambda g: np.full(g[:2], g[2]))
+junk = st.one_of(numbers, texts, arrays, tensors, lists, nearly, st.dictionaries(texts, numbers, max_size=2))
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_t5, tmp_path_factory) -> Path:
+    export_t5(tiny_t5(), tmp_path_factory.mktemp("bad") / "export")
+    return tmp_path_factory.getbasetemp() / "bad0" / "export"
+
+
+@pytest.fixture(scope="module", params=[OrtNumpy, OrtBound])
+def backend(request: pytest.FixtureRequest, tiny_t5, tmp_path_factory) -> Any:
+    folder = tmp_path_factory.mktemp("bad") / "export"
+    export_t5(tiny_t5(), folder)
+    return request.param(folder, settings=SessionSettings(threads=1))
+
+
+def only_ours(call: Any, *arguments: Any, **options: Any) -> None:
+    """Call it; our errors pass, and so does an answer (junk may be right by chance)."""
+    try:
+        call(*arguments, **options)
+    except T5AccelError as error:
+        assert len(str(error)) > 15, f"an error should say what was given and what to do: {error!r}"
+
+
+@often
+@given(ids=junk, mask=junk)
+def test_encode(backend, ids: Any, mask: Any) -> None:
+    only_ours(backend.encode, ids, mask)
+
+
+@often
+@given(ids=junk, mask=junk, options=st.dictionaries(
+    st.sampled_from(["max_new_tokens", "min_new_tokens", "decoder_input_ids"]), st.one_of(st.integers(-2, 3), junk)))  # fmt: skip
+def test_greedy(backend, ids: Any, mask: Any, options: dict[str, Any]) -> None:
+    longest = options.get("max_new_tokens")
+    if isinstance(longest, int | np.integer) and longest > 1000:
+        options["max_new_tokens"] = 5  # legal, and long
+    only_ours(greedy, backend, ids, mask, **{"max_new_tokens": 3, **options})
+
+
+@often
+@given(data=st.data())
+def test_a_state_survives_what_it_is_asked(backend, padded_batch, data: st.DataObject) -> None:
+    source = backend.encode(*padded_batch)
+    only_ours(backend.start, source, data.draw(junk.filter(lambda v: not isinstance(v, int) or v < 50)))
+    only_ours(backend.start, data.draw(junk))
+    state, untouched = backend.start(source, 2), backend.start(source, 2)
+    tokens = np.arange(6 * 2 * 3).reshape(6, 2, 3) + 3
+    backend.step(state, tokens), backend.step(untouched, tokens)
+    for name in data.draw(st.lists(st.sampled_from(["step", "reorder", "trim", "keep"]), max_size=3)):
+        for state_given in (state, data.draw(junk)):
+            bad = data.draw(junk)
+            try:
+                getattr(backend, name)(state_given, bad)
+            except T5AccelError:
+                continue
+            return  # it was right by chance, and has changed the state
+    expected = backend.step(untouched, tokens[:, :, :1])
+    assert (backend.step(state, tokens[:, :, :1]) == expected).all()
+
+
+@often
+@given(given_folder=st.one_of(texts, numbers, st.just("/"), st.just("/dev/null"), st.just("")), options=st.dictionaries(
+    st.sampled_from(["settings", "max_source_tokens", "verify"]), junk, max_size=2))  # fmt: skip
+def test_opening_an_export(given_folder: Any, options: dict[str, Any]) -> None:
+    for kind in (OrtNumpy, OrtBound):
+        only_ours(kind, given_folder, **options)
+
+
+@often
+@given(options=st.dictionaries(
+    st.sampled_from(["threads", "device", "spinning", "memory_pattern", "arena"]), junk, max_size=3))  # fmt: skip
+def test_settings(options: dict[str, Any]) -> None:
+    only_ours(SessionSettings, **options)
+
+
+@often
+@given(model=st.one_of(texts, numbers, lists, tensors), options=st.dictionaries(
+    st.sampled_from(["external_threshold_bytes", "overwrite", "name", "tokenizer"]), junk, max_size=2))  # fmt: skip
+def test_exporting_what_is_no_model(tmp_path: Path, offline, model: Any, options: dict[str, Any]) -> None:
+    only_ours(export_t5, model, tmp_path / "export", **options)
+    assert not (tmp_path / "export").exists()
+
+
+@often
+@given(target=st.one_of(numbers, texts, lists))
+def test_exporting_to_what_is_no_folder(tiny_t5, tmp_path: Path, monkeypatch, target: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    if isinstance(target, str | bytes) and target:
+        target = str(tmp_path / "x") + target if isinstance(target, str) else target
+    only_ours(export_t5, tiny_t5(), target)
+
+
+@often
+@given(model=st.one_of(texts, numbers, lists, tensors), options=st.dictionaries(
+    st.sampled_from(["device", "threads", "max_source_tokens", "tokenizer"]), junk, max_size=2))  # fmt: skip
+def test_accelerating_what_is_no_model(tmp_path: Path, monkeypatch, offline, model: Any, options: Any) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
+    only_ours(accelerate, model, progress=False, **options)
+
+
+@often
+@given(data=st.data())
+def test_a_manifest_of_any_content(folder: Path, tmp_path: Path, data: st.DataObject) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    place = content
+    while isinstance(place, dict) and data.draw(st.booleans(), "deeper") and place:
+        inner = place[data.draw(st.sampled_from(sorted(place)), "key")]
+        if not isinstance(inner, dict) or not inner:
+            break
+        place = inner
+    key = data.draw(st.sampled_from(sorted(place)), "changed")
+    value = data.draw(st.one_of(st.none(), st.integers(), st.text(max_size=5), st.lists(st.integers(), max_size=2),
+                                st.just({}), st.floats(allow_nan=False)), "value")  # fmt: skip
+    place[key] = value
+    for path in folder.iterdir():
+        target = tmp_path / path.name
+        if not target.exists():
+            target.symlink_to(path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    only_ours(read_manifest, tmp_path)
+
+
+@often
+@given(raw=st.binary(max_size=40))
+def test_a_graph_file_of_any_bytes(folder: Path, tmp_path: Path, raw: bytes) -> None:
+    from t5accel.backends.ort_session import open_session
+
+    (tmp_path / "encoder.onnx").write_bytes(raw)
+    with pytest.raises(T5AccelError, match=r"encoder\.onnx"):
+        open_session(tmp_path / "encoder.onnx", SessionSettings(threads=1))
+
+
+@often
+@given(options=st.dictionaries(st.sampled_from(["generations", "settled_after", "longest_source"]), junk, min_size=1))
+def test_soak(backend, options: dict[str, Any]) -> None:
+    small = dict(generations=3, settled_after=2, longest_source=2, longest_answer=1, largest_batch=1)
+    bounded = {k: v for k, v in options.items() if not isinstance(v, int | np.integer) or v < 5}
+    only_ours(soak, backend, **{**small, **bounded})

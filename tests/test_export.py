@@ -1,0 +1,712 @@
+"""The exported graphs: transformers' logits for every kind of model, by their contract, weights in either place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, EncoderDecoderCache
+
+from t5accel.backends.ort import OrtNumpy
+from t5accel.checkpoints import T5Dims
+from t5accel.decoding.backend import right_aligned
+from t5accel.decoding.greedy import greedy
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
+from t5accel.graphs.export import LARGEST_INSIDE, export_t5, logit_scale, source_hash, t5_weights
+from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.t5_graphs import LOWEST, T5Weights, decoder_graph, encoder_graph, relative_position_bucket
+from t5accel.parity import ParityError, assert_varied, parity
+
+V5 = int(transformers.__version__.split(".")[0]) >= 5
+ATOL = 1e-4
+
+# ByT5 as it is published, but small: of type t5, gated, untied, 384 tokens, an encoder three times as deep.
+BYT5 = dict(vocab_size=384, d_model=24, d_kv=8, d_ff=56, num_heads=3, num_layers=6, num_decoder_layers=2)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deeper-decoder": ("deeper-decoder", {}),
+    "shallower-decoder": ("shallower-decoder", {}),
+    "gated-untied": ("gated-untied", {}),
+    "mt5": ("mt5", {}),
+    "umt5": ("umt5", {}),
+    "byt5": ("gated-untied", BYT5),
+    "gelu": ("deeper-decoder", dict(feed_forward_proj="gelu")),
+    "silu": ("gated-untied", dict(feed_forward_proj="gated-silu")),
+    "mt5-tied": ("mt5", dict(tie_word_embeddings=True)),
+    "umt5-tied": ("umt5", dict(tie_word_embeddings=True)),
+    "short-reach": ("umt5", dict(relative_attention_num_buckets=8, relative_attention_max_distance=20)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def variant(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """Arguments of ``tiny_t5`` and ``exported``, for each kind of model that we claim to export."""
+    return MODELS[request.param]
+
+
+# What a stranger does with the two files, knowing the contract and ONNX Runtime only
+
+
+class Graphs:
+    """Two sessions, made from files or from bytes."""
+
+    def __init__(self, encoder: Path | bytes, decoder: Path | bytes):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.encoder, self.decoder = (
+            onnxruntime.InferenceSession(
+                str(graph) if isinstance(graph, Path) else graph, options, providers=["CPUExecutionProvider"]
+            )
+            for graph in (encoder, decoder)
+        )
+        shapes = {value.name: value.shape for value in self.decoder.get_inputs()}
+        self.past_shapes = {name: shape for name, shape in shapes.items() if name.startswith("past_key_")}
+        self.layers = len(self.past_shapes)
+
+    def encode(self, ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+        """What the decoder wants to know about a batch of sources."""
+        cross = self.encoder.run(names("cross", self.layers), {"input_ids": ids, "attention_mask": mask})
+        return {"attention_mask": mask, **dict(zip(names("cross", self.layers), cross, strict=True))}
+
+    def empty(self, batch: int, rows: int, garbage: int = 0, scale: float = 1.0) -> dict[str, np.ndarray]:
+        """A history of nothing but masked garbage, of which there may be none."""
+        rng, past = np.random.default_rng(9), {"past_mask": np.zeros((batch, rows, garbage), dtype=np.int64)}
+        for name in names("past", self.layers):
+            heads, d_kv = (self.past_shapes[name.replace("value", "key")][axis] for axis in (2, 4))
+            past[name] = scale * rng.standard_normal((batch, rows, heads, garbage, d_kv)).astype(np.float32)
+        return past
+
+    def step(
+        self, source: dict[str, np.ndarray], past: dict[str, np.ndarray], new: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Logits (B, K, T, V), and the history that is now longer."""
+        logits, *present = self.decoder.run(
+            ["logits", *names("present", self.layers)], {"input_ids": new, **source, **past}
+        )
+        mask = np.concatenate([past["past_mask"], np.ones_like(new)], axis=2)
+        return logits, {"past_mask": mask, **dict(zip(names("past", self.layers), present, strict=True))}
+
+    def chunks(
+        self, ids: np.ndarray, mask: np.ndarray, new: np.ndarray, cuts: Sequence[int] = (3, 4), **garbage: Any
+    ) -> np.ndarray:
+        """Logits (B, K, T, V) of all new tokens, step by step."""
+        source, past, logits = self.encode(ids, mask), self.empty(*new.shape[:2], **garbage), []
+        for chunk in np.split(new, cuts, axis=2):
+            step, past = self.step(source, past, chunk)
+            logits.append(step)
+        return np.concatenate(logits, axis=2)
+
+
+@cache
+def graphs_in(folder: Path) -> Graphs:
+    return Graphs(folder / ENCODER, folder / DECODER)
+
+
+def graphs_of(weights: T5Weights, edit: Callable[[GraphBuilder], None] = lambda graph: None) -> Graphs:
+    """Straight from the weights, without a folder; ``edit`` may change what the graphs hold."""
+    builders = encoder_graph(weights), decoder_graph(weights)
+    for builder in builders:
+        edit(builder)
+    return Graphs(*(builder.proto().SerializeToString() for builder in builders))
+
+
+@torch.inference_mode()
+def teacher_forced(model: Any, ids: np.ndarray, mask: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """transformers' logits (B, K, T, V) for K histories (B, K, T) of each source; checked to vary."""
+    batch, rows, length = new.shape
+    repeated = [torch.as_tensor(array.repeat(rows, 0)) for array in (ids, mask)]
+    logits = model(
+        input_ids=repeated[0], attention_mask=repeated[1], decoder_input_ids=torch.as_tensor(new.reshape(-1, length)),
+        use_cache=False,
+    ).logits.float().numpy()  # fmt: skip
+    assert len(np.unique(logits.argmax(-1))) > 8, "equality on a reference that does not vary is no evidence"
+    return logits.reshape(batch, rows, length, -1)
+
+
+def histories(batch: int, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
+
+
+# Equal to transformers
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_of_chunks_behind_garbage(tiny_t5, exported, variant, padded_batch, rows: int) -> None:
+    kind, sizes = variant
+    graphs, new = graphs_in(exported(kind, **sizes)), histories(6, rows, 9)
+    expected = teacher_forced(tiny_t5(kind, **sizes), *padded_batch, new)
+    for garbage in ({}, dict(garbage=4), dict(garbage=2, scale=1e4)):
+        actual = graphs.chunks(*padded_batch, new, **garbage)
+        assert actual.dtype == np.float32
+        parity(actual, expected, atol=ATOL)
+
+
+def test_histories_of_unequal_length(tiny_t5, exported, variant, padded_batch) -> None:
+    kind, sizes = variant
+    graphs, (ids, mask) = graphs_in(exported(kind, **sizes)), padded_batch
+    new, lengths = histories(6, 3, 9), np.random.default_rng(2).integers(0, 5, (6, 3))
+    source = graphs.encode(ids, mask)
+    _, past = graphs.step(source, graphs.empty(6, 3), new[:, :, :4])
+    # Each row keeps its first tokens only, moved to the right end; in front of them is what happens to be there.
+    index = np.maximum(np.arange(4) + lengths[..., None] - 4, 0)
+    past = {name: np.take_along_axis(array, index[:, :, None, :, None], 3) for name, array in past.items()
+            if name != "past_mask"} | {"past_mask": right_aligned(lengths, 4)}  # fmt: skip
+    logits, _ = graphs.step(source, past, new[:, :, 4:])
+    whole = [[[*row[:length], *row[4:], *[0] * (4 - length)] for row, length in zip(*rows, strict=True)]
+             for rows in zip(new.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
+    expected = teacher_forced(tiny_t5(kind, **sizes), ids, mask, np.array(whole))
+    positions = lengths[..., None] + np.arange(5)
+    parity(logits, np.take_along_axis(expected, positions[..., None], axis=2), atol=ATOL)
+
+
+def test_greedy_tokens(tiny_t5, exported, variant, padded_batch) -> None:
+    kind, sizes = variant
+    ids, mask = padded_batch
+    expected = tiny_t5(kind, **sizes).generate(
+        input_ids=torch.as_tensor(ids), attention_mask=torch.as_tensor(mask), do_sample=False, num_beams=1,
+        max_new_tokens=12, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
+    )[:, 1:].numpy()  # fmt: skip
+    assert_varied(expected)
+    actual = greedy(OrtNumpy(exported(kind, **sizes)), ids, mask, max_new_tokens=12).sequences
+    np.testing.assert_array_equal(actual, expected)
+
+
+LONG_SOURCE = np.random.default_rng(3).integers(3, 300, (2, 200))
+LONG_MASK = (np.arange(200) < np.array([[200], [170]])).astype(np.int64)
+
+
+@pytest.mark.parametrize("name", ["deeper-decoder", "umt5", "short-reach"])
+def test_distances_beyond_the_reach(tiny_t5, exported, name: str) -> None:
+    kind, sizes = MODELS[name]
+    new = histories(2, 2, 200)
+    expected = teacher_forced(tiny_t5(kind, **sizes), LONG_SOURCE, LONG_MASK, new)
+    graphs = graphs_in(exported(kind, **sizes))
+    parity(graphs.chunks(LONG_SOURCE, LONG_MASK, new, cuts=[150, 151], garbage=3), expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_in_16_bits_become_fp32(tiny_t5, padded_batch, tmp_path, dtype: torch.dtype) -> None:
+    half = copy.deepcopy(tiny_t5(d_model=40)).to(dtype)  # 40 ** -0.5 is far from what bfloat16 has
+    manifest = export_t5(half, tmp_path / "half")
+    assert {tensor.dtype for tensor in manifest.graphs[ENCODER].outputs} == {"float32"}
+    new = histories(6, 2, 5)
+    expected = teacher_forced(copy.deepcopy(half).float(), *padded_batch, new)
+    parity(graphs_in(tmp_path / "half").chunks(*padded_batch, new), expected, atol=ATOL)
+    assert next(half.parameters()).dtype == dtype, "the model itself stays as it was"
+
+
+def test_a_model_in_training_is_exported_without_dropout(tiny_t5, padded_batch, tmp_path) -> None:
+    model = copy.deepcopy(tiny_t5(dropout_rate=0.5)).train()
+    export_t5(model, tmp_path / "training")
+    assert model.training and model.decoder.training, "and goes on training"
+    new = histories(6, 1, 5)
+    expected = teacher_forced(model.eval(), *padded_batch, new)
+    parity(graphs_in(tmp_path / "training").chunks(*padded_batch, new), expected, atol=ATOL)
+
+
+def test_encoder_and_decoder_with_embeddings_of_their_own(tiny_t5, padded_batch) -> None:
+    model = copy.deepcopy(tiny_t5())
+    model.decoder.embed_tokens = torch.nn.Embedding.from_pretrained(model.shared.weight.detach().roll(1, 0))
+    new = histories(6, 1, 5)
+    expected = teacher_forced(model, *padded_batch, new)
+    parity(graphs_of(t5_weights(model)).chunks(*padded_batch, new), expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "mt5", "umt5"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_logit_scale_is_the_models(tiny_t5, kind: str, tied: bool) -> None:
+    model = tiny_t5(kind, tie_word_embeddings=tied)
+    scaled = {"mt5": tied and not V5, "umt5": tied or V5}.get(kind, tied)
+    before = {name: module.__dict__.copy() for name, module in model.named_modules()}
+    assert logit_scale(model) == (32**-0.5 if scaled else 1.0)
+    assert {name: module.__dict__ for name, module in model.named_modules()} == before, "asking leaves no trace"
+
+
+def test_buckets_are_those_of_transformers() -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distances = np.arange(-300, 301)
+    for bidirectional in (True, False):
+        for buckets in (4, 8, 16, 31, 32, 64):
+            for reach in (20, 64, 100, 128, 256, 300):
+                options = dict(bidirectional=bidirectional, max_distance=reach)
+                expected = T5Attention._relative_position_bucket(
+                    torch.as_tensor(distances), num_buckets=buckets, **options
+                ).numpy()
+                actual = relative_position_bucket(distances, buckets=buckets, **options)
+                assert actual.dtype == np.int64 and len(np.unique(actual)) > buckets // 3
+                np.testing.assert_array_equal(actual, expected, err_msg=f"{buckets=}, {options}")
+
+
+# The contract, as it is read off the files
+
+
+def declared(session: onnxruntime.InferenceSession) -> list[tuple[str, str, tuple[Any, ...]]]:
+    dtypes = {"tensor(int64)": "int64", "tensor(float)": "float32"}
+    return [(v.name, dtypes[v.type], tuple(v.shape)) for v in (*session.get_inputs(), *session.get_outputs())]
+
+
+def test_the_files_keep_the_contract(tiny_t5, exported, variant) -> None:
+    kind, sizes = variant
+    folder, dims = exported(kind, **sizes), T5Dims.of(tiny_t5(kind, **sizes))
+    manifest, graphs = read_manifest(folder), graphs_in(folder)
+    assert manifest.dims == dims
+    for name, session, spec in (
+        (ENCODER, graphs.encoder, encoder_spec(dims)),
+        (DECODER, graphs.decoder, decoder_spec(dims)),
+    ):
+        assert declared(session) == [dataclasses.astuple(tensor) for tensor in (*spec.inputs, *spec.outputs)]
+        assert manifest.graphs[name] == spec
+        onnx.checker.check_model(str(folder / name), full_check=True)
+        model = onnx.load(folder / name)
+        assert model.producer_name == "t5accel" and model.ir_version == 9
+        assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", manifest.opset)]
+        assert {node.domain for node in model.graph.node} == {""}, "nothing but standard operators"
+
+
+def test_the_contract_in_plain_words(exported) -> None:
+    graphs = graphs_in(exported())  # 2 layers in the encoder, 3 in the decoder, 4 heads of 12
+    layers = range(3)
+    cross = [(f"cross_{x}_{i}", "float32", ("B", 4, "S", 12)) for i in layers for x in ("key", "value")]
+    past = [(f"past_{x}_{i}", "float32", ("B", "K", 4, "P", 12)) for i in layers for x in ("key", "value")]
+    present = [(f"present_{x}_{i}", "float32", ("B", "K", 4, "P + T", 12)) for i in layers for x in ("key", "value")]
+    mask = ("attention_mask", "int64", ("B", "S"))
+    assert declared(graphs.encoder) == [("input_ids", "int64", ("B", "S")), mask, *cross]
+    assert declared(graphs.decoder) == [
+        ("input_ids", "int64", ("B", "K", "T")), mask, ("past_mask", "int64", ("B", "K", "P")), *past, *cross,
+        ("logits", "float32", ("B", "K", "T", 300)), *present,
+    ]  # fmt: skip
+
+
+# Pruned heads
+
+
+def prune(attention: torch.nn.Module, heads: set[int], d_kv: int) -> None:
+    """As transformers 4 does it: smaller projections, and a note which heads are gone."""
+    kept = [i for i in range(attention.q.out_features) if i // d_kv not in heads]
+    for name in "qkvo":
+        weight = getattr(attention, name).weight.detach()
+        weight = weight[:, kept] if name == "o" else weight[kept]
+        linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+        linear.weight = torch.nn.Parameter(weight.clone())
+        setattr(attention, name, linear)
+    attention.pruned_heads = heads
+
+
+PRUNED = {  # layer 0 keeps the table of biases for all
+    "encoder.block.0.layer.0.SelfAttention": {3},
+    "encoder.block.1.layer.0.SelfAttention": {0, 2},
+    "decoder.block.0.layer.0.SelfAttention": {1},
+    "decoder.block.2.layer.0.SelfAttention": {0, 1, 2},
+    "decoder.block.1.layer.1.EncDecAttention": {0, 3},
+}
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_pruned_heads(tiny_t5, padded_batch, tmp_path, kind: str) -> None:
+    silenced, pruned = (copy.deepcopy(tiny_t5(kind)).eval() for _ in range(2))
+    for name, heads in PRUNED.items():
+        prune(pruned.get_submodule(name), heads, d_kv=12)
+        for head in heads:  # a head whose output nobody reads
+            silenced.get_submodule(name).o.weight.data[:, head * 12 : (head + 1) * 12] = 0
+    manifest = export_t5(pruned, tmp_path / "pruned")
+    dims = manifest.dims
+    assert (dims.encoder_heads, dims.decoder_heads, dims.cross_heads) == ((3, 2), (3, 4, 1), (4, 2, 4))
+    graphs, new = graphs_in(tmp_path / "pruned"), histories(6, 3, 9)
+    assert declared(graphs.decoder)[3] == ("past_key_0", "float32", ("B", "K", 3, "P", 12))
+    expected = teacher_forced(silenced, *padded_batch, new)
+    parity(graphs.chunks(*padded_batch, new, garbage=2), expected, atol=ATOL)
+    with pytest.raises(ParityError):
+        parity(teacher_forced(tiny_t5(kind), *padded_batch, new), expected, atol=0.01)
+    assert greedy(OrtNumpy(tmp_path / "pruned"), *padded_batch, max_new_tokens=3).decoder_calls == 3
+
+
+def with_head_of_wrong_size(attention: Any, name: str) -> None:
+    setattr(attention, name, torch.nn.Linear(32, 36, bias=False))  # three heads of 12, the others have four
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        pytest.param(lambda a: (prune(a, {1}, 12), setattr(a, "pruned_heads", set())), id="unnamed"),
+        pytest.param(lambda a: (prune(a, {1}, 12), setattr(a, "pruned_heads", {1, 2})), id="too-many-named"),
+        pytest.param(lambda a: setattr(a, "pruned_heads", {1}), id="named-and-still-there"),
+        pytest.param(lambda a: with_head_of_wrong_size(a, "q"), id="q"),
+        pytest.param(lambda a: with_head_of_wrong_size(a, "k"), id="k"),
+        pytest.param(lambda a: with_head_of_wrong_size(a, "v"), id="v"),
+        pytest.param(lambda a: setattr(a, "o", torch.nn.Linear(36, 32, bias=False)), id="o"),
+        pytest.param(lambda a: prune(a, {4}, 11), id="no-multiple-of-d_kv"),
+    ],
+)
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_wrong_heads_are_refused(tiny_t5, tmp_path, stack: str, break_it: Callable[[Any], Any]) -> None:
+    model = copy.deepcopy(tiny_t5())
+    break_it(getattr(model, stack).block[1].layer[0].SelfAttention)
+    with pytest.raises(NotT5Error, match="heads"):
+        export_t5(model, tmp_path / "wrong")
+    assert not list(tmp_path.iterdir())
+
+
+# Broken variants: what is checked above can fail
+
+
+def tables(graph: GraphBuilder) -> Iterator[str]:
+    """The tables of position biases, one column for each distance; the last one of the decoder's is for the future."""
+    return (name for name in graph.weights if ".by_distance" in name)
+
+
+def without_causal_mask(graph: GraphBuilder) -> None:
+    for name in tables(graph) if graph.name == "decoder" else ():
+        graph.weights[name] = np.concatenate([graph.weights[name][:, :-1], graph.weights[name][:, -2:-1]], axis=1)
+
+
+def with_shifted_biases(stack: str) -> Callable[[GraphBuilder], None]:
+    def edit(graph: GraphBuilder) -> None:
+        for name in tables(graph) if graph.name == stack else ():
+            table = graph.weights[name].copy()
+            last = -1 if stack == "decoder" else None
+            table[:, :last] = np.roll(table[:, :last], 1, axis=1)
+            graph.weights[name] = table
+
+    return edit
+
+
+def without_masks(graph: GraphBuilder) -> None:
+    for name, array in graph.weights.items():
+        if array.shape == () and array == LOWEST:
+            graph.weights[name] = np.zeros_like(array)
+
+
+def swapped_biases(graph: GraphBuilder) -> None:
+    """The first layer's in all layers: what an exporter does that knows T5 and not UMT5."""
+    first, *others = tables(graph)
+    for name in others:
+        graph.weights[name] = graph.weights[first]
+
+
+def fails(model: Any, weights: T5Weights, edit: Callable[[GraphBuilder], None], batch: Any, length: int = 9) -> None:
+    """Unedited it equals the model, edited it does not, by far."""
+    new = histories(len(batch[0]), 3, length)
+    expected = teacher_forced(model, *batch, new)
+    parity(graphs_of(t5_weights(model)).chunks(*batch, new, garbage=4), expected, atol=ATOL)
+    broken = graphs_of(weights, edit).chunks(*batch, new, garbage=4)
+    assert np.isfinite(broken).all()
+    with pytest.raises(ParityError):
+        parity(broken, expected, atol=ATOL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [
+        pytest.param("deeper-decoder", without_causal_mask, id="no-causal-mask"),
+        pytest.param("deeper-decoder", with_shifted_biases("encoder"), id="encoder-biases-shifted"),
+        pytest.param("umt5", with_shifted_biases("decoder"), id="decoder-biases-shifted"),
+        pytest.param("deeper-decoder", without_masks, id="no-masks"),
+        pytest.param("umt5", swapped_biases, id="first-layers-biases"),
+    ],
+)
+def test_a_broken_graph_fails(tiny_t5, padded_batch, kind: str, edit: Callable[[GraphBuilder], None]) -> None:
+    model = tiny_t5(kind)
+    fails(model, t5_weights(model), edit, padded_batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("deeper-decoder", dict(logit_scale=1.0)),
+        ("gated-untied", dict(logit_scale=32**-0.5)),
+        ("gated-untied", dict(activation="gelu")),
+        ("deeper-decoder", dict(norm_epsilon=1e-4)),
+        ("umt5", dict(buckets=16)),
+        ("umt5", dict(max_distance=127)),
+    ],
+    ids=str,
+)
+def test_wrong_weights_fail(tiny_t5, kind: str, change: dict[str, Any]) -> None:
+    model = tiny_t5(kind)
+    fails(model, dataclasses.replace(t5_weights(model), **change), lambda graph: None, (LONG_SOURCE, LONG_MASK), 60)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "past_mask"])
+def test_the_graph_reads_its_masks(tiny_t5, exported, padded_batch, name: str) -> None:
+    graphs, new = graphs_in(exported()), histories(6, 3, 5)
+    expected = teacher_forced(tiny_t5(), *padded_batch, new)
+    source, past = graphs.encode(*padded_batch), graphs.empty(6, 3, garbage=4)
+    parity(graphs.step(source, past, new)[0], expected, atol=ATOL)
+    ignored = [{**feeds, **({name: np.ones_like(feeds[name])} if name in feeds else {})} for feeds in (source, past)]
+    with pytest.raises(ParityError):
+        parity(graphs.step(*ignored, new)[0], expected, atol=ATOL)
+
+
+# Where the weights lie
+
+
+def references(path: Path) -> dict[str, tuple[str, int, int]]:
+    """By name the file, offset and length of a graph's external weights."""
+    found = {}
+    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entry = {item.key: item.value for item in tensor.external_data}
+            found[tensor.name] = entry["location"], int(entry["offset"]), int(entry["length"])
+    return found
+
+
+def size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def external(tiny_t5, tmp_path_factory) -> Callable[..., Path]:
+    """As `exported`, with the weights in a file of their own."""
+
+    @cache
+    def export(kind: str, **sizes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("external")
+        export_t5(tiny_t5(kind, **sizes), folder, external_threshold_bytes=0)
+        return folder
+
+    return export
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_external_weights_are_stored_once(tiny_t5, exported, external, padded_batch, kind: str) -> None:
+    sizes = dict(vocab_size=3000)
+    inside, outside, model = exported(kind, **sizes), external(kind, **sizes), tiny_t5(kind, **sizes)
+    assert not (inside / WEIGHTS).exists() and read_manifest(outside).files.keys() >= {ENCODER, DECODER, WEIGHTS}
+    encoder, decoder = references(outside / ENCODER), references(outside / DECODER)
+    assert not references(inside / ENCODER) and not references(inside / DECODER)
+    assert encoder.keys() & decoder.keys() == {"shared.weight"} and encoder["shared.weight"] == decoder["shared.weight"]
+
+    everything = {**encoder, **decoder}
+    assert {location for location, _, _ in everything.values()} == {WEIGHTS}
+    data, end = (outside / WEIGHTS).read_bytes(), 0
+    for name, (_, offset, length) in sorted(everything.items(), key=lambda item: item[1][1]):
+        assert offset % 4096 == 0 and offset - end < 4096, "pages that can be mapped, and no gaps between them"
+        end = offset + length
+        if not name.endswith((".by_distance", "final_layer_norm.weight")):
+            weight = model.get_parameter(name.removesuffix(".T")).detach().numpy()
+            assert data[offset:end] == (weight.T if name.endswith(".T") else weight).tobytes(), name
+    assert len(data) == -(-end // 4096) * 4096
+    large = {name for name, weight in model.named_parameters() if weight.nbytes >= 4096 and "bias" not in name}
+    assert {name.removesuffix(".T") for name in everything if "by_distance" not in name} == large
+    assert size_bytes(outside) < size_bytes(inside) - 3000 * 32 * 4 // 2
+
+    new = histories(6, 3, 9)
+    ids, mask = padded_batch
+    logits = [graphs_in(folder).chunks(ids, mask, new, garbage=2) for folder in (inside, outside)]
+    np.testing.assert_array_equal(*logits)
+    parity(logits[1], teacher_forced(model, ids, mask, new), atol=ATOL)
+    for name in (ENCODER, DECODER):
+        onnx.checker.check_model(str(outside / name), full_check=True)
+
+
+def test_the_threshold_is_the_size_of_the_larger_graph(tiny_t5, tmp_path) -> None:
+    model = tiny_t5()
+    weights = t5_weights(model)
+    largest = max(graph.size_bytes for graph in (encoder_graph(weights), decoder_graph(weights)))
+    at, below = (export_t5(model, tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
+    assert WEIGHTS not in at.files and WEIGHTS in below.files
+    assert at.source == below.source and at.size_bytes < at.size_bytes + largest
+
+
+@pytest.mark.parametrize("threshold", [-1, LARGEST_INSIDE + 1, 1.5, "0", True, None])
+def test_impossible_thresholds(tiny_t5, tmp_path, threshold: Any) -> None:
+    with pytest.raises(InputError, match="external_threshold_bytes"):
+        export_t5(tiny_t5(), tmp_path / "x", external_threshold_bytes=threshold)
+    assert not list(tmp_path.iterdir())
+    assert LARGEST_INSIDE == 2_000_000_000
+
+
+# Silence
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing inside may warn, be it by Python's warnings or through a logger."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    loggers = [logging.getLogger(name) for name in (None, "transformers", "filelock", "onnx")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not records, [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "mt5", "umt5"])
+def test_nothing_is_said_unasked(tiny_t5, kind: str, padded_batch, tmp_path, capfd) -> None:
+    with quiet():
+        export_t5(tiny_t5(kind), tmp_path / "tiny")
+        export_t5(tiny_t5(kind), tmp_path / "tiny")
+        export_t5(tiny_t5(kind), tmp_path / "outside", external_threshold_bytes=0)
+        for folder in (tmp_path / "tiny", tmp_path / "outside"):
+            Graphs(folder / ENCODER, folder / DECODER).chunks(*padded_batch, histories(6, 1, 5))
+            OrtNumpy(folder)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bundled_model_and_its_tokenizer(mini, tmp_path, capfd) -> None:
+    model, tokenizer = mini
+    with quiet():
+        by_name = export_t5("mini", tmp_path / "by name")
+        by_value = export_t5(model, tmp_path / "by value", tokenizer=tokenizer, name="mini")
+    assert capfd.readouterr() == ("", "")
+    assert by_name == by_value and by_name.source["name"] == "mini"
+    assert {"tokenizer.json", "tokenizer_config.json"} <= by_name.files.keys()
+    with quiet():
+        config = transformers.AutoConfig.from_pretrained(tmp_path / "by name")
+        loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "by name")
+        generation = transformers.GenerationConfig.from_pretrained(tmp_path / "by name")
+    assert T5Dims.of(transformers.T5ForConditionalGeneration(config)) == by_name.dims
+    assert generation.decoder_start_token_id == by_name.tokens["decoder_start_token_id"] == 0
+    text = "translate English to German: The house is small."
+    assert loaded(text).input_ids == tokenizer(text).input_ids
+
+
+def test_settings_of_published_models_neither_warn_nor_stop_it(tiny_t5, tmp_path, capfd) -> None:
+    model = copy.deepcopy(tiny_t5())
+    model.config.num_beams = 4  # belongs into the other file: transformers 4 warns of it and 5 refuses to save it
+    model.generation_config.temperature = 0.5  # without do_sample: both refuse to save it
+    with quiet():
+        manifest = export_t5(model, tmp_path / "x")
+    assert capfd.readouterr() == ("", "")
+    assert {"config.json", "generation_config.json"} <= manifest.files.keys()
+    assert json.loads((tmp_path / "x" / "generation_config.json").read_text())["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("threshold", [0, LARGEST_INSIDE])
+def test_progress_goes_to_standard_error(tiny_t5, tmp_path, capfd, threshold: int) -> None:
+    with quiet():
+        export_t5(tiny_t5(), tmp_path / "x", name="tiny", progress=True, external_threshold_bytes=threshold)
+    out, err = capfd.readouterr()
+    assert out == "" and "exporting tiny" in err and "100%" in err
+
+
+# What cannot be exported
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    return transformers.BertModel(config)
+
+
+def on_meta(model: Any) -> Any:
+    return copy.deepcopy(model).to("meta")
+
+
+def without(model: Any, name: str) -> Any:
+    model = copy.deepcopy(model)
+    setattr(model.config, name, None)
+    return model
+
+
+def with_activation(model: Any, name: str) -> Any:
+    model = copy.deepcopy(model)
+    model.config.dense_act_fn = name
+    return model
+
+
+class Wrapped(torch.nn.Module):
+    """As adapters and compilers do it: everything can be reached, and the weights have other names."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.inner(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        pytest.param(lambda t5: bert(), NotT5Error, "bert", id="bert"),
+        pytest.param(lambda t5: torch.nn.Linear(2, 2), NotT5Error, "Linear", id="linear"),
+        pytest.param(lambda t5: transformers.T5EncoderModel(t5.config), NotT5Error, "T5EncoderModel", id="encoder"),
+        pytest.param(lambda t5: transformers.T5Model(t5.config), NotT5Error, "T5Model", id="headless"),
+        pytest.param(lambda t5: None, NotT5Error, "None", id="none"),
+        pytest.param(on_meta, InputError, "meta", id="meta"),
+        pytest.param(Wrapped, NotT5Error, "unwrapped", id="wrapped"),
+        pytest.param(lambda t5: with_activation(t5, "tanh"), NotT5Error, "tanh", id="activation"),
+        pytest.param(lambda t5: without(t5, "eos_token_id"), InputError, "eos_token_id", id="no-end"),
+        pytest.param(lambda t5: without(t5, "decoder_start_token_id"), InputError, "start_token", id="no-start"),
+        pytest.param(lambda t5: "no such model", UnknownModelError, "no such model", id="name"),
+        pytest.param(lambda t5: "", UnknownModelError, "non-empty", id="empty-name"),
+        pytest.param(lambda t5: "google-t5/t5-small", ModelUnavailableError, "t5-small", id="hub"),
+    ],
+)
+def test_what_is_no_t5(tiny_t5, tmp_path, offline, make: Any, error: type[T5AccelError], match: str) -> None:
+    with pytest.raises(error, match=match):
+        export_t5(make(tiny_t5()), tmp_path / "new" / "folder")
+    assert not list(tmp_path.iterdir()), "nothing is written, not even the folder above"
+
+
+@pytest.mark.parametrize("options", [dict(name=5), dict(name=b"t5"), dict(tokenizer="mini")], ids=str)
+def test_wrong_options(tiny_t5, tmp_path, options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        export_t5(tiny_t5(), tmp_path / "x", **options)
+    assert not list(tmp_path.iterdir())
+
+
+# Which model it is
+
+
+def test_the_hash_is_that_of_the_values(tiny_t5, tmp_path) -> None:
+    def hash_of(model: Any) -> str:
+        return source_hash(model, t5_weights(model))
+
+    model = tiny_t5()
+    model.save_pretrained(tmp_path)
+    same = [copy.deepcopy(model), copy.deepcopy(model).double(), type(model).from_pretrained(tmp_path)]
+    assert {hash_of(other) for other in same} == {hash_of(model)}
+    others = [tiny_t5(seed=2), tiny_t5(eos_token_id=5), tiny_t5(layer_norm_epsilon=1e-5), tiny_t5("gated-untied")]
+    others += [tiny_t5(relative_attention_max_distance=64), copy.deepcopy(model)]
+    others[-1].decoder.block[2].layer[2].DenseReluDense.wo.weight.data[5, 7] += 1e-6
+    hashes = {hash_of(other) for other in others}
+    assert len(hashes) == len(others) and hash_of(model) not in hashes
+
+
+def test_weights_share_memory_with_the_model(tiny_t5) -> None:
+    model = tiny_t5()
+    weights = t5_weights(model)
+    assert weights.arrays.keys() == dict(model.named_parameters()).keys(), "each once"
+    assert all(np.shares_memory(weights.arrays[name], p.detach()) for name, p in model.named_parameters())
+    copies: list[Any] = []
+
+    class Watched(np.ndarray):
+        def __deepcopy__(self, memo: Any) -> Any:
+            copies.append(self)
+            return super().__deepcopy__(memo)
+
+    watched = {name: array.view(Watched) for name, array in weights.arrays.items()}
+    assert source_hash(model, dataclasses.replace(weights, arrays=watched)) == source_hash(model, weights)
+    assert not copies, "a hash needs no second copy of the model"
