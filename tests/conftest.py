@@ -64,6 +64,16 @@ def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return export
 
 
+@pytest.fixture(scope="session")
+def exported_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the export of the bundled model and its tokenizer. Shared: do not write there."""
+    from t5accel.graphs.export import export_t5
+
+    folder = tmp_path_factory.mktemp("export-mini") / "mini"
+    export_t5("mini", folder)
+    return folder
+
+
 @pytest.fixture(scope="session", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Each kind of tiny model by name."""

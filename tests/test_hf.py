@@ -381,6 +381,16 @@ def test_encoder_outputs_with_another_mask(pair, batch) -> None:
         pair[1].generate(encoder_outputs=encoded, attention_mask=torch.ones_like(batch["input_ids"]), **SHORT)
 
 
+def test_encoder_outputs_share_nothing_with_the_caller(pair, batch) -> None:
+    own, ours = pair
+    lent = {name: tensor.clone() for name, tensor in batch.items()}
+    encoded = ours.encoder(**lent)
+    for tensor in lent.values():
+        tensor.fill_(1)
+    answer = ours.generate(encoder_outputs=encoded, attention_mask=batch["attention_mask"], **SHORT)
+    assert torch.equal(answer, reference(own, batch, **SHORT))
+
+
 def test_without_a_mask_as_transformers_own(pair, batch) -> None:
     """4.57 takes padding for padding, 5.x takes it for text."""
     own, ours = pair
@@ -500,12 +510,10 @@ def test_masks_of_the_decoder_that_it_does_not_take(pair, batch) -> None:
         with pytest.raises(InputError, match="decoder_attention_mask"):
             ours(**batch, decoder_input_ids=tokens, decoder_attention_mask=torch.tensor([mask] * 6))
     cache = ours(**batch, decoder_input_ids=tokens).past_key_values
-    with pytest.raises(InputError, match="decoder_attention_mask"):
-        ours(
-            past_key_values=cache,
-            decoder_input_ids=tokens[:, :1],
-            decoder_attention_mask=torch.tensor([[1, 1, 1, 0]] * 6),
-        )
+    for mask in ([1, 1, 1, 0, 1], [1, 1, 1, 1, 0], [1, 1]):
+        with pytest.raises(InputError, match="decoder_attention_mask"):
+            mask = torch.tensor([mask] * 6)
+            ours(past_key_values=cache, decoder_input_ids=tokens[:, :2], decoder_attention_mask=mask)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
@@ -524,12 +532,12 @@ def check_program(own: Any, ours: Any, batch: dict[str, torch.Tensor], program: 
     for name, seed in program:
         rng = np.random.default_rng(seed)
         if name == "step":
-            tokens = torch.cat([tokens, decoder_ids(len(tokens), int(rng.integers(1, 4)), seed)], 1)
+            tokens = torch.cat([tokens, decoder_ids(len(tokens), 1 + seed % 3, seed)], 1)
             given = ours.prepare_inputs_for_generation(tokens, past_key_values=cache)
             expected = own(**source, decoder_input_ids=tokens).logits[:, cache.length :]
             parity(ours(**given).logits, expected, atol=ATOL)
         elif name == "crop":
-            count = int(rng.integers(0, tokens.shape[1] + 1))
+            count = seed % (tokens.shape[1] + 1)
             if cache.history is None or cache.history.shape[1] < tokens.shape[1]:
                 count = 0  # after a reordering generate() steps before it goes back
             if count:
@@ -558,8 +566,10 @@ def test_any_program_of_operations(tiny_t5, program: list[tuple[str, int]]) -> N
     check_program(own, behind(TorchEager(own), own), some, [*program, ("step", 1)])
 
 
-PROGRAM = [("step", 2), ("crop", 1), ("step", 2), ("reorder", 1), ("step", 3), ("step", 4), ("crop", 5), ("reorder", 2),
-           ("step", 5), ("select", 1), ("step", 6), ("step", 7), ("crop", 8), ("step", 8)]  # fmt: skip
+# "step" n reads 1 + n % 3 tokens. Back by less than the last step, and by more; each followed by everything else.
+PROGRAM = [("step", 2), ("crop", 1), ("step", 3), ("step", 1), ("crop", 3), ("step", 4), ("crop", 1), ("step", 0),
+           ("reorder", 1), ("step", 2), ("step", 6), ("crop", 2), ("reorder", 2), ("step", 1), ("step", 7), ("crop", 3),
+           ("select", 1), ("step", 9), ("crop", 1), ("step", 5), ("crop", 9), ("crop", 1), ("step", 2)]  # fmt: skip
 
 
 @torch.no_grad()
@@ -589,6 +599,28 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
         cache.crop(-3)
     cache.crop(-5)
     assert cache.get_seq_length() == 0
+    for length in (3, 4):
+        tokens = decoder_ids(6, length)
+        ours(**ours.prepare_inputs_for_generation(tokens, past_key_values=cache))
+    cache.reorder_cache(torch.arange(6))
+    with pytest.raises(InputError, match="goes back by 2 positions"):
+        cache.crop(-2)  # the rows of the tokens that were seen may be others now
+
+
+def test_a_crop_after_padding(pair, batch) -> None:
+    _, ours = pair
+    cache = ours.encoder(**batch).start(ours.backend)
+    tokens, mask = decoder_ids(6, 4), torch.ones(6, 4, dtype=torch.int64)
+    mask[2, :2] = 0
+    given = dict(past_key_values=cache, decoder_attention_mask=mask)
+    ours(**ours.prepare_inputs_for_generation(tokens, **given))
+    with pytest.raises(InputError, match="without padding"):
+        cache.crop(-1)
+    logits = ours(past_key_values=cache, decoder_input_ids=tokens[:, :1]).logits
+    cache.crop(-1)
+    assert torch.allclose(ours(past_key_values=cache, decoder_input_ids=tokens[:, :1]).logits, logits, atol=ATOL)
+    with pytest.raises(InputError, match="without padding"):
+        cache.crop(-2)
 
 
 def test_rows_that_cannot_be_reordered_or_selected(pair, batch) -> None:
@@ -812,7 +844,7 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
     _, ours = pair
     model = tiny_t5(seed=4)
     other = behind(TorchEager(model), model)
-    with pytest.raises(InputError, match="of another model"):
+    with pytest.raises(InputError, match="encode with get_encoder"):
         ours.generate(encoder_outputs=other.encoder(**batch), **SHORT)
     cache = other(**batch, decoder_input_ids=decoder_ids(6, 1)).past_key_values
     with pytest.raises(InputError, match="of another model"):

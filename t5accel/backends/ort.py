@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.decoding.backend import as_batch, as_count
 from t5accel.decoding.histories import Histories, check_vocabulary
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, names
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
 from t5accel.graphs.manifest import read_manifest
 
 
@@ -91,7 +90,7 @@ class OrtNumpy:
         verify: bool = True,
         max_source_tokens: int | None = None,
     ):
-        self.folder, self.settings = Path(folder), SessionSettings() if settings is None else settings
+        self.folder, self.settings = as_folder(folder), SessionSettings() if settings is None else settings
         if not isinstance(self.settings, SessionSettings) or self.settings.device not in self.devices:
             raise InputError(
                 f"settings is {settings!r}: {type(self).__name__} takes SessionSettings with a device of "
@@ -100,7 +99,7 @@ class OrtNumpy:
         if max_source_tokens is not None:
             as_count(max_source_tokens, "max_source_tokens", at_least=1)
         self.max_source_tokens = max_source_tokens
-        self.manifest = read_manifest(folder, verify=verify)
+        self.manifest = read_manifest(self.folder, verify=verify)
         self.dims = self.manifest.dims
         self.vocab_size = self.dims.vocab_size
         self.pad_token_id = self.manifest.tokens["pad_token_id"]

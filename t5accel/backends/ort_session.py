@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class SessionSettings:
     """How a graph is run.
 
     Attributes:
-        threads: within one operator; by default those that this process may really use, so that a container with a
-            quota of two cores on a machine of 64 does not start 64.
+        threads: within one operator, 1 to 1024; by default those that this process may really use, so that a container
+            with a quota of two cores on a machine of 64 does not start 64.
         spinning: threads wait for the next operator awake. A decoding step is hundreds of operators of microseconds
             each, and waking a thread takes longer than most of them; where cores are shared with other work, turn it
             off.
@@ -41,13 +42,13 @@ class SessionSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.threads is not None:
-            as_count(self.threads, "threads", at_least=1)
-        if not isinstance(self.device, str) or self.device not in PROVIDERS:
-            raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
+        if self.threads is not None and as_count(self.threads, "threads", at_least=1) > MOST_THREADS:
+            raise InputError(f"threads is {self.threads}; more than {MOST_THREADS} are a mistake.")
         for name in ("spinning", "memory_pattern", "arena"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}; give True or False.")
+        if not isinstance(self.device, str) or self.device not in PROVIDERS:
+            raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
 
 
 def open_session(path: str | os.PathLike[str], settings: SessionSettings) -> onnxruntime.InferenceSession:

@@ -1,0 +1,984 @@
+"""The ONNX Runtime backends: transformers' own logits, however their tensors are held, handed over and gathered."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import ATOL, BAD_CALLS, PROGRAM, check_program, junk, operations, teacher_forced
+from test_encoder_cache import check, in_threads, logits_of, masked_variants, tokens_of
+from test_greedy import check_equals_generate, generate
+
+from t5accel.backends import ort_pointers
+from t5accel.backends.ort import OrtNumpy, OrtSource, of_each_head
+from t5accel.backends.ort_bound import OrtBound
+from t5accel.backends.ort_pointers import OrtPointers, bind_tensor
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.traffic import bytes_per_step
+from t5accel.checkpoints import T5Dims
+from t5accel.decoding import Backend
+from t5accel.decoding.encoder_cache import EncoderCache
+from t5accel.errors import ExportError, InputError, MissingPackageError
+from t5accel.graphs.export import export_t5
+from t5accel.parity import parity
+
+ROOT = Path(__file__).resolve().parents[1]
+ONE_THREAD = SessionSettings(threads=1)
+RUNTIMES = [OrtNumpy, OrtBound, OrtPointers]
+
+
+@pytest.fixture(scope="session")
+def opened(exported) -> Callable[..., Any]:
+    """``opened(runtime, kind, **sizes)``: that backend over that export. Shared: patch one of your own."""
+
+    @cache
+    def open_(runtime: type[OrtNumpy], kind: str = "deeper-decoder", **sizes: Any) -> OrtNumpy:
+        return runtime(exported(kind, **sizes), settings=ONE_THREAD)
+
+    return open_
+
+
+@pytest.fixture(scope="session", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
+def runtime(request: pytest.FixtureRequest) -> type[OrtNumpy]:
+    return request.param
+
+
+@pytest.fixture
+def own(runtime, exported) -> OrtNumpy:
+    """A backend that the test may patch."""
+    return runtime(exported("deeper-decoder"), settings=ONE_THREAD)
+
+
+def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
+
+
+def as_numpy(backend: OrtNumpy, tensors: list[Any]) -> list[np.ndarray]:
+    return [
+        np.array(array.numpy() if isinstance(array, torch.Tensor) else array) for array in map(backend._array, tensors)
+    ]
+
+
+def test_satisfies_the_protocol(opened, runtime, exported) -> None:
+    backend = opened(runtime)
+    assert isinstance(backend, Backend)
+    assert backend.folder == exported("deeper-decoder") and backend.settings == ONE_THREAD
+
+
+def test_takes_its_numbers_from_the_manifest(opened, runtime) -> None:
+    backend = opened(runtime, eos_token_id=7)
+    assert (backend.vocab_size, backend.pad_token_id, backend.eos_token_id) == (300, 0, 7)
+    assert backend.decoder_start_token_id == 0 and backend.dtype == np.float32
+
+
+# Logits under teacher forcing
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_chunks_give_the_logits_of_the_whole(opened, runtime, tiny_t5, kind: str, padded_batch, rows: int) -> None:
+    (ids, mask), new = padded_batch, histories_of(6, rows, 9)
+    expected = teacher_forced(tiny_t5(kind), ids.repeat(rows, 0), mask.repeat(rows, 0), new.reshape(-1, 9))
+    expected = expected.reshape(len(ids), rows, 9, 300)
+    assert len(np.unique(expected.argmax(-1))) > 8, "the reference should vary"
+    backend = opened(runtime, kind)
+    state = backend.start(backend.encode(ids, mask), rows)
+    chunks = [backend.step(state, chunk) for chunk in np.split(new, [3, 4], axis=2)]
+    assert [chunk.shape for chunk in chunks] == [(6, rows, n, 300) for n in (3, 1, 5)]
+    assert all(isinstance(chunk, np.ndarray) and chunk.dtype == np.float32 for chunk in chunks)
+    parity(np.concatenate(chunks, axis=2), expected, atol=ATOL)
+
+
+def test_a_step_of_several_tokens_is_causal(opened, runtime, kind: str, padded_batch) -> None:
+    backend = opened(runtime, kind)
+    source, new = backend.encode(*padded_batch), histories_of(6, 1, 5)
+    other = np.concatenate([new[:, :, :3], 302 - new[:, :, 3:]], axis=2)
+    logits, changed = (backend.step(backend.start(source), tokens) for tokens in (new, other))
+    parity(changed[:, :, :3], logits[:, :, :3], atol=ATOL)
+    assert (np.abs(changed - logits)[:, :, 3:].max(axis=-1) > 0.01).all(), "later positions should depend on them"
+
+
+def test_the_ways_agree_to_the_last_bit(opened, padded_batch) -> None:
+    """The session computes the same, whichever way its tensors came."""
+    new, logits = histories_of(6, 2, 5), []
+    for runtime in RUNTIMES:
+        backend = opened(runtime)
+        state = backend.start(backend.encode(*padded_batch), 2)
+        backend.step(state, new)
+        backend.trim(state, np.arange(12).reshape(6, 2) % 4)
+        backend.reorder(state, np.array([[1, 0]] * 6))
+        backend.keep(state, np.array([4, 0]))
+        logits.append(backend.step(state, new[:2]))
+    for other in logits[1:]:
+        np.testing.assert_array_equal(other, logits[0])
+
+
+def test_a_source_can_be_started_twice(opened, runtime, padded_batch) -> None:
+    backend = opened(runtime)
+    source, tokens = backend.encode(*padded_batch), histories_of(6, 1, 4)
+    first, second = backend.start(source), backend.start(source)
+    backend.step(first, tokens[:, :, :2])
+    backend.keep(first, [5, 1])
+    parity(backend.step(second, tokens), backend.step(backend.start(source), tokens), atol=ATOL)
+
+
+def test_takes_views_and_keeps_none(opened, runtime, padded_batch) -> None:
+    backend, tokens = opened(runtime), histories_of(6, 2, 4)
+    expected = backend.step(backend.start(backend.encode(*padded_batch), 2), tokens)
+    backwards = [array[::-1].copy()[::-1] for array in (*padded_batch, tokens)]
+    frozen = [array.copy() for array in (*padded_batch, tokens)]
+    for array in frozen:
+        array.setflags(write=False)
+    for ids, mask, new in (backwards, frozen, [array.astype(">i4") for array in frozen]):
+        state = backend.start(backend.encode(ids, mask), 2)
+        np.testing.assert_array_equal(backend.step(state, new), expected)
+        for method, argument in (("trim", [[3, 4]] * 6), ("reorder", [[1, 0]] * 6), ("keep", [1, 0])):
+            array = np.array(argument)
+            array.setflags(write=False)
+            getattr(backend, method)(state, array)
+    lent = [array.copy() for array in (*padded_batch, tokens)]
+    source = backend.encode(*lent[:2])
+    for array in lent[:2]:
+        array[:] = 1
+    state = backend.start(source, 2)
+    first = backend.step(state, lent[2][:, :, :2])
+    lent[2][:, :, :2] = 7
+    np.testing.assert_array_equal(
+        np.concatenate([first, backend.step(state, lent[2][:, :, 2:])], axis=2).shape, expected.shape
+    )
+    parity(first, expected[:, :, :2], atol=ATOL)
+    state = backend.start(source, 2)
+    parity(backend.step(state, tokens), expected, atol=ATOL)
+
+
+def test_who_writes_to_logits_changes_nothing(opened, runtime, padded_batch) -> None:
+    backend, new = opened(runtime), histories_of(6, 1, 5)
+    source = backend.encode(*padded_batch)
+    clean, written = backend.start(source), backend.start(source)
+    for chunk in np.split(new, [2, 3], axis=2):
+        expected, logits = backend.step(clean, chunk), backend.step(written, chunk)
+        np.testing.assert_array_equal(logits, expected)
+        logits[:] = np.nan
+
+
+def test_the_past_of_the_step_before_is_let_go(opened, runtime, padded_batch) -> None:
+    backend = opened(runtime)
+    state = backend.start(backend.encode(*padded_batch))
+    for _ in range(2):
+        backend.step(state, histories_of(6, 1, 1))
+    before = [weakref.ref(tensor) for tensor in state.past]
+    backend.step(state, histories_of(6, 1, 1))
+    gc.collect()
+    assert not any(reference() is not None for reference in before)
+
+
+# Any mixture of steps, trims, reorderings and leaving sources
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_any_program_of_operations(opened, runtime, tiny_t5, padded_batch, data: st.DataObject) -> None:
+    ids, mask = padded_batch
+    sources, rows = data.draw(st.integers(1, 4), "sources"), data.draw(st.integers(1, 3), "rows")
+    program = [*data.draw(st.lists(operations, max_size=7), "program"), ("step", 0)]
+    check_program(opened(runtime), tiny_t5(), ids[:sources], mask[:sources], rows, program)
+
+
+def test_the_program_on_every_kind(opened, runtime, tiny_t5, kind: str, padded_batch) -> None:
+    check_program(opened(runtime, kind), tiny_t5(kind), *padded_batch, 3, PROGRAM)
+
+
+PRUNED = {"decoder.block.1.layer.0.SelfAttention": {0, 2}, "decoder.block.2.layer.1.EncDecAttention": {1}}
+
+
+def test_the_program_on_a_pruned_model(runtime, tiny_t5, padded_batch, tmp_path: Path) -> None:
+    """Layers of unequal heads, in either attention: as a whole model whose other heads are silent."""
+    silenced, pruned = copy.deepcopy(tiny_t5()), copy.deepcopy(tiny_t5())
+    for name, heads in PRUNED.items():
+        attention = pruned.get_submodule(name)
+        kept = [i for i in range(48) if i // 12 not in heads]
+        with torch.no_grad():
+            silenced.get_submodule(name).o.weight[:, [i for i in range(48) if i not in kept]] = 0
+            for part in "qkvo":
+                weight = getattr(attention, part).weight
+                weight = weight[:, kept] if part == "o" else weight[kept]
+                linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+                linear.weight = torch.nn.Parameter(weight.clone())
+                setattr(attention, part, linear)
+        attention.pruned_heads = heads
+    export_t5(pruned, tmp_path / "pruned")
+    backend = runtime(tmp_path / "pruned", settings=ONE_THREAD)
+    assert backend.dims.decoder_heads == (4, 2, 4) and backend.dims.cross_heads == (4, 4, 3)
+    check_program(backend, silenced, *padded_batch, 3, PROGRAM)
+    check(EncoderCache(backend), TorchEager(silenced), [padded_batch])
+
+
+def test_everything_rejected_at_first(opened, runtime, tiny_t5, padded_batch) -> None:
+    (ids, mask), backend, tokens = padded_batch, opened(runtime), histories_of(6, 1, 3)
+    state = backend.start(backend.encode(ids, mask))
+    backend.step(state, tokens[:, :, ::-1])
+    backend.trim(state, np.zeros((6, 1), dtype=np.int64))
+    backend.reorder(state, np.zeros((6, 1), dtype=np.int64))
+    parity(backend.step(state, tokens)[:, 0], teacher_forced(tiny_t5(), ids, mask, tokens[:, 0]), atol=ATOL)
+
+
+def test_an_empty_state_can_be_reordered_trimmed_and_kept(opened, runtime, padded_batch) -> None:
+    backend, new = opened(runtime), histories_of(6, 2, 3)
+    state = backend.start(backend.encode(*padded_batch), 2)
+    backend.reorder(state, [[1, 0]] * 6)
+    backend.trim(state, [[0, 0]] * 6)
+    backend.keep(state, [5, 0, 5])
+    expected = backend.step(backend.start(backend.encode(*padded_batch), 2), new)
+    parity(backend.step(state, new[[5, 0, 5]]), expected[[5, 0, 5]], atol=ATOL)
+
+
+Broken = Callable[[OrtNumpy], dict[str, Callable[..., Any]]]
+
+
+def left_aligned(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
+    """After a ragged trim the shorter histories end too early: their relative positions are wrong."""
+
+    def trim(state: Any, accepted: np.ndarray) -> None:
+        type(backend).trim(backend, state, accepted)
+        width, shape = state.rows.width, state.rows.shape
+        index = (np.arange(width) + state.rows.padding.reshape(-1, 1)) % max(width, 1)
+        flat = backend._from_host(of_each_head(index, 4, width))
+        state.past = [backend._gathered(past, 4, flat, (*shape, 4, width)) for past in state.past]
+        state.rows = dataclasses.replace(state.rows, padding=np.zeros_like(state.rows.padding), ragged=False)
+
+    return {"trim": trim}
+
+
+def no_past_mask(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
+    """It attends to the garbage in front of the shorter histories."""
+
+    def run_decoder(state: Any, new: np.ndarray, past_mask: np.ndarray) -> Any:
+        return type(backend)._run_decoder(backend, state, new, np.ones_like(past_mask))
+
+    return {"_run_decoder": run_decoder}
+
+
+def swapped_masks(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
+    def run_decoder(state: Any, new: np.ndarray, past_mask: np.ndarray) -> Any:
+        return type(backend)._run_decoder(backend, state, new, past_mask[:, ::-1].copy())
+
+    return {"_run_decoder": run_decoder}
+
+
+def past_alone_kept(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
+    """The histories of the kept sources go on, with the first sources."""
+
+    def keep(state: Any, sources: np.ndarray) -> None:
+        source = state.source
+        type(backend).keep(backend, state, sources)
+        fresh = backend.start(source)
+        type(backend).keep(backend, fresh, np.arange(len(sources)))
+        state.source, state.binding = fresh.source, None
+
+    return {"keep": keep}
+
+
+BROKEN: dict[str, Broken] = {
+    "a mask of ones": lambda backend: {
+        "encode": lambda ids, mask: type(backend).encode(backend, ids, np.ones_like(mask))
+    },
+    "no reorder": lambda _: {"reorder": lambda state, rows: None},
+    "lengths alone reordered": lambda _: {
+        "reorder": lambda state, rows: setattr(state, "rows", state.rows.reordered(rows)[0])
+    },
+    "no trim": lambda _: {"trim": lambda state, accepted: None},
+    "no mask of the past": no_past_mask,
+    "the mask of other sources": swapped_masks,
+    "left-aligned past": left_aligned,
+    "keeps the wrong sources": lambda backend: {
+        "keep": lambda state, sources: type(backend).keep(backend, state, np.arange(len(sources)))
+    },
+    "keeps the wrong cross-attention": past_alone_kept,
+    "the past of another layer": lambda backend: {
+        "past_names": [*backend.past_names[2:], *backend.past_names[:2]], "outputs": backend.outputs
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> None:
+    check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
+    vars(own).update(BROKEN[broken](own))
+    with pytest.raises(AssertionError, match="not close"):
+        check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight.roll(1, 0), torch.zeros_like])
+def test_a_wrong_bias_is_caught(runtime, tiny_t5, padded_batch, tmp_path: Path, change: Any) -> None:
+    other = copy.deepcopy(tiny_t5())
+    bias = other.decoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    with torch.no_grad():
+        bias.weight.copy_(change(bias.weight))
+    export_t5(other, tmp_path / "other")
+    with pytest.raises(AssertionError, match="not close"):
+        check_program(runtime(tmp_path / "other", settings=ONE_THREAD), tiny_t5(), *padded_batch, 3, PROGRAM)
+
+
+# Bad input
+
+
+@pytest.fixture
+def begun(opened, runtime, padded_batch) -> tuple[OrtNumpy, Any]:
+    """A backend and a state of 6 sources and 2 rows after a step of 3 tokens."""
+    backend = opened(runtime)
+    state = backend.start(backend.encode(*padded_batch), 2)
+    backend.step(state, np.full((6, 2, 3), 5))
+    return backend, state
+
+
+def check_as_it_was(backend: OrtNumpy, state: Any, model: Any, padded_batch: Any) -> None:
+    """The next step's logits are transformers' for the history that `begun` made."""
+    new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
+    whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
+    expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
+    parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_call_raises_and_leaves_the_state_as_it_was(begun, tiny_t5, padded_batch, case: str) -> None:
+    (backend, state), (method, argument, match) = begun, BAD_CALLS[case]
+    with pytest.raises(InputError, match=match):
+        getattr(backend, method)(state, argument)
+    check_as_it_was(backend, state, tiny_t5(), padded_batch)
+
+
+def test_only_the_last_step_can_be_trimmed(begun) -> None:
+    backend, state = begun
+    backend.trim(state, np.full((6, 2), 2))
+    with pytest.raises(InputError, match="0 … 0"):
+        backend.trim(state, np.full((6, 2), 1))
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.0, "2", None, True])
+def test_no_number_of_rows(opened, runtime, padded_batch, rows: Any) -> None:
+    backend = opened(runtime)
+    with pytest.raises(InputError, match="rows_per_source"):
+        backend.start(backend.encode(*padded_batch), rows)
+
+
+def test_sources_and_states_of_others_are_refused(opened, runtime, exported, tiny_t5, padded_batch) -> None:
+    backend, new = opened(runtime), np.full((6, 1, 1), 5)
+    twin = runtime(exported("deeper-decoder"), settings=ONE_THREAD)
+    others = [twin, TorchEager(tiny_t5()), *(opened(other) for other in RUNTIMES if other is not runtime)]
+    for source in (None, "source", *(other.encode(*padded_batch) for other in others)):
+        for call in (backend.start, backend.split, lambda source: backend.join([source])):
+            with pytest.raises(InputError, match="another backend"):
+                call(source)
+    states = [other.start(other.encode(*padded_batch)) for other in others]
+    for state in (None, {}, backend.encode(*padded_batch), *states):
+        for method, argument in (("step", new), ("reorder", new[:, 0] * 0), ("trim", new[:, 0] * 0), ("keep", [0])):
+            with pytest.raises(InputError, match="not started by this backend"):
+                getattr(backend, method)(state, argument)
+
+
+BAD_BATCHES = [
+    (None, None), ([[300]], [[1]]), ([[-1]], [[1]]), ([[0.5]], [[1]]), ([[3]], [[2]]), ([[3]], [[-1]]),
+    ([[3]], [[1, 1]]), ([[3, 4]], [[1]]), ([[3], [4]], [[1], [0]]), ([], []), ([[]], [[]]), ([3], [1]),
+    ([[[3]]], [[[1]]]), ("text", "text"), ([[3], [4, 5]], [[1], [1, 1]]), (np.zeros((0, 4), dtype=np.int64), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ids", "mask"), BAD_BATCHES)
+def test_encode_takes_only_a_batch(opened, runtime, ids: Any, mask: Any) -> None:
+    with pytest.raises(InputError, match="input_ids|attention_mask"):
+        opened(runtime).encode(ids, mask)
+
+
+@settings(deadline=None, max_examples=40)
+@given(method=st.sampled_from(["start", "step", "reorder", "trim", "keep", "join"]), argument=junk)
+def test_methods_raise_input_error_at_most(opened, runtime, padded_batch, method: str, argument: Any) -> None:
+    backend = opened(runtime)
+    source = backend.encode(*(array[:2] for array in padded_batch))
+    state = backend.start(source, 2)
+    if isinstance(argument, int) and method == "start":
+        argument = min(argument, 50)  # a million rows are a legal wish
+    before = {"start": [source], "join": []}.get(method, [state])
+    if method == "join" and not isinstance(argument, list):
+        argument = [argument]
+    try:
+        getattr(backend, method)(*before, argument)
+    except InputError:
+        assert np.isfinite(backend.step(state, np.full((2, 2, 1), 5))).all()
+
+
+def test_long_sources_are_refused_where_that_is_wanted(runtime, exported, padded_batch) -> None:
+    backend = runtime(exported("deeper-decoder"), settings=ONE_THREAD, max_source_tokens=9)
+    assert backend.encode(*padded_batch).mask.shape == (6, 9)
+    with pytest.raises(InputError, match="10 tokens is longer than max_source_tokens, 9"):
+        backend.encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
+    for value in (0, -1, 1.5, "9", True):
+        with pytest.raises(InputError, match="max_source_tokens"):
+            runtime(exported("deeper-decoder"), settings=ONE_THREAD, max_source_tokens=value)
+
+
+def test_no_export_and_no_settings(runtime, exported, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="no export"):
+        runtime(tmp_path)
+    for folder in (None, 5, "", b"x"):
+        with pytest.raises(InputError, match="folder"):
+            runtime(folder)
+    for wrong in ("cpu", {"threads": 1}, 1):
+        with pytest.raises(InputError, match="SessionSettings"):
+            runtime(exported("deeper-decoder"), settings=wrong)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(threads=0), dict(threads=1.5), dict(threads=5000), dict(device="tpu"), dict(device=[]), dict(device=None),
+     dict(spinning=1), dict(arena="no"), dict(memory_pattern=None)],
+)  # fmt: skip
+def test_settings_say_what_is_wrong(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        SessionSettings(**options)
+
+
+@pytest.mark.parametrize("options", [dict(spinning=False), dict(memory_pattern=True), dict(arena=False), dict()])
+def test_settings_change_no_number(runtime, exported, opened, padded_batch, options: dict[str, Any]) -> None:
+    backend = runtime(
+        exported("deeper-decoder"), settings=SessionSettings(**{"threads": 2, **options}) if options else None
+    )
+    parity(logits_of(backend, padded_batch), logits_of(opened(runtime), padded_batch), atol=ATOL)
+
+
+def test_a_damaged_graph_is_no_graph_and_nothing_is_printed(tmp_path: Path, capfd) -> None:
+    (tmp_path / "decoder.onnx").write_bytes(b"no graph")
+    with pytest.raises(ExportError, match=r"decoder\.onnx cannot be run on device='cpu'"):
+        open_session(tmp_path / "decoder.onnx", ONE_THREAD)
+    assert capfd.readouterr() == ("", "")
+
+
+# Devices
+
+
+def test_bound_says_who_runs_on_cuda(exported) -> None:
+    with pytest.raises(InputError, match="OrtBound takes SessionSettings with a device of cpu.*OrtPointers"):
+        OrtBound(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+
+
+cpu_only = pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this onnxruntime has CUDA"
+)
+
+
+@cpu_only
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtPointers])
+def test_cuda_needs_its_onnxruntime(runtime: type[OrtNumpy], exported) -> None:
+    with pytest.raises(MissingPackageError, match=r"no CUDAExecutionProvider.*t5accel\[gpu\]"):
+        runtime(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+
+
+@cpu_only
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_a_session_that_fell_back_to_the_cpu_is_refused(exported, monkeypatch, capfd) -> None:
+    """As where the libraries of CUDA are missing: onnxruntime goes on without."""
+    everything = onnxruntime.get_available_providers()
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *everything])
+    with pytest.raises(MissingPackageError, match="could not load CUDAExecutionProvider"):
+        OrtNumpy(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+    assert capfd.readouterr().out == ""
+
+
+def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) -> None:
+    from t5accel.backends import ort
+
+    monkeypatch.setattr(ort, "open_session", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MissingPackageError, match="needs a torch with CUDA"):
+        OrtPointers(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtPointers])
+def test_on_cuda(runtime: type[OrtNumpy], exported, tiny_t5, kind: str, padded_batch) -> None:
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime has no CUDA: install t5accel[gpu]")
+    backend = runtime(exported(kind), settings=SessionSettings(device="cuda"))
+    check_program(backend, tiny_t5(kind), *padded_batch, 3, PROGRAM)
+    check(EncoderCache(backend), TorchEager(tiny_t5(kind)), [padded_batch])
+    if runtime is OrtPointers:
+        state = backend.start(backend.encode(*padded_batch))
+        backend.step(state, histories_of(6, 1, 2))
+        assert all(tensor.device.type == "cuda" for tensor in [*state.past, *state.source.inputs.values()])
+
+
+# The encoder cache
+
+
+def test_the_encoder_cache_works_on_it(opened, runtime, tiny_t5, kind: str, padded_batch) -> None:
+    backend = opened(runtime, kind)
+    cache = EncoderCache(backend)
+    check(cache, TorchEager(tiny_t5(kind)), [*masked_variants(list(range(5, 12))), padded_batch])
+    hits = cache.hits
+    np.testing.assert_array_equal(tokens_of(cache, padded_batch), tokens_of(backend, padded_batch))
+    assert cache.hits == hits + 6
+
+
+def test_split_and_join(opened, runtime, padded_batch) -> None:
+    backend = opened(runtime)
+    source = backend.encode(*padded_batch)
+    rows, dims = backend.split(source), backend.dims
+    assert all(row.mask.all() and len(row.mask) == 1 for row in rows)
+    keys = [as_numpy(backend, [row.inputs["cross_key_1"]])[0] for row in rows]
+    assert [key.shape for key in keys] == [(1, 4, n, 12) for n in (9, 5, 3, 7, 2, 8)]
+    joined = backend.join([rows[4], backend.join([rows[1], rows[2]])])
+    assert joined.mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    for name, value in joined.inputs.items():
+        array = as_numpy(backend, [value])[0]
+        if name == "attention_mask":
+            np.testing.assert_array_equal(array, joined.mask)
+        else:
+            assert not array[0, :, 2:].any() and array[0, :, :2].any()
+            np.testing.assert_array_equal(array[1:2], as_numpy(backend, [rows[1].inputs[name]])[0])
+    whole = backend.join(rows)
+    for name, value in whole.inputs.items():
+        kept = as_numpy(backend, [source.inputs[name]])[0]
+        real = source.mask if name == "attention_mask" else source.mask[:, None, :, None]
+        np.testing.assert_array_equal(as_numpy(backend, [value])[0], kept * real)
+    assert backend.source_bytes(source) == 6 * 9 * (2 * sum(dims.cross_heads) * dims.d_kv * 4 + 8)
+    with pytest.raises(InputError, match="no sources to join"):
+        backend.join([])
+
+
+def test_splitting_and_joining_make_new_memory(opened, runtime, padded_batch) -> None:
+    backend = opened(runtime)
+    source = backend.encode(*padded_batch)
+    parts = [*backend.split(source), backend.join([source])]
+
+    def addresses(of: OrtSource) -> set[int]:
+        arrays = (backend._array(value) for value in of.inputs.values())
+        return {array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data for array in arrays}
+
+    own = addresses(source)
+    assert len(own) == 7 and not any(own & addresses(part) for part in parts)
+    single = backend.encode(*(array[:1] for array in padded_batch))
+    assert not addresses(single) & (addresses(backend.join([single])) | addresses(backend.split(single)[0]))
+
+
+def test_fingerprints(opened, runtime, exported) -> None:
+    backend = opened(runtime)
+    assert backend.fingerprint() == runtime(exported("deeper-decoder"), settings=ONE_THREAD).fingerprint()
+    assert hash(backend.fingerprint()) != hash(opened(runtime, seed=4).fingerprint())
+    assert backend.fingerprint() != opened(runtime, seed=4).fingerprint()
+
+
+# Greedy search, threads
+
+
+@pytest.mark.parametrize("options", [dict(max_new_tokens=12), dict(max_new_tokens=6, decoder_input_ids=[[9, 8]] * 6)])
+def test_greedy_equals_generate(opened, runtime, tiny_t5, kind: str, padded_batch, options: dict[str, Any]) -> None:
+    check_equals_generate(opened(runtime, kind), tiny_t5(kind), *padded_batch, **options)
+
+
+def test_greedy_equals_generate_where_rows_end_early(opened, runtime, tiny_t5, padded_batch) -> None:
+    for seed in range(20):  # whose output holds a token that half of the rows or more emit, and not all
+        seen = generate(tiny_t5(seed=seed), *padded_batch, max_new_tokens=14, min_new_tokens=14)[:, 2:12]
+        ends = [int(token) for token in np.unique(seen) if token > 1 and 3 <= (seen == token).any(axis=1).sum() < 6]
+        if ends:
+            break
+    sizes, left = dict(seed=seed, eos_token_id=ends[-1]), []
+    backend = opened(runtime, **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "keep", lambda s, kept: (left.append(len(kept)), type(backend).keep(backend, s, kept)))
+        check_equals_generate(backend, tiny_t5(**sizes), *padded_batch, max_new_tokens=14)
+    assert left, "sources should have left the batch"
+
+
+def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
+    """Each decodes sources of its own; one encodes and starts, too, and one decodes a source that all share."""
+    backend, (ids, mask) = opened(runtime), padded_batch
+    shared, new = backend.encode(ids, mask), histories_of(6, 2, 6)
+    begin = threading.Barrier(4)
+
+    def decode(source: Any, tokens: np.ndarray) -> list[np.ndarray]:
+        state, logits = backend.start(source, 2), []
+        for chunk in np.split(tokens, 6, axis=2):
+            logits.append(backend.step(state, chunk))
+            backend.reorder(state, np.array([[1, 0]] * len(tokens)))
+        return logits
+
+    expected = [
+        decode(shared, new),
+        *(decode(backend.encode(ids[i : i + 2], mask[i : i + 2]), new[:2]) for i in (0, 2, 4)),
+    ]
+
+    def work(number: int) -> None:
+        begin.wait(timeout=30)
+        for _ in range(12):
+            rows = slice(2 * number - 2, 2 * number)
+            source = shared if number == 0 else backend.encode(ids[rows], mask[rows])
+            for one, other in zip(decode(source, new if number == 0 else new[:2]), expected[number], strict=True):
+                parity(one, other, atol=1e-5)
+
+    in_threads(*(lambda number=number: work(number) for number in range(4)))
+
+
+# A failure on the way
+
+
+class Failing:
+    """A session whose runs fail: before they begin, or when all is written."""
+
+    def __init__(self, session: Any, *, late: bool, error: BaseException):
+        self.session, self.late, self.error = session, late, error
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.session, name)
+        if not name.startswith("run"):
+            return method
+
+        def run(*arguments: Any) -> Any:
+            if self.late:
+                method(*arguments)
+            raise self.error
+
+        return run
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the run", "after the run"])
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_step_that_fails_leaves_the_state_as_it_was(
+    own, tiny_t5, padded_batch, late: bool, error: BaseException
+) -> None:
+    state = own.start(own.encode(*padded_batch), 2)
+    session, chunks = own.decoder, [np.full((6, 2, count), 5) for count in (2, 1)]
+    for chunk in chunks:
+        rows, past = state.rows, as_numpy(own, state.past)
+        own.decoder = Failing(session, late=late, error=error)
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                own.step(state, chunk)
+        own.decoder = session
+        assert state.rows is rows
+        for now, before in zip(as_numpy(own, state.past), past, strict=True):
+            np.testing.assert_array_equal(now, before)
+        own.step(state, chunk)
+    own.decoder = Failing(session, late=late, error=error)
+    with pytest.raises(type(error)):
+        own.step(state, chunks[0])
+    own.decoder = session
+    own.reorder(state, [[1, 0]] * 6)  # reads the past of before
+    check_as_it_was(own, state, tiny_t5(), padded_batch)
+
+
+GATHERING = {"reorder": ([[1, 0]] * 6, 6), "trim": ([[1, 3]] * 6, 6), "keep": ([4, 1], 12)}  # and how many tensors
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+@pytest.mark.parametrize("method", GATHERING)
+def test_a_gathering_that_fails_leaves_the_state_as_it_was(
+    own, tiny_t5, padded_batch, monkeypatch, method: str, share: float
+) -> None:
+    argument, tensors = GATHERING[method]
+    state = own.start(own.encode(*padded_batch), 2)
+    own.step(state, np.full((6, 2, 3), 5))
+    take, calls = own._take, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) > int(share * tensors):
+            raise MemoryError
+        return take(*arguments)
+
+    monkeypatch.setattr(own, "_take", failing)
+    with pytest.raises(MemoryError):
+        getattr(own, method)(state, argument)
+    monkeypatch.undo()
+    check_as_it_was(own, state, tiny_t5(), padded_batch)
+
+
+def test_an_encoder_that_fails_leaves_nothing(own, padded_batch) -> None:
+    cache, session = EncoderCache(own), own.encoder
+    own.encoder = Failing(session, late=True, error=RuntimeError("no memory"))
+    with pytest.raises(RuntimeError, match="no memory"):
+        cache.encode(*padded_batch)
+    own.encoder = session
+    assert cache.size_bytes == 0
+    tokens_of(cache, padded_batch)
+
+
+# Addresses
+
+
+def unchecked(binding: Any, name: str, tensor: torch.Tensor, *, is_output: bool = False, **_: Any) -> None:
+    """How it is often written: the address, and the shape that the tensor says it has."""
+    element = np.int64 if tensor.dtype == torch.int64 else np.float32
+    bind = binding.bind_output if is_output else binding.bind_input
+    bind(name, "cpu", 0, element, tuple(tensor.shape), tensor.data_ptr())
+
+
+def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch) -> None:
+    """The classic silent bug: the same values at other strides give other logits, and nobody says a word."""
+    backend, new = opened(OrtPointers), histories_of(6, 2, 4)
+    state = backend.start(backend.encode(*padded_batch), 2)
+    backend.step(state, new)
+    good = state.past
+    strided = [past.transpose(3, 4).contiguous().transpose(3, 4) for past in good]
+    assert all(torch.equal(a, b) and a.stride() != b.stride() for a, b in zip(strided, good, strict=True))
+    rows, next_tokens = state.rows, new[:, :, :1]
+    expected = backend.step(state, next_tokens)
+
+    state.rows, state.past = rows, strided
+    with pytest.raises(InputError, match=r"past_key_0 has strides .* give tensor\.contiguous\(\)"):
+        backend.step(state, next_tokens)
+    assert state.rows is rows and state.past is strided
+
+    monkeypatch.setattr(ort_pointers, "bind_tensor", unchecked)
+    silently_wrong = backend.step(state, next_tokens)
+    assert np.isfinite(silently_wrong).all() and np.abs(silently_wrong - expected).max() > 0.1
+    state.rows, state.past = rows, good
+    np.testing.assert_array_equal(backend.step(state, next_tokens), expected)
+
+
+WRONG_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "transposed": (lambda: torch.zeros(2, 3).T, "strides"),
+    "every second": (lambda: torch.zeros(4, 3)[::2], "strides"),
+    "expanded": (lambda: torch.zeros(1, 3).expand(2, 3), "strides"),
+    "double": (lambda: torch.zeros(2, 3, dtype=torch.float64), "float64; the graph takes torch.float32"),
+    "half": (lambda: torch.zeros(2, 3, dtype=torch.float16), "float16; the graph takes torch.float32"),
+    "tokens": (lambda: torch.zeros(2, 3, dtype=torch.int64), "int64; the graph takes torch.float32"),
+    "elsewhere": (lambda: torch.zeros(2, 3, device="meta"), "on meta; the session runs on cpu"),
+    "numpy": (lambda: np.zeros((2, 3), dtype=np.float32), "is a ndarray"),
+    "nothing": (lambda: None, "is a NoneType"),
+}
+
+
+@pytest.mark.parametrize("is_output", [False, True], ids=["input", "output"])
+@pytest.mark.parametrize("case", WRONG_TENSORS)
+def test_what_is_not_bound(case: str, is_output: bool) -> None:
+    make, match = WRONG_TENSORS[case]
+    with pytest.raises(InputError, match=match):
+        bind_tensor(None, "past_key_0", make(), dtype=torch.float32, device=torch.device("cpu"), is_output=is_output)
+
+
+def test_a_type_that_no_graph_has_is_not_bound() -> None:
+    with pytest.raises(InputError, match="to be bound as torch.complex64"):
+        bind_tensor(None, "x", torch.zeros(1), dtype=torch.complex64, device=torch.device("cpu"))
+
+
+class Recorder:
+    """Writes down the calls of several objects in their order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **_: self.calls.append((name, arguments))
+
+
+@pytest.mark.parametrize("is_output", [False, True], ids=["input", "output"])
+def test_an_empty_tensor_is_not_bound_by_its_address(is_output: bool) -> None:
+    for shape in ((2, 1, 4, 0, 12), (0,)):
+        tensor, recorder = torch.zeros(shape), Recorder()
+        assert tensor.data_ptr() == 0
+        bind_tensor(recorder, "x", tensor, dtype=torch.float32, device=torch.device("cpu"), is_output=is_output)
+        ((name, (_, value)),) = recorder.calls
+        assert name == ("bind_ortvalue_output" if is_output else "bind_ortvalue_input")
+        assert tuple(value.shape()) == shape and value.data_type() == "tensor(float)"
+
+
+def test_the_device_is_waited_for_before_binding_and_after_the_run(exported, monkeypatch) -> None:
+    """The order of calls on CUDA, played on the CPU."""
+    backend, recorder = OrtPointers(exported("deeper-decoder"), settings=ONE_THREAD), Recorder()
+    monkeypatch.setattr(torch.cuda, "synchronize", recorder.synchronize)
+    monkeypatch.setattr(ort_pointers, "bind_tensor", recorder.bind_tensor)
+    backend.device = torch.device("cuda", 0)
+    backend._run(recorder, recorder, {"input_ids": None}, {"logits": None})
+    names = [name for name, _ in recorder.calls]
+    assert names == ["synchronize", "bind_tensor", "bind_tensor", "run_with_iobinding", "synchronize_outputs"]
+
+
+def test_its_tensors_are_contiguous_after_every_operation(opened, padded_batch) -> None:
+    backend, new = opened(OrtPointers), histories_of(6, 2, 3)
+    state = backend.start(backend.encode(*padded_batch), 2)
+    for change in (
+        lambda: backend.step(state, new),
+        lambda: backend.trim(state, [[1, 3]] * 6),
+        lambda: backend.reorder(state, [[1, 1]] * 6),
+        lambda: backend.keep(state, [5, 2]),
+        lambda: backend.step(state, new[:2]),
+    ):
+        change()
+        assert all(tensor.is_contiguous() for tensor in [*state.past, *state.source.inputs.values()])
+
+
+def test_the_session_writes_into_our_tensors(opened, padded_batch, monkeypatch) -> None:
+    """Nothing is copied on the way: what a step returns as past is what was bound."""
+    backend = opened(OrtPointers)
+    bound: dict[str, torch.Tensor] = {}
+
+    def recording(binding: Any, name: str, tensor: torch.Tensor, **options: Any) -> None:
+        bound[name] = tensor
+        bind_tensor(binding, name, tensor, **options)
+
+    monkeypatch.setattr(ort_pointers, "bind_tensor", recording)
+    state = backend.start(backend.encode(*padded_batch))
+    for _ in range(2):
+        before = state.past
+        backend.step(state, histories_of(6, 1, 2))
+        assert all(bound[name] is tensor for name, tensor in zip(backend.past_names, before, strict=True))
+        assert all(bound[name] is tensor for name, tensor in zip(backend.outputs[1:], state.past, strict=True))
+        assert all(bound[name] is state.source.inputs[name] for name in backend.cross_names)
+    bound.clear()
+    backend.step(state, histories_of(6, 1, 2))
+    assert not bound.keys() & set(backend.cross_names), "cross-attention is bound once"
+
+
+# Bytes
+
+
+class Counting:
+    """A session that adds up what it is handed and what is taken from it, when that is numpy."""
+
+    def __init__(self, session: Any):
+        self.session, self.handed_in, self.taken_back = session, {}, {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        results = self.session.run(names, feeds)
+        self.handed_in = {name: array.nbytes for name, array in feeds.items()}
+        self.taken_back = {name: array.nbytes for name, array in zip(names, results, strict=True)}
+        return results
+
+
+def by_kind(sizes: dict[str, int]) -> dict[str, int]:
+    kinds: dict[str, int] = {}
+    for name, size in sizes.items():
+        start = name.split("_")[0]
+        is_self = start in ("past", "present") and name != "past_mask"
+        kind = "self_attention" if is_self else "cross_attention" if start == "cross" else name
+        kinds[kind] = kinds.get(kind, 0) + size
+    return kinds
+
+
+@pytest.mark.parametrize("past", [0, 4])
+def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, kind: str, padded_batch, monkeypatch, past: int) -> None:
+    backend, new = OrtNumpy(exported(kind), settings=ONE_THREAD), histories_of(6, 2, 4)
+    expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)
+    state = backend.start(backend.encode(*padded_batch), 2)
+    if past:
+        backend.step(state, new)
+    backend.decoder = counting = Counting(backend.decoder)
+    backend.step(state, new[:, :, :3])
+    assert by_kind(counting.handed_in) == expected["fed"].handed_in
+    assert by_kind(counting.taken_back) == expected["fed"].taken_back
+    both = sum(counting.handed_in.values()) + sum(counting.taken_back.values())
+    assert both == expected["fed"].size_bytes > expected["bound"].size_bytes
+
+    bound = OrtBound(exported(kind), settings=ONE_THREAD)
+    state, handed_in = bound.start(bound.encode(*padded_batch), 2), {}
+    if past:
+        bound.step(state, new)
+    bind = onnxruntime.IOBinding.bind_cpu_input
+    monkeypatch.setattr(
+        onnxruntime.IOBinding,
+        "bind_cpu_input",
+        lambda self, name, array: (handed_in.__setitem__(name, array.nbytes), bind(self, name, array)),
+    )
+    logits = bound.step(state, new[:, :, :3])
+    assert handed_in == expected["bound"].handed_in
+    assert {"logits": logits.nbytes} == expected["bound"].taken_back
+    assert expected["bound"].size_bytes == logits.nbytes + sum(handed_in.values())
+
+
+def test_bytes_of_unequal_layers_and_half_precision() -> None:
+    dims = T5Dims(100, 8, 6, (2,), (1, 3), (2, 1), (16,), (16, 16), gated=False, tied=True)
+    step = bytes_per_step(dims, batch=2, rows=3, past=5, new=1, source=7, element_bytes=2)
+    assert step["fed"].handed_in == {
+        "input_ids": 2 * 3 * 8,
+        "past_mask": 2 * 3 * 5 * 8,
+        "self_attention": 2 * 3 * 5 * (1 + 3) * 6 * 2 * 2,
+        "cross_attention": 2 * 7 * (2 + 1) * 6 * 2 * 2,
+        "attention_mask": 2 * 7 * 8,
+    }
+    assert step["fed"].taken_back == {"logits": 2 * 3 * 100 * 4, "self_attention": 2 * 3 * 6 * (1 + 3) * 6 * 2 * 2}
+    assert step["bound"].handed_in == {"input_ids": 48, "past_mask": 240}
+    assert step["bound"].taken_back == {"logits": 2400}
+
+
+@pytest.mark.parametrize("name", ["batch", "rows", "past", "new", "source", "element_bytes"])
+@pytest.mark.parametrize("value", [-1, 1.5, "3", None])
+def test_no_count(name: str, value: Any) -> None:
+    dims = T5Dims(100, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+    sizes = {**dict(batch=1, rows=1, past=0, new=1, source=1, element_bytes=4), name: value}
+    with pytest.raises(InputError, match=name):
+        bytes_per_step(dims, **sizes)
+
+
+# Without torch and transformers
+
+PROGRAM_WITHOUT = """
+import sys
+ALLOWED = sys.stdlib_module_names | {"numpy", "onnxruntime", "tokenizers", "t5accel"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in ALLOWED:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+for name in ("torch", "transformers", "onnx", "safetensors", "tqdm", "filelock", "huggingface_hub", "psutil"):
+    assert name not in sys.modules
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(f"{name} should be blocked")
+
+from t5accel.backends.RUNTIME_MODULE import RUNTIME
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.text import text_to_text
+from t5accel.decoding.tokenizer_file import TokenizerFile
+
+backend = RUNTIME(sys.argv[1], settings=SessionSettings(threads=1))
+translate = text_to_text(
+    TokenizerFile(sys.argv[1]), lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=24).sequences
+)
+print(*translate(sys.argv[2:]), sep="\\n")
+heavy = {"torch", "transformers", "onnx", "safetensors", "tqdm", "filelock", "huggingface_hub", "psutil"}
+assert not heavy & {name.split(".")[0] for name in sys.modules}
+"""
+
+
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtBound])
+def test_translates_without_torch_and_transformers(runtime: type[OrtNumpy], exported_mini, mini) -> None:
+    model, tokenizer = mini
+    texts = ["translate English to German: The house is small.", "translate English to German: I do not know."]
+    program = PROGRAM_WITHOUT.replace("RUNTIME_MODULE", runtime.__module__.rpartition(".")[2])
+    answer = subprocess.run(
+        [sys.executable, "-c", program.replace("RUNTIME", runtime.__name__), exported_mini, *texts],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert answer.returncode == 0, answer.stderr
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    expected = tokenizer.batch_decode(
+        model.generate(**batch, max_new_tokens=24, do_sample=False, num_beams=1), skip_special_tokens=True
+    )
+    assert answer.stdout.splitlines() == expected and len(set(expected)) == 2
+    assert answer.stderr == ""

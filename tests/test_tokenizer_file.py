@@ -1,0 +1,313 @@
+"""A tokenizer.json without transformers: its ids and its texts are those of transformers' own tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_encoder_cache import in_threads
+
+from t5accel.checkpoints import data_folder
+from t5accel.decoding.text import text_to_text
+from t5accel.decoding.tokenizer_file import TokenizerFile
+from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError
+
+BUNDLED = data_folder() / "mini-t5"
+TASKS = ("translation", "summaries", "questions")
+
+
+@pytest.fixture(scope="module")
+def ours() -> TokenizerFile:
+    return TokenizerFile(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def theirs(mini) -> Any:
+    return mini[1]
+
+
+def eval_texts(name: str) -> list[str]:
+    """Every text of an evaluation set: sources, references, questions, contexts, answers."""
+    lines = (data_folder() / "eval" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    values = [value for line in lines for value in json.loads(line).values()]
+    return [text for value in values for text in ([value] if isinstance(value, str) else value)]
+
+
+def check(ours: TokenizerFile, theirs: Any, texts: list[str]) -> None:
+    batch, expected = ours(texts), theirs(texts, return_tensors="np", padding=True)
+    assert batch.keys() == {"input_ids", "attention_mask"}
+    for name, array in batch.items():
+        assert array.dtype == np.int64
+        np.testing.assert_array_equal(array, expected[name])
+    for skip in (False, True):
+        decoded = ours.batch_decode(batch["input_ids"], skip_special_tokens=skip)
+        assert decoded == theirs.batch_decode(expected["input_ids"], skip_special_tokens=skip)
+
+
+# The same as transformers
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_text_of_the_evaluation_sets(ours, theirs, name: str) -> None:
+    texts = eval_texts(name)
+    assert len(texts) > 400 and len(set(map(len, texts))) > 50
+    check(ours, theirs, texts)
+    assert (ours(texts)["input_ids"].max(axis=1) > 1).all()
+
+
+ODD = [
+    "",
+    " ",
+    "\n\t",
+    "</s>",
+    "<pad>",
+    "a</s>b",
+    "<unk> x",
+    "日本語 ☃ 𝔘",
+    "Ａｂ½",
+    "a" * 3000,
+    "e\u0301 é",
+    "\x00\u200b",
+    " 's n't ,",
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_odd_texts(ours, theirs, text: str) -> None:
+    check(ours, theirs, [text, "The house is small."])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=4))
+def test_any_texts(ours, theirs, texts: list[str]) -> None:
+    check(ours, theirs, texts)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.lists(st.integers(0, 9000), max_size=8), min_size=1, max_size=4))
+def test_any_ids(ours, theirs, rows: list[list[int]]) -> None:
+    """Also those that the model never emits, and rows of different lengths."""
+    for skip in (False, True):
+        assert ours.batch_decode(rows, skip_special_tokens=skip) == theirs.batch_decode(rows, skip_special_tokens=skip)
+
+
+def test_rows_end_and_are_padded(ours) -> None:
+    batch = ours(("The house is small.", "No"))
+    assert ours.pad_token_id == 0 and batch["input_ids"][1].tolist()[-1] == 0
+    last = batch["attention_mask"].sum(axis=1) - 1
+    assert batch["input_ids"][[0, 1], last].tolist() == [1, 1]
+    assert batch["attention_mask"].tolist() == (batch["input_ids"] != 0).astype(int).tolist()
+
+
+def test_stands_in_for_theirs(ours, theirs) -> None:
+    texts = eval_texts("translation")[:5]
+    backwards = [text_to_text(tokenizer, lambda ids, mask: ids[:, ::-1].copy()) for tokenizer in (ours, theirs)]
+    assert backwards[0](texts) == backwards[1](texts) != texts
+
+
+def test_takes_numpy_torch_and_lists(ours) -> None:
+    import torch
+
+    rows = ours(["The house is small.", "No"])["input_ids"]
+    expected = ours.batch_decode(rows, skip_special_tokens=True)
+    for given_rows in (rows.tolist(), torch.as_tensor(rows), rows.astype(np.int32), list(rows)):
+        assert ours.batch_decode(given_rows, skip_special_tokens=True) == expected == ["The house is small.", "No"]
+    assert ours.batch_decode([]) == [] and ours.batch_decode([[]]) == [""]
+
+
+def test_threads_share_it(ours) -> None:
+    texts = eval_texts("translation")[:200]
+    expected, begin = ours(texts), threading.Barrier(3)
+
+    def work() -> None:
+        begin.wait(timeout=30)
+        for _ in range(5):
+            np.testing.assert_array_equal(ours(texts)["input_ids"], expected["input_ids"])
+            ours.batch_decode(expected["input_ids"])
+
+    in_threads(work, work, work)
+
+
+# What lies beside the file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled tokenizer, to be changed."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / name).write_bytes((BUNDLED / name).read_bytes())
+    return tmp_path
+
+
+def change(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **entries}), encoding="utf-8")
+
+
+def test_a_folder_or_the_file_itself(folder: Path) -> None:
+    for path in (folder, str(folder), folder / "tokenizer.json", str(folder / "tokenizer.json")):
+        assert TokenizerFile(path)(["No"])["input_ids"][0, -1] == 1
+    (folder / "tokenizer.json").rename(folder / "other.json")
+    assert TokenizerFile(folder / "other.json").pad_token_id == 0
+
+
+def test_what_an_export_holds_is_enough(exported_mini, ours) -> None:
+    texts = eval_texts("translation")
+    np.testing.assert_array_equal(TokenizerFile(exported_mini)(texts)["input_ids"], ours(texts)["input_ids"])
+
+
+def test_padding_and_cutting_saved_in_the_file_do_not_matter(folder: Path, ours) -> None:
+    """As transformers leaves them there after a call with padding and truncation."""
+    padding = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+               "pad_token": "<pad>"}  # fmt: skip
+    cutting = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    change(folder / "tokenizer.json", padding=padding, truncation=cutting)
+    texts = ["The house is small.", "No"]
+    np.testing.assert_array_equal(TokenizerFile(folder)(texts)["input_ids"], ours(texts)["input_ids"])
+
+
+def test_where_the_padding_token_is_read(folder: Path) -> None:
+    config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    change(config, pad_token="</s>")
+    assert TokenizerFile(folder).pad_token_id == 1
+    change(config, pad_token={"content": "<unk>"})
+    assert TokenizerFile(folder).pad_token_id == 2
+    assert TokenizerFile(folder, pad_token_id=7).pad_token_id == 7
+    config.unlink()
+    assert TokenizerFile(folder).pad_token_id == 0
+    change(special, pad_token="</s>")
+    assert TokenizerFile(folder).pad_token_id == 1
+    special.unlink()
+    assert TokenizerFile(folder).pad_token_id == 0  # T5's own
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(text.replace('"<pad>"', '"<filler>"'), encoding="utf-8")
+    with pytest.raises(InputError, match="names no padding token: give pad_token_id"):
+        TokenizerFile(folder)
+    assert TokenizerFile(folder, pad_token_id=0).pad_token_id == 0
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 5,
+               "pad_type_id": 0, "pad_token": "<filler>"}  # fmt: skip
+    change(folder / "tokenizer.json", padding=padding)
+    assert TokenizerFile(folder).pad_token_id == 5
+
+
+def test_decoded_text_is_tidied_where_the_configuration_says_so(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    texts = ["Well , it 's not ' here ' . I do n't know ? We 've , they 're ! I 'm"]
+    loose = TokenizerFile(folder)
+    ids = loose(texts)["input_ids"]
+    change(folder / "tokenizer_config.json", clean_up_tokenization_spaces=True)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    tidied = TokenizerFile(folder).batch_decode(ids, skip_special_tokens=True)
+    assert (
+        tidied
+        == theirs.batch_decode(ids, skip_special_tokens=True)
+        != loose.batch_decode(ids, skip_special_tokens=True)
+    )
+
+
+# Bad input
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "tokenizer.json", tmp_path / "no" / "folder", ""):
+        with pytest.raises(ModelUnavailableError, match=r"There is no file .*save_pretrained"):
+            TokenizerFile(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"no json", b"\xff\xfe", b"[1, 2]", b'{"model": 5}'])
+def test_a_damaged_file(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelUnavailableError, match="tokenizer.json cannot be read"):
+        TokenizerFile(folder)
+    (folder / "tokenizer.json").write_bytes((BUNDLED / "tokenizer.json").read_bytes()[:5000])
+    with pytest.raises(ModelUnavailableError, match="tokenizer.json cannot be read"):
+        TokenizerFile(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", [b"", b"no json", b"\xff\xfe", b"[1, 2]"])
+def test_a_damaged_configuration(folder: Path, name: str, content: bytes) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelUnavailableError, match=name):
+        TokenizerFile(folder)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"folder", ["folder"]])
+def test_no_path(path: Any) -> None:
+    with pytest.raises(InputError, match="path is"):
+        TokenizerFile(path)
+
+
+@pytest.mark.parametrize("pad_token_id", [-1, 1.0, "0", True, 10**6, 2**70])
+def test_no_padding_token(pad_token_id: Any) -> None:
+    with pytest.raises(InputError, match="pad_token_id is"):
+        TokenizerFile(BUNDLED, pad_token_id=pad_token_id)
+
+
+def test_without_the_library(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingPackageError, match="pip install tokenizers"):
+        TokenizerFile(BUNDLED)
+
+
+@pytest.mark.parametrize("texts", [[], (), "one text", None, 5, [None], ["a", 5], [["a"]], [b"a"], {}, [("a", "b")]])
+def test_no_texts(ours, texts: Any) -> None:
+    with pytest.raises(InputError, match="non-empty list of texts"):
+        ours(texts)
+
+
+def test_half_of_a_surrogate_pair(ours) -> None:
+    with pytest.raises(InputError, match="surrogate"):
+        ours(["fine", "half \ud800"])
+
+
+@pytest.mark.parametrize(
+    "options", [dict(return_tensors="pt"), dict(return_tensors=None), dict(padding=False), dict(padding="max_length")]
+)
+def test_other_options_are_not_ignored(ours, options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="leave return_tensors and padding"):
+        ours(["text"], **options)
+
+
+BAD_IDS = [
+    None,
+    5,
+    "text",
+    b"x",
+    [5],
+    [[-1]],
+    [[2**32]],
+    [[0.5]],
+    [["a"]],
+    [None],
+    np.zeros((1, 2, 3), dtype=int),
+    np.array(3),
+]
+
+
+@pytest.mark.parametrize("ids", BAD_IDS)
+def test_no_ids(ours, ids: Any) -> None:
+    with pytest.raises(InputError, match="ids"):
+        ours.batch_decode(ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3), st.lists, max_leaves=6
+    )
+)
+def test_junk_raises_ours_at_most(ours, junk: Any) -> None:
+    for call in (ours, ours.batch_decode, TokenizerFile):
+        try:
+            call(junk)
+        except T5AccelError as error:
+            assert len(str(error)) > 15
