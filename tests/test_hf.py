@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -23,9 +25,12 @@ from transformers.utils import logging as transformers_logging
 
 from t5accel.backends.hf import OrtT5ForConditionalGeneration
 from t5accel.backends.hf_cache import DecoderCache
+from t5accel.backends.ort_bound import OrtBound
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.errors import InputError
+from t5accel.errors import InputError, T5AccelError
+from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied, parity
 from t5accel.pipeline import text2text
 from t5accel.tasks import rows as task_rows
@@ -35,9 +40,17 @@ V5 = int(transformers.__version__.split(".")[0]) >= 5
 ATOL = 1e-4
 
 # A runtime that is to stand behind generate() needs one line here: from transformers' model to its backend.
-BACKENDS: dict[str, Callable[[Any], Any]] = {
-    "torch": TorchEager,
-}
+EXPORTS = tempfile.TemporaryDirectory()  # gone when the process ends
+
+
+def on_onnx(own: Any) -> OrtBound:
+    """An ONNX Runtime backend with the weights that the model has now."""
+    folder = Path(EXPORTS.name) / uuid4().hex
+    export_t5(own, folder)
+    return OrtBound(folder, settings=SessionSettings(threads=1), verify=False)
+
+
+BACKENDS: dict[str, Callable[[Any], Any]] = {"torch": TorchEager, "onnx": on_onnx}
 
 
 class Log:
@@ -890,7 +903,8 @@ def test_save_pretrained(exported, tmp_path: Path) -> None:
     assert empty.stat().st_mode == (tmp_path / "new" / "deep").stat().st_mode == (tmp_path / "export").stat().st_mode
 
 
-def test_save_pretrained_refuses(exported, pair, tmp_path: Path) -> None:
+def test_save_pretrained_refuses(exported, tiny_t5, tmp_path: Path) -> None:
+    own = tiny_t5()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for folder in (tmp_path, tmp_path / "export", tmp_path / "export" / "encoder.onnx"):
         with pytest.raises(InputError, match="no empty folder"):
@@ -899,7 +913,7 @@ def test_save_pretrained_refuses(exported, pair, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="lies inside"):
             exported.save_pretrained(folder)
     with pytest.raises(InputError, match="came from no folder"):
-        pair[1].save_pretrained(tmp_path / "new")
+        behind(TorchEager(own), own).save_pretrained(tmp_path / "new")
     with pytest.raises(InputError, match="push_to_hub"):
         exported.save_pretrained(tmp_path / "new", push_to_hub=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -913,3 +927,20 @@ def test_save_pretrained_leaves_nothing_half_written(exported, tmp_path: Path, m
     with pytest.raises(OSError, match="no space left"):
         exported.save_pretrained(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
+    """Its manifest knows the hashes of what was written anew: it is checked before anything is loaded."""
+    own = tiny_t5()
+    export_t5(own, tmp_path / "export")
+    expected = reference(own, batch, max_length=9, num_beams=2)
+    assert_varied(expected)
+    ours = OrtT5ForConditionalGeneration.from_pretrained(tmp_path / "export")
+    ours.generation_config.update(max_length=9, num_beams=2)
+    ours.save_pretrained(tmp_path / "new")
+    for model in (ours, OrtT5ForConditionalGeneration.from_pretrained(tmp_path / "new")):
+        with quiet():
+            assert torch.equal(model.generate(**batch), expected)
+    (tmp_path / "new" / "generation_config.json").write_text("{}")
+    with pytest.raises(T5AccelError, match="generation_config.json"):
+        OrtT5ForConditionalGeneration.from_pretrained(tmp_path / "new")

@@ -37,6 +37,7 @@ FLOORS = {
     "students": 4,
     "bench": 5,
     "techniques": 5,
+    "soak": 5,
     "course": 5,
     "doctor": 5,
     "scoreboard": 5,

@@ -13,6 +13,8 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
@@ -25,12 +27,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from t5accel.backends.ort import OrtNumpy
 from t5accel.checkpoints import T5Dims
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import ExportError, T5AccelError
-from t5accel.graphs import staging
+from t5accel.errors import ExportError, InputError, T5AccelError
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.manifest import Manifest, read_manifest
@@ -42,10 +44,10 @@ Snapshot = dict[str, Any]
 
 def snapshot(folder: Path) -> Snapshot:
     """All that is there, hidden files too: content, time and inode of files, and nothing of folders but their names."""
-    found = {}
+    found: Snapshot = {}
     for path in sorted(folder.rglob("*")):
-        stat = path.lstat()
-        found[str(path.relative_to(folder))] = (path.read_bytes(), stat.st_mtime_ns, stat.st_ino) * path.is_file()
+        stat, is_file = path.lstat(), path.is_file()
+        found[str(path.relative_to(folder))] = is_file and (path.read_bytes(), stat.st_mtime_ns, stat.st_ino)
     return found
 
 
@@ -89,7 +91,7 @@ def test_the_manifest_tells_the_truth(tiny_t5, original: Path) -> None:
     dims = T5Dims.of(tiny_t5())
     assert content["dims"] == json.loads(json.dumps(asdict(dims))) and content["dims"]["decoder_heads"] == [4, 4, 4]
     assert content["versions"]["torch"] == torch.__version__ and content["versions"]["numpy"] == np.__version__
-    assert {"t5accel", "transformers", "onnx"} <= content["versions"].keys()
+    assert {"transformers", "onnx"} <= content["versions"].keys()
     assert content["graphs"].keys() == {ENCODER, DECODER}
     assert content["graphs"][ENCODER]["inputs"][0] == {"name": "input_ids", "dtype": "int64", "shape": ["B", "S"]}
     assert content["graphs"][DECODER]["outputs"][1]["shape"] == ["B", "K", 4, "P + T", 12]
@@ -185,17 +187,19 @@ def rename_file(name: str) -> Callable[[Any], Any]:
     return change
 
 
+PARTS = ("source", "dims", "tokens", "recipe", "versions", "graphs", "files")
+
+
 @pytest.mark.parametrize(
     "change",
     [
         put("format", value=0), put("format", value=2), put("format", value="1"), drop("format"),
         put("layout", value="one graph"), lambda content: [content], lambda content: {}, lambda content: None,
         lambda content: "two graphs", lambda content: content["files"],
-        *(drop(key) for key in ("layout", "source", "dims", "tokens", "recipe", "opset", "versions", "graphs", "files")),
-        *(put(key, value=value) for value in (None, [], "x", 7) for key in ("source", "dims", "tokens", "recipe",
-                                                                            "versions", "graphs", "files")),
+        drop("layout"), drop("opset"), *map(drop, PARTS),
+        *(put(part, value=value) for value in (None, [], "x", 7) for part in PARTS),
         put("opset", value="20"), put("opset", value=True), put("source", "sha256", value=None), drop("source", "name"),
-        put("tokens", "eos_token_id", value="1"), put("tokens", "eos_token_id", value=1.5), drop("tokens", "eos_token_id"),
+        *(put("tokens", "eos_token_id", value=value) for value in ("1", 1.5, True)), drop("tokens", "eos_token_id"),
         put("tokens", "eos_token_id", value=float("inf")), put("versions", "torch", value=2), drop("recipe", "name"),
         put("dims", "d_model", value=None), put("dims", "d_model", value=[32]), put("dims", "d_kv", value=13),
         put("dims", "vocab_size", value=299), put("dims", "decoder_heads", value=[4, 4]), put("dims", "tied", value=1),
@@ -221,8 +225,8 @@ def test_manifests_of_another_shape(whole: Path, change: Callable[[Any], Any]) -
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"{}", b"null", b"\x80\x04\x95", bytes(range(256)), b"\xff\xfe{\x00}\x00", b"[" * 100_000, b"9" * 10_000,
-     b'{"format": NaN}', "é".encode("latin-1")],
+    [b"", b"{", b"{}", b"null", b"\x80\x04\x95", bytes(range(256)), b"\xff\xfe{\x00}\x00", b"[" * 100_000,
+     b"9" * 10_000, b'{"format": NaN}', "é".encode("latin-1")],
 )  # fmt: skip
 def test_manifests_that_are_none(whole: Path, data: bytes) -> None:
     (whole / MANIFEST).write_bytes(data)
@@ -247,7 +251,7 @@ def test_folders_without_a_manifest(tmp_path: Path, kind: str) -> None:
 
 
 junk = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["..", "", "x\0y", "B", "fp32"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["..", "", "x\0y", "B"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )  # fmt: skip
@@ -307,18 +311,16 @@ def test_the_same_model_is_kept(tiny_t5, mini, whole: Path) -> None:
     assert snapshot(whole) == before, "not a byte, a time or an inode has changed"
 
 
-def test_the_same_model_with_more_wishes_is_not_the_same(tiny_t5, mini, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", WEIGHTS])
+def test_the_same_model_with_more_wishes_is_not_the_same(tiny_t5, mini, tmp_path: Path, name: str) -> None:
     """What was asked for is there afterwards, or an error says that it is not."""
-    folder = tmp_path / "x"
-    export_t5(tiny_t5(), folder)
+    more = dict(external_threshold_bytes=0) if name == WEIGHTS else dict(tokenizer=mini[1])
+    export_t5(tiny_t5(), tmp_path / "x")
     before = snapshot(tmp_path)
-    for more, name in ((dict(tokenizer=mini[1]), "tokenizer.json"), (dict(external_threshold_bytes=0), WEIGHTS)):
-        with pytest.raises(ExportError, match=AGAIN):
-            export_t5(tiny_t5(), folder, **more)
-        assert snapshot(tmp_path) == before
-        assert name in export_t5(tiny_t5(), folder, overwrite=True, **more).files
-        export_t5(tiny_t5(), folder, overwrite=True, external_threshold_bytes=0 if name != WEIGHTS else 10**9)
-        before = snapshot(tmp_path)
+    with pytest.raises(ExportError, match=AGAIN):
+        export_t5(tiny_t5(), tmp_path / "x", **more)
+    assert snapshot(tmp_path) == before
+    assert name in export_t5(tiny_t5(), tmp_path / "x", overwrite=True, **more).files
 
 
 def test_another_model_needs_to_be_told(tiny_t5, whole: Path, padded_batch) -> None:
@@ -551,12 +553,8 @@ def with_file(folder: Path) -> Path:
         pytest.param(lambda folder: folder / ("n" * 300), "n{300}.*name too long", id="long-name"),
         pytest.param(lambda folder: folder / ("n" * 250), "n{250}.*name too long", id="name-too-long-for-its-lock"),
         pytest.param(lambda folder: folder / "/".join(["n" * 200] * 40), "name too long", id="long-path"),
-        pytest.param(lambda folder: f"{folder}/x\0y", "null", id="null-byte"),
         pytest.param(with_loop, "", id="loop-of-links"),
-        pytest.param(lambda folder: "/proc/x", "/proc/x", id="no-real-folder"),
         pytest.param(lambda folder: "/", "another folder", id="root"),
-        pytest.param(lambda folder: None, "None", id="none"),
-        pytest.param(lambda folder: 5, "5", id="number"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -566,6 +564,15 @@ def test_where_nothing_can_be_written(tiny_t5, tmp_path: Path, make: Any, match:
     with pytest.raises(ExportError, match=f"(?i){match}"):
         export_t5(tiny_t5(), target, overwrite=overwrite)
     assert {name for name in snapshot(tmp_path) if not name.endswith(".lock")} == before.keys()
+
+
+@pytest.mark.parametrize("folder", [None, 5, "", b"x", "x\0y", "\ud800", ["x"]], ids=repr)
+def test_what_is_no_path(tiny_t5, tmp_path: Path, monkeypatch, folder: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for use in (partial(export_t5, tiny_t5()), read_manifest):
+        with pytest.raises(InputError, match="folder"):
+            use(folder)
+    assert not list(tmp_path.iterdir())
 
 
 # In other processes
@@ -613,6 +620,7 @@ class Child:
 
 def run(pipe: Any, function: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own lock is shared between processes, and outlives those that are killed
     function(*args, pipe.send)
 
 
@@ -621,7 +629,7 @@ def small() -> Callable[[int], Any]:
     return lambda seed: random_t5(SMALL, seed=seed)
 
 
-def slow_down(monkeypatched: type = Path, pause_s: float = 0.003) -> None:
+def slow_down(pause_s: float = 0.003) -> None:
     """Every file is written bit by bit and every rename takes its time, so that a moment of each can be met."""
 
     def write_bytes(path: Path, data: bytes) -> int:
@@ -643,11 +651,11 @@ def slow_down(monkeypatched: type = Path, pause_s: float = 0.003) -> None:
     Path.write_bytes, Path.rename, os.fsync = write_bytes, slowly(Path.rename), slowly(os.fsync)
 
 
-def export_slowly(folder: Path, seed: int, options: dict[str, Any], say: Callable[[Any], None]) -> None:
-    model = random_t5(SMALL, seed=seed)
+def export_slowly(folder: Path, say: Callable[[Any], None]) -> None:
+    model = random_t5(SMALL, seed=1)
     slow_down()
     say("ready")
-    export_t5(model, folder, **options)
+    export_t5(model, folder)
     say("done")
 
 
@@ -661,18 +669,20 @@ KILLS = 20
 
 @needs_fork
 def test_killed_at_any_time_it_is_whole_or_not_there(small, tmp_path: Path) -> None:
-    child = Child(export_slowly, tmp_path / "measure", 1, {})
-    assert child.hear() == "ready"
-    start = time.perf_counter()
-    assert child.hear() == "done"
-    takes_s = time.perf_counter() - start
+    took_s = []
+    for name in ("measure", "again"):
+        child = Child(export_slowly, tmp_path / name)
+        assert child.hear() == "ready"
+        start = time.perf_counter()
+        assert child.hear() == "done"
+        took_s.append(time.perf_counter() - start)
     expected = read_manifest(tmp_path / "measure")
 
     fell, target = [], tmp_path / "model"
     for kill in range(KILLS):
-        child = Child(export_slowly, target, 1, {})
+        child = Child(export_slowly, target)
         assert child.hear() == "ready"
-        time.sleep(takes_s * (kill + 0.5) / KILLS)
+        time.sleep(min(took_s) * (kill + 0.5) / KILLS)
         child.process.kill()
         child.process.join()
         fell.append(where_it_fell(target))
@@ -682,7 +692,7 @@ def test_killed_at_any_time_it_is_whole_or_not_there(small, tmp_path: Path) -> N
         # Its lock is free, and what it left does not stand in the way; the next child may find it, too.
         if kill % 2:
             assert export_t5(small(1), target) == expected
-            assert partials(tmp_path) == [] and beside(tmp_path) == {"measure", "model"}
+            assert partials(tmp_path) == [] and beside(tmp_path) == {"measure", "again", "model"}
             shutil.rmtree(target)
     assert fell.count("inside") >= KILLS // 2, f"the kills fell {fell}: they should fall into the writing"
     assert export_t5(small(1), target) == expected and partials(tmp_path) == []
@@ -692,7 +702,7 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shu
 
 
 def export_and_die(folder: Path, last: int, say: Callable[[Any], None]) -> None:
-    """Replace an export, and die by SIGKILL before change number ``last`` of the file system; say how many there are."""
+    """Replace an export, and die by SIGKILL before change number ``last`` of the file system; say what they are."""
     model, changes = random_t5(SMALL, seed=2), []
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -843,8 +853,6 @@ def export_without_permission(folder: Path, say: Callable[[Any], None]) -> None:
 
 @needs_fork
 def test_without_permission(tmp_path_factory) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as name:  # pytest's own is closed to others
         answers = Child(export_without_permission, Path(name)).last_word()
         Path(name).chmod(0o755)

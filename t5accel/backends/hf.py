@@ -22,6 +22,8 @@ from transformers.models.auto import modeling_auto
 from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, as_cache, as_encoded, refuse
 from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError, ModelUnavailableError
+from t5accel.graphs.contract import MANIFEST, as_folder
+from t5accel.graphs.manifest import read_manifest
 
 _NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 _NEEDED = (*_NUMBERS, "encode", "start", "step", "reorder", "trim", "keep")
@@ -30,6 +32,7 @@ _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache t
 _NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
                "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
 _MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
+_FILES = ("config.json", "generation_config.json")
 
 
 class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
@@ -224,19 +227,24 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
         Args:
             folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
-            options: of `OrtBound`, such as its device.
+            options: of the backend: `OrtBound` on a CPU, `OrtPointers` if ``settings`` name another device.
 
         Raises:
-            ModelUnavailableError: no configuration is there, or not what `OrtBound` needs.
+            ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
         """
         from t5accel.backends.ort_bound import OrtBound
 
-        folder = Path(folder)
-        if not (folder / "config.json").is_file():
-            raise ModelUnavailableError(f"{folder} holds no config.json: give the folder of an ONNX export.")
-        has_defaults = (folder / "generation_config.json").is_file()
+        folder, kind = as_folder(folder), OrtBound
+        if getattr(options.get("settings"), "device", "cpu") != "cpu":
+            from t5accel.backends.ort_pointers import OrtPointers
+
+            kind = OrtPointers
+        backend = kind(folder, **options)
+        if not (folder / _FILES[0]).is_file():
+            raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
+        has_defaults = (folder / _FILES[1]).is_file()
         defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
-        return cls(OrtBound(folder, **options), AutoConfig.from_pretrained(folder), defaults)
+        return cls(backend, AutoConfig.from_pretrained(folder), defaults)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **unsupported: Any) -> None:
         """Copy the export that the backend came from, with this model's configuration and defaults.
@@ -266,6 +274,8 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             shutil.copytree(source, whole)
             self.config.save_pretrained(whole)
             self.generation_config.save_pretrained(whole)
+            if (source / MANIFEST).is_file():  # which has the hashes of the files that were written anew
+                read_manifest(source, verify=False).write(whole)
             if target.exists():
                 target.rmdir()  # Windows renames onto no folder, not even an empty one
             whole.rename(target)

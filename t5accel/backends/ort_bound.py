@@ -55,7 +55,7 @@ class OrtBound(OrtNumpy):
             binding.bind_output(name)
         session.run_with_iobinding(binding)
         results = binding.get_outputs()
-        binding.clear_binding_inputs()  # such views keep the binding, and so it would keep the past of the step before
+        binding.clear_binding_inputs()  # the results keep their binding, and it would keep the past of the step before
         return results
 
     def _hold(self, array: np.ndarray) -> Any:

@@ -17,7 +17,7 @@ from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.decoding.backend import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.builder import OPSET, GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, as_folder
 from t5accel.graphs.manifest import Manifest, files_of_export, read_manifest
 from t5accel.graphs.staging import locked, staged
 from t5accel.graphs.t5_graphs import T5Weights, decoder_graph, encoder_graph
@@ -52,7 +52,8 @@ def export_t5(
         name: of the checkpoint, for the manifest; by default the name given, or the class.
         external_threshold_bytes: if the weights of a graph are more, those of both graphs lie in one file beside them,
             each once; at most 2 GB, which is what an ONNX file can hold.
-        overwrite: replace another export that is there. A folder that is none is never replaced.
+        overwrite: replace another export that is there. A folder that is none, or that holds other files too, is never
+            replaced.
         progress: show a bar on standard error.
 
     Raises:
@@ -71,13 +72,14 @@ def export_t5(
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
     if threshold > LARGEST_INSIDE:
         raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
+    target = _target(folder)
+    if name is not None and not isinstance(name, str):
+        raise InputError(f"name is {name!r}; give a text.")
     if isinstance(model, str | os.PathLike):
         name = name or os.fspath(model)
         model, own_tokenizer = load_t5(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     name = name or type(model).__name__
-    if not isinstance(name, str):
-        raise InputError(f"name is {name!r}; give a text.")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers, which can be saved.")
     weights = t5_weights(model)
@@ -88,7 +90,6 @@ def export_t5(
         source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=_tokens(model),
         recipe=FP32, opset=OPSET, versions=machine.versions(),
     )  # fmt: skip
-    target = _target(folder)
     with locked(target):
         if _occupied(target):
             if _same(target, manifest, external=bool(layout.places), tokenizer=tokenizer is not None):
@@ -179,10 +180,10 @@ def _tokens(model: PreTrainedModel) -> dict[str, int]:
 def _target(folder: str | os.PathLike[str]) -> Path:
     """Where links lead to, so that one folder has one lock, and it is the folder that is replaced and not a link."""
     try:
-        target = Path(folder).resolve()
+        target = as_folder(folder).resolve()
         around = Path.cwd().is_relative_to(target)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # a loop of links; no path at all
-        raise ExportError(f"{folder!r} cannot be written to: {error}") from error
+    except (OSError, RuntimeError) as error:  # a loop of links, a working folder that is gone
+        raise ExportError(f"{folder} cannot be written to: {error}") from error
     if around:
         raise ExportError(f"{target} is where this process works, and cannot be replaced: give another folder.")
     return target

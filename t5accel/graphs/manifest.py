@@ -23,6 +23,7 @@ from t5accel.graphs.contract import (
     WEIGHTS,
     GraphSpec,
     TensorSpec,
+    as_folder,
     decoder_spec,
     encoder_spec,
 )
@@ -90,8 +91,9 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
     Raises:
         ExportError: there is no export, it is of another format, or one of its files is missing, cut short or altered;
             the file is named.
+        InputError: ``folder`` is no path.
     """
-    folder = Path(folder)
+    folder = as_folder(folder)
     again = "Export again with overwrite=True (t5accel export MODEL FOLDER --overwrite)."
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ def locked(target: Path) -> Iterator[None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(target.parent / f".{target.name}.lock")
         lock.acquire()
-    except (OSError, NotImplementedError, ValueError) as error:
+    except (OSError, NotImplementedError) as error:
         raise ExportError(f"{target} cannot be written to: {_reason(error)}") from error
     try:
         # Exactly our names: those of the folder beside it that is called model.v2 must not look like model's.
