@@ -81,9 +81,11 @@ def test_encode(backend, ids: Any, mask: Any) -> None:
     only_ours(backend.encode, ids, mask)
 
 
+BOUNDS = st.sampled_from(["max_new_tokens", "min_new_tokens", "decoder_input_ids"])
+
+
 @often
-@given(ids=junk, mask=junk, options=st.dictionaries(
-    st.sampled_from(["max_new_tokens", "min_new_tokens", "decoder_input_ids"]), st.one_of(st.integers(-2, 3), junk)))  # fmt: skip
+@given(ids=junk, mask=junk, options=st.dictionaries(BOUNDS, st.one_of(st.integers(-2, 3), junk)))
 def test_greedy(backend, ids: Any, mask: Any, options: dict[str, Any]) -> None:
     longest = options.get("max_new_tokens")
     if isinstance(longest, int | np.integer) and longest > 1000:

@@ -139,7 +139,7 @@ def test_the_answer_of_onnx_is_the_same_and_the_export_is_kept(tmp_path, monkeyp
 
 def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
     result = call("export", "mini", tmp_path / "one", "--external-threshold-bytes", 0)
-    assert result.exit_code == 0 and "36 MB in 8 files, fp32" in result.stdout
+    assert result.exit_code == 0 and re.search("36 MB in [78] files, fp32", result.stdout)  # one less on 5.x
     assert (tmp_path / "one" / "weights.data").is_file() and "exporting mini" in result.stderr
     assert call("run", TEXT, "--runtime", "onnx", "--model", tmp_path / "one").exit_code == 0
     (tmp_path / "one" / "manifest.json").write_text("{}")
@@ -153,7 +153,8 @@ def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
 
 def test_export_refuses_bad_models_and_numbers(tmp_path):
     assert "'nope'" in refused("export", "nope", tmp_path / "x")
-    assert "external_threshold_bytes is -1" in refused("export", "mini", tmp_path / "x", "--external-threshold-bytes", -1)
+    threshold = ("--external-threshold-bytes", -1)
+    assert "external_threshold_bytes is -1" in refused("export", "mini", tmp_path / "x", *threshold)
     assert not list(tmp_path.iterdir())
 
 

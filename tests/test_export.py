@@ -655,8 +655,10 @@ class Wrapped(torch.nn.Module):
     [
         pytest.param(lambda t5: bert(), NotT5Error, "bert", id="bert"),
         pytest.param(lambda t5: torch.nn.Linear(2, 2), NotT5Error, "Linear", id="linear"),
-        pytest.param(lambda t5: transformers.T5EncoderModel(t5.config), NotT5Error, "T5EncoderModel", id="encoder"),
-        pytest.param(lambda t5: transformers.T5Model(t5.config), NotT5Error, "T5Model", id="headless"),
+        pytest.param(
+            lambda t5: transformers.T5EncoderModel(copy.deepcopy(t5.config)), NotT5Error, "T5EncoderModel", id="encoder"
+        ),
+        pytest.param(lambda t5: transformers.T5Model(copy.deepcopy(t5.config)), NotT5Error, "T5Model", id="headless"),
         pytest.param(lambda t5: None, NotT5Error, "None", id="none"),
         pytest.param(on_meta, InputError, "meta", id="meta"),
         pytest.param(Wrapped, NotT5Error, "unwrapped", id="wrapped"),

@@ -177,7 +177,7 @@ def test_who_writes_to_logits_changes_nothing(opened, runtime, padded_batch) -> 
 
 
 def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
-    """Between two steps there is one past in memory. Its tensors are so large that the system gets them back at once."""
+    """Between two steps there is one past in memory. Its tensors are so large that the system has them back at once."""
     backend = runtime(exported("shallower-decoder"), settings=SessionSettings(threads=1, arena=False))
     batch, rows, length, process = 64, 32, 110, psutil.Process()
     state = backend.start(backend.encode(np.full((batch, 1), 5), np.ones((batch, 1), dtype=np.int64)), rows)
@@ -500,6 +500,23 @@ def test_a_session_that_fell_back_to_the_cpu_is_refused(exported, monkeypatch, c
     with pytest.raises(MissingPackageError, match="could not load CUDAExecutionProvider"):
         OrtNumpy(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
     assert capfd.readouterr().out == ""
+
+
+@cpu_only
+def test_a_session_that_fails_on_cuda_says_why_and_prints_nothing(exported, monkeypatch, capfd) -> None:
+    """As where there is no GPU: onnxruntime would print that, and try the CPU."""
+    everything, create = onnxruntime.get_available_providers(), onnxruntime.InferenceSession._create_inference_session
+
+    def fail_on_cuda(self: Any, providers: list[str], *arguments: Any) -> None:
+        if providers == ["CUDAExecutionProvider"]:
+            raise RuntimeError("CUDA failure 100")
+        create(self, providers, *arguments)
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *everything])
+    monkeypatch.setattr(onnxruntime.InferenceSession, "_create_inference_session", fail_on_cuda)
+    with pytest.raises(ExportError, match="cannot be run on device='cuda' .*CUDA failure 100"):
+        OrtNumpy(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) -> None:

@@ -227,14 +227,15 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
         Args:
             folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
-            options: of the backend: `OrtBound` on a CPU, `OrtPointers` if ``settings`` name another device.
+            options: of the backend: `OrtNumpy` on a CPU, where binding saves nothing; `OrtPointers` if ``settings``
+                name another device.
 
         Raises:
             ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
         """
-        from t5accel.backends.ort_bound import OrtBound
+        from t5accel.backends.ort import OrtNumpy
 
-        folder, kind = as_folder(folder), OrtBound
+        folder, kind = as_folder(folder), OrtNumpy
         if getattr(options.get("settings"), "device", "cpu") != "cpu":
             from t5accel.backends.ort_pointers import OrtPointers
 

@@ -44,7 +44,7 @@ class OrtState:
 
     Attributes:
         past: layer by layer, each (B, K, H_i, P, d_kv), as the backend holds tensors.
-        binding: of `ort_pointers`, to which the source's tensors are bound.
+        binding: of `ort_bound` and `ort_pointers`, to which the source's tensors are bound.
     """
 
     source: OrtSource
@@ -57,7 +57,7 @@ class OrtNumpy:
     """A `Backend` over an export: every step hands all arrays to the session and takes all of them back.
 
     On a CPU that moves no data: the session reads contiguous arrays where they lie, and its results are handed out as
-    arrays without a copy. On a GPU all of it crosses the bus, twice per step; `traffic` counts the bytes.
+    arrays without a copy. To and from a GPU all of it crosses the bus at every step; `traffic` counts the bytes.
 
     Threads may share a backend; a state belongs to one of them. A method that raises leaves the state as it was.
 
@@ -76,7 +76,7 @@ class OrtNumpy:
     >>> from t5accel.graphs.export import export_t5
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_t5("mini", f"{folder}/mini")
-    ...     greedy(OrtNumpy(f"{folder}/mini"), [[100, 200, 1]], max_new_tokens=5).sequences.shape
+    ...     greedy(OrtNumpy(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
     (1, 5)
     """
 
@@ -105,8 +105,9 @@ class OrtNumpy:
         self.pad_token_id = self.manifest.tokens["pad_token_id"]
         self.eos_token_id = self.manifest.tokens["eos_token_id"]
         self.decoder_start_token_id = self.manifest.tokens["decoder_start_token_id"]
-        self.encoder = open_session(self.folder / ENCODER, self.settings)
+        # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
         self.decoder = open_session(self.folder / DECODER, self.settings)
+        self.encoder = open_session(self.folder / ENCODER, self.settings)
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
         self.cross_heads, self.past_heads = (
@@ -177,16 +178,18 @@ class OrtNumpy:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
         self._check_source(source)
         arrays = [self._array(source.inputs[name]) for name in self.cross_names]
-        return [
-            self._source(
-                [
-                    self._unmasked(a[row : row + 1], heads, real)
-                    for a, heads in zip(arrays, self.cross_heads, strict=True)
-                ],
-                np.ones((1, real.sum()), dtype=np.int64),
-            )
-            for row, real in enumerate(source.mask.astype(bool))
-        ]
+        rows = []
+        for row, real in enumerate(source.mask.astype(bool)):
+            positions = np.flatnonzero(real)[None]
+            flat = {
+                heads: self._from_host(of_each_head(positions, heads, len(real))) for heads in set(self.cross_heads)
+            }
+            cross = [
+                self._hold(self._take(array[row : row + 1], 3, flat[heads], (1, heads, positions.size)))
+                for array, heads in zip(arrays, self.cross_heads, strict=True)
+            ]
+            rows.append(self._source(cross, np.ones_like(positions)))
+        return rows
 
     def join(self, sources: Sequence[OrtSource]) -> OrtSource:
         """The rows of all of them as one new batch, padded on the right with zeros and masked there."""
@@ -254,12 +257,6 @@ class OrtNumpy:
 
     def _gathered(self, held: Any, axes: int, index: Any, shape: tuple[int, ...]) -> Any:
         return self._hold(self._take(self._array(held), axes, index, shape))
-
-    def _unmasked(self, array: Any, heads: int, real: np.ndarray) -> Any:
-        """(1, H, S, d_kv) -> (1, H, n, d_kv), held."""
-        positions = np.flatnonzero(real)
-        index = self._from_host(of_each_head(positions[None], heads, len(real)))
-        return self._hold(self._take(array, 3, index, (1, heads, len(positions))))
 
     def _check_source(self, source: OrtSource) -> None:
         if getattr(source, "owner", None) is not self:

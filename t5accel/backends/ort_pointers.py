@@ -83,7 +83,7 @@ class OrtPointers(OrtNumpy):
     >>> from t5accel.graphs.export import export_t5
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_t5("mini", f"{folder}/mini")
-    ...     greedy(OrtPointers(f"{folder}/mini"), [[100, 200, 1]], max_new_tokens=5).sequences.shape
+    ...     greedy(OrtPointers(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
     (1, 5)
     """
 

@@ -33,6 +33,12 @@ class SessionSettings:
             grows no combination comes twice: every step would make a plan, and all plans are kept. So it is off.
         arena: keep freed memory for the next step instead of giving it back to the system each time.
         device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        InputError: a value is none of these.
+
+    >>> SessionSettings(threads=2, spinning=False).device
+    'cpu'
     """
 
     threads: int | None = None
@@ -78,12 +84,14 @@ def open_session(path: str | os.PathLike[str], settings: SessionSettings) -> onn
     # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        # Without its fallback: that prints to standard output, and goes on with the CPU in place of a GPU.
+        # No fallback, which prints to standard output and goes on with the CPU in place of a GPU. Older releases (1.20)
+        # do so all the same while they open a graph; then the providers tell.
         session = onnxruntime.InferenceSession(str(Path(path)), options, providers=[provider], enable_fallback=0)
     except Exception as error:  # of several kinds, none of them documented
         raise ExportError(
             f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"
         ) from error
+    session.disable_fallback()
     if provider not in session.get_providers():  # its libraries were not found: onnxruntime logs that and goes on
         raise MissingPackageError(
             f"onnxruntime {onnxruntime.__version__} could not load {provider}: it needs CUDA and cuDNN libraries of "

@@ -116,7 +116,7 @@ def as_integers(values: Any, name: str, *, rank: int) -> np.ndarray:
         raise InputError(f"{name} is of shape {array.shape}; give {rank} dimensions of integers.")
     if array.dtype.kind not in ("iub" if array.size else "iubf"):  # an empty list becomes an array of floats
         raise InputError(f"{name} is of type {array.dtype}; give integers.")
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise InputError(f"{name} holds {array.max()}, more than 64 bits with a sign can.")
     return array.astype(np.int64, copy=False)
 

@@ -204,8 +204,10 @@ def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) 
         return False
     if (WEIGHTS in there.files) != external or (tokenizer and "tokenizer_config.json" not in there.files):
         return False
-    return (there.source["sha256"], there.recipe, there.opset) == (
-        manifest.source["sha256"], manifest.recipe, manifest.opset)  # fmt: skip
+    deciding = [
+        (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel")) for m in (there, manifest)
+    ]  # fmt: skip
+    return deciding[0] == deciding[1]
 
 
 def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:

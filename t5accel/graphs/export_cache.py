@@ -8,10 +8,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from t5accel import machine
 from t5accel.checkpoints import BUNDLED, data_folder, load_t5
 from t5accel.errors import ExportError
 from t5accel.graphs.builder import OPSET
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ENVIRONMENT = "T5ACCEL_CACHE"  # where to keep exports instead
+_DRAWN_BY = ("torch", "transformers", "t5accel")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def cached_export(
             tokenizer = tokenizer or own_tokenizer
         key = source_hash(model, t5_weights(model))
     tokenizer_key = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
-    digest = hashlib.sha256(f"{key} {FP32} {FORMAT} {OPSET} {tokenizer_key}".encode()).hexdigest()
+    made_by = machine.versions().get("t5accel")
+    digest = hashlib.sha256(f"{key} {FP32} {FORMAT} {OPSET} {made_by} {tokenizer_key}".encode()).hexdigest()
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
     folder = cache_folder() / f"{readable}-{FP32['name']}-{digest[:16]}"
     try:
@@ -85,7 +87,11 @@ def cached_export(
 
 
 def list_exports() -> list[CachedExport]:
-    """What the cache holds, by name. Damaged exports are listed too."""
+    """What the cache holds, by name. Damaged exports are listed too.
+
+    >>> all(export.folder.parent == cache_folder() for export in list_exports())
+    True
+    """
     return [CachedExport(folder, _manifest(folder), _size_bytes(folder)) for folder in _folders()]
 
 
@@ -109,8 +115,8 @@ def clear_exports() -> list[CachedExport]:
 def _key_of_name(name: str) -> str | None:
     """What decides the export of a model by name, found without loading it; ``None`` where it has to be loaded."""
     if name.startswith("random:"):
-        libraries = [f"{package} {metadata.version(package)}" for package in ("torch", "transformers", "t5accel")]
-        return " ".join([name, *libraries])
+        installed = machine.versions()  # that draw the weights
+        return " ".join([name, *(f"{package} {installed.get(package)}" for package in _DRAWN_BY)])
     folder = data_folder() / BUNDLED[name] if name in BUNDLED else Path(name)
     if not os.path.isdir(folder):
         return None

@@ -76,7 +76,15 @@ class Manifest:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """``{"sha256", "size_bytes"}`` of a file."""
+    """``{"sha256", "size_bytes"}`` of a file.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "empty"
+    ...     path.touch()
+    ...     describe_file(path)
+    {'sha256': 'e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855', 'size_bytes': 0}
+    """
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size_bytes": path.stat().st_size}
 

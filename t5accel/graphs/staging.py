@@ -19,7 +19,8 @@ from t5accel.errors import ExportError
 def locked(target: Path) -> Iterator[None]:
     """Wait for whoever is writing ``target``, then keep others from it. The lock file lies hidden beside the folder.
 
-    The kernel lets go of the lock when its process ends, however that happens; what that process left is cleared away.
+    The kernel lets go of the lock when its process ends, however that happens. What that process left is cleared away,
+    and a folder that it was about to replace is put back.
 
     Raises:
         ExportError: the folder above cannot be made or written to.
@@ -32,7 +33,11 @@ def locked(target: Path) -> Iterator[None]:
         raise ExportError(f"{target} cannot be written to: {_reason(error)}") from error
     try:
         # Exactly our names: those of the folder beside it that is called model.v2 must not look like model's.
-        for remnant in target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 32}.partial"):
+        ours = f".{escape(target.name)}.{'[0-9a-f]' * 32}"
+        for old in target.parent.glob(f"{ours}.old"):
+            if not target.exists():  # killed after the old folder had left its place, and before the new one took it
+                old.rename(target)
+        for remnant in [*target.parent.glob(f"{ours}.partial"), *target.parent.glob(f"{ours}.old")]:
             shutil.rmtree(remnant, ignore_errors=True)
         yield
     finally:
@@ -47,8 +52,17 @@ def staged(target: Path) -> Iterator[Path]:
 
     Raises:
         ExportError: the disk is full, or refuses.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as above:
+    ...     target = Path(above) / "export"
+    ...     with locked(target), staged(target) as folder:
+    ...         _ = (folder / "graph.onnx").write_bytes(b"...")
+    ...         assert not target.exists()
+    ...     [path.name for path in target.iterdir()]
+    ['graph.onnx']
     """
-    folder, old = (target.parent / f".{target.name}.{uuid4().hex}.partial" for _ in range(2))
+    folder, old = (target.parent / f".{target.name}.{uuid4().hex}.{state}" for state in ("partial", "old"))
     try:
         try:
             folder.mkdir()
