@@ -139,9 +139,7 @@ def _memory(config: BenchConfig, technique: str, ids: np.ndarray, mask: np.ndarr
         return pool.submit(_generate_once, config, technique, ids, mask).result()
 
 
-def _generate_once(
-    config: BenchConfig, name: str, ids: np.ndarray, mask: np.ndarray
-) -> tuple[int | None, int | None]:
+def _generate_once(config: BenchConfig, name: str, ids: np.ndarray, mask: np.ndarray) -> tuple[int | None, int | None]:
     """The memory that the libraries take, and the most that this process had after it loaded and generated once."""
     technique = next(technique for technique in TECHNIQUES if technique.name == name)
     libraries = {library: import_module(library) for library in technique.libraries}

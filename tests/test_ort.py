@@ -1003,3 +1003,22 @@ def test_translates_without_torch_and_transformers(runtime: type[OrtNumpy], expo
     )
     assert answer.stdout.splitlines() == expected and len(set(expected)) == 2
     assert answer.stderr == ""
+
+
+def test_both_sessions_read_one_embedding(tiny_t5, padded_batch, tmp_path: Path) -> None:
+    """Of an export with a file of weights; that it is this one which is read shows when it is another."""
+    export_t5(tiny_t5(), tmp_path / "inside")
+    export_t5(tiny_t5(), tmp_path / "beside", external_threshold_bytes=0)
+    inside, beside = (OrtNumpy(tmp_path / name, settings=ONE_THREAD) for name in ("inside", "beside"))
+    assert inside._weights == {} and list(beside._weights) == ["shared.weight"]
+    tokens = np.random.default_rng(1).integers(3, 300, (6, 1, 4))
+    logits = [backend.step(backend.start(backend.encode(*padded_batch)), tokens) for backend in (inside, beside)]
+    assert (logits[0] == logits[1]).all()
+    other = np.array(beside._weights["shared.weight"].numpy()[::-1])
+    weights = {"shared.weight": onnxruntime.OrtValue.ortvalue_from_numpy(other)}
+    for graph in ("encoder", "decoder"):
+        session = open_session(tmp_path / "beside" / f"{graph}.onnx", ONE_THREAD, weights)
+        setattr(beside, graph, session)
+        changed = beside.step(beside.start(beside.encode(*padded_batch)), tokens)
+        assert np.abs(changed - logits[0]).max() > 0.1, f"the {graph} should read what it is given"
+        logits[0] = changed

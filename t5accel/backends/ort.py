@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.backends.ort_session import SessionSettings, open_session, shared_weights
 from t5accel.decoding.backend import as_batch, as_count
 from t5accel.decoding.histories import Histories, check_vocabulary
 from t5accel.errors import InputError
@@ -106,8 +106,9 @@ class OrtNumpy:
         self.eos_token_id = self.manifest.tokens["eos_token_id"]
         self.decoder_start_token_id = self.manifest.tokens["decoder_start_token_id"]
         # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
-        self.decoder = open_session(self.folder / DECODER, self.settings)
-        self.encoder = open_session(self.folder / ENCODER, self.settings)
+        self._weights = shared_weights(self.folder, self.manifest) if self.settings.device == "cpu" else {}
+        self.decoder = open_session(self.folder / DECODER, self.settings, self._weights)
+        self.encoder = open_session(self.folder / ENCODER, self.settings, self._weights)
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
         self.cross_heads, self.past_heads = (

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from t5accel import machine
 from t5accel.decoding.backend import as_count
 from t5accel.errors import ExportError, InputError, MissingPackageError
+from t5accel.graphs.contract import WEIGHTS
+from t5accel.graphs.manifest import Manifest
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -57,8 +62,33 @@ class SessionSettings:
             raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
 
 
-def open_session(path: str | os.PathLike[str], settings: SessionSettings) -> onnxruntime.InferenceSession:
+def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.OrtValue]:
+    """The weights that both graphs of an export read, mapped into memory once, for `open_session`.
+
+    A session maps the file of weights by itself, but each one apart. Of the embedding a step reads single rows; still
+    the system may load much of it around them, and would count that twice.
+    """
+    from onnxruntime import OrtValue
+
+    return {
+        name: OrtValue.ortvalue_from_numpy(
+            np.memmap(folder / WEIGHTS, entry["dtype"], "r", entry["offset"], tuple(entry["shape"])).view(np.ndarray)
+        )
+        for name, entry in manifest.shared.items()
+    }
+
+
+def open_session(
+    path: str | os.PathLike[str],
+    settings: SessionSettings,
+    weights: Mapping[str, onnxruntime.OrtValue] | None = None,
+) -> onnxruntime.InferenceSession:
     """A session on one graph.
+
+    Args:
+        path: the graph.
+        settings: how it is run.
+        weights: used in place of the graph's own of the same name. The caller keeps them as long as the session.
 
     Raises:
         ExportError: the file is no graph that this ONNX Runtime can run.
@@ -83,6 +113,8 @@ def open_session(path: str | os.PathLike[str], settings: SessionSettings) -> onn
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
     # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    for name, value in (weights or {}).items():
+        options.add_initializer(name, value)
     try:
         # No fallback, which prints to standard output and goes on with the CPU in place of a GPU. Older releases (1.20)
         # do so all the same while they open a graph; then the providers tell.

@@ -88,7 +88,7 @@ def export_t5(
     layout = WeightsFile.plan(graphs, threshold)
     manifest = Manifest(
         source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=_tokens(model),
-        recipe=FP32, opset=OPSET, versions=machine.versions(),
+        recipe=FP32, opset=OPSET, versions=machine.versions(), shared=layout.shared(graphs),
     )  # fmt: skip
     with locked(target):
         if _occupied(target):
@@ -271,6 +271,14 @@ class WeightsFile:
     def references(self) -> dict[str, tuple[str, int, int]]:
         """For `GraphBuilder.proto`: file, offset and length of each."""
         return {name: (WEIGHTS, offset, array.nbytes) for name, (array, offset) in self.places.items()}
+
+    def shared(self, graphs: Mapping[str, GraphBuilder]) -> dict[str, dict[str, Any]]:
+        """For `Manifest`: where those lie that every graph reads."""
+        return {
+            name: {"offset": offset, "shape": list(array.shape), "dtype": array.dtype.name}
+            for name, (array, offset) in self.places.items()
+            if all(name in graph.weights for graph in graphs.values())
+        }
 
     def write(self, path: Path, bar: Any) -> None:
         """Write them in order, and say how far it is."""

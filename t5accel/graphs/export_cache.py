@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from t5accel import machine
 from t5accel.checkpoints import BUNDLED, data_folder, load_t5
-from t5accel.errors import ExportError
+from t5accel.errors import ExportError, InputError
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export import FP32, export_t5, source_hash, t5_weights
@@ -63,6 +63,8 @@ def cached_export(
         ExportError: the cache cannot be written.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
     """
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers.")
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
     key = _key_of_name(label) if named else None

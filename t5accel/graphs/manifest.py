@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -30,6 +31,7 @@ from t5accel.graphs.contract import (
 
 FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
 LAYOUT = "two graphs"
+ELEMENT_BYTES = {"float32": 4, "float16": 2}
 SIZES = {size.name: {"int": int, "bool": bool}.get(str(size.type), list) for size in fields(T5Dims)}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 # What an export may hold, for when its manifest cannot be asked any more.
@@ -48,6 +50,8 @@ class Manifest:
         recipe: how the weights are stored, ``{"name": "fp32"}``.
         opset: of both graphs.
         versions: of the libraries that wrote it.
+        shared: where in ``weights.data`` those weights lie that both graphs read, by name ``{"offset", "shape",
+            "dtype"}``: one mapping of them into memory serves both sessions.
         graphs: by file name what goes in and out.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
@@ -58,6 +62,7 @@ class Manifest:
     recipe: Mapping[str, Any]
     opset: int
     versions: Mapping[str, str]
+    shared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     graphs: Mapping[str, GraphSpec] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -148,6 +153,14 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         _require(dict.fromkeys(range(len(sizes[name])), int), sizes[name])
     for entry in files.values():
         _require({"sha256": str, "size_bytes": int}, entry)
+    _require(dict.fromkeys(content["shared"], dict), content["shared"])
+    for entry in content["shared"].values():
+        _require({"offset": int, "shape": list, "dtype": str}, entry)
+        _require(dict.fromkeys(range(len(entry["shape"])), int), entry["shape"])
+        if entry["dtype"] not in ELEMENT_BYTES or min(entry["offset"], *entry["shape"]) < 0:
+            raise ValueError(f"a shared weight is described by {entry}")
+        if entry["offset"] + math.prod(entry["shape"]) * ELEMENT_BYTES[entry["dtype"]] > files[WEIGHTS]["size_bytes"]:
+            raise ValueError(f"a shared weight lies outside of {WEIGHTS}")
     if not {ENCODER, DECODER} <= files.keys() or any(name in ("", "..") or Path(name).name != name for name in files):
         raise ValueError(f"its files are {list(files)}")
     dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
@@ -158,7 +171,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     if content["layout"] != LAYOUT or graphs != {ENCODER: encoder_spec(dims), DECODER: decoder_spec(dims)}:
         raise ValueError("its graphs are not those of its sizes")
     tokens = {name: content["tokens"][name] for name in TOKENS}
-    keys = ("source", "recipe", "opset", "versions")
+    keys = ("source", "recipe", "opset", "versions", "shared")
     return Manifest(dims=dims, tokens=tokens, graphs=graphs, files=files, **{key: content[key] for key in keys})
 
 
