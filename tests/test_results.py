@@ -22,7 +22,7 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     assert {"machine", "versions", "date", "commit", "command", "rows"} <= data.keys()
     assert data["rows"] and data["machine"]["cpu"] and data["versions"]["torch"] and data["commit"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", data["date"])
-    assert "t5accel" in data["command"]
+    assert re.match(r"t5accel |python scripts/", data["command"])
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("scoreboard-")], ids=lambda path: path.stem)
@@ -36,6 +36,27 @@ def test_a_scoreboard_holds_what_a_ratio_needs(path: Path) -> None:
         assert (row.ratio is None) == (row.technique == row.reference)
         if row.quality:
             assert row.quality["limit"] is None, "a recorded board is scored on the full sets"
+
+
+def test_what_the_engine_costs_and_what_the_readme_says_of_it() -> None:
+    rows = read("engine.json")["rows"]
+    kinds = {
+        kind: [row for row in rows if row["measured"] == kind] for kind in ("export", "soak", "overhead", "footprint")
+    }
+    assert [row["model"] for row in kinds["export"]] == ["mini", "random:t5-small", "random:t5-base"]
+    (soak,) = kinds["soak"]
+    assert soak["generations"] == 2000 and soak["settled_after"] == 200 and len(soak["resident_bytes"]) > 15
+    greedy, generate = kinds["overhead"]
+    assert greedy["in_decoder_session_us"] < greedy["per_token_us"] < generate["per_token_us"]
+    alone, whole = kinds["footprint"]
+    assert not {"torch", "transformers"} & set(alone["packages"]) and "torch" in whole["packages"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for number in (
+        f"{alone['import_s']:.2f} s", f"{whole['import_s']:.1f} s", f"{alone['installed_bytes'] / 1e6:.0f} MB",
+        f"{whole['installed_bytes'] / 1e6:.0f} MB", f"{kinds['export'][2]['seconds']:.0f} s",
+        f"{(generate['per_token_us'] - greedy['per_token_us']) / 1e3:.1f} ms", f"{soak['growth']:.1%}",
+    ):  # fmt: skip
+        assert number in text.replace("\n", " "), f"the README lacks {number}"
 
 
 def test_the_card_of_the_model_tells_its_recorded_quality() -> None:
