@@ -944,3 +944,17 @@ def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
     (tmp_path / "new" / "generation_config.json").write_text("{}")
     with pytest.raises(T5AccelError, match="generation_config.json"):
         OrtT5ForConditionalGeneration.from_pretrained(tmp_path / "new")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
+def test_counts_below_one_are_refused(pair, batch, name: str, value: Any) -> None:
+    _, ours = pair
+    with pytest.raises(InputError, match=f"{name} is {value!r}"):
+        ours.generate(**batch, **{name: value}, do_sample=True, max_new_tokens=3)
+
+
+def test_nothing_to_answer_is_refused(pair) -> None:
+    _, ours = pair
+    with pytest.raises(InputError, match="nothing to answer"):
+        ours.generate(max_new_tokens=3)

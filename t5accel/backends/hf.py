@@ -20,7 +20,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, as_cache, as_encoded, refuse
-from t5accel.decoding.backend import Backend
+from t5accel.decoding.backend import Backend, as_count
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.manifest import read_manifest
@@ -163,6 +163,13 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         shifted = torch.cat([start, labels[:, :-1]], dim=1)
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
 
+    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own ``generate``: (B, S) ``input_ids``, or ``encoder_outputs``, and all its options."""
+        if inputs is None and kwargs.get("input_ids") is None and kwargs.get("encoder_outputs") is None:
+            refuse({name: kwargs.get(name) for name in _NOT_SERVED})
+            raise InputError("There is nothing to answer: give input_ids (B, S), or encoder_outputs.")
+        return super().generate(inputs, *args, **kwargs)
+
     # What `generate` calls. Both lines of transformers give whole sequences, beside more than a backend needs.
 
     def prepare_inputs_for_generation(
@@ -182,6 +189,13 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             inputs = {"past_key_values": past_key_values}
             past_key_values.history, input_ids = input_ids, input_ids[:, past_key_values.length :]
         return {"decoder_input_ids": input_ids, "decoder_attention_mask": decoder_attention_mask, **inputs}
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_generation_config(*args, **kwargs)
+        for name in ("num_beams", "num_return_sequences"):  # else a division by zero, somewhere
+            if (value := getattr(prepared[0], name)) is not None:
+                as_count(value, name, at_least=1)
+        return prepared
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         refuse({name: model_kwargs.get(name) for name in _NOT_SERVED})
