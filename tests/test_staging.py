@@ -554,6 +554,9 @@ def with_file(folder: Path) -> Path:
     return folder / "file"
 
 
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc on this system")
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -565,6 +568,7 @@ def with_file(folder: Path) -> Path:
         pytest.param(lambda folder: folder / "/".join(["n" * 200] * 40), "name too long", id="long-path"),
         pytest.param(with_loop, "", id="loop-of-links"),
         pytest.param(lambda folder: "/", "another folder", id="root"),
+        pytest.param(lambda folder: "/proc/x", "/proc/x", id="no-real-folder", marks=needs_proc),
     ],
 )
 @pytest.mark.parametrize("overwrite", [False, True])

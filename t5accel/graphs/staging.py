@@ -27,7 +27,9 @@ def locked(target: Path) -> Iterator[None]:
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(target.parent / f".{target.name}.lock")
+        path = target.parent / f".{target.name}.lock"
+        path.open("a").close()  # where no file can be made this fails at once; the lock would go on trying
+        lock = FileLock(path)
         lock.acquire()
     except (OSError, NotImplementedError) as error:
         raise ExportError(f"{target} cannot be written to: {_reason(error)}") from error
