@@ -187,6 +187,9 @@ def rename_file(name: str) -> Callable[[Any], Any]:
     return change
 
 
+WRONG: list[dict[str, Any]] = [
+    {"offset": -1}, {"offset": 10**9}, {"shape": [10**9]}, {"shape": ["1"]}, {"dtype": "object"}, {"dtype": 1}
+]  # fmt: skip
 PARTS = ("source", "dims", "tokens", "recipe", "versions", "graphs", "files")
 
 
@@ -198,6 +201,8 @@ PARTS = ("source", "dims", "tokens", "recipe", "versions", "graphs", "files")
         lambda content: "two graphs", lambda content: content["files"],
         drop("layout"), drop("opset"), *map(drop, PARTS),
         *(put(part, value=value) for value in (None, [], "x", 7) for part in PARTS),
+        *(put("shared", value=value) for value in (None, [1], {"w": 1}, {"w": {}})),
+        *(put("shared", value={"w": {"offset": 0, "shape": [1], "dtype": "float32", **wrong}}) for wrong in WRONG),
         put("opset", value="20"), put("opset", value=True), put("source", "sha256", value=None), drop("source", "name"),
         *(put("tokens", "eos_token_id", value=value) for value in ("1", 1.5, True)), drop("tokens", "eos_token_id"),
         put("tokens", "eos_token_id", value=float("inf")), put("versions", "torch", value=2), drop("recipe", "name"),

@@ -143,7 +143,8 @@ def files_of_export(folder: Path) -> set[str]:
 
 def _manifest(content: dict[str, Any]) -> Manifest:
     files, sizes = content["files"], content["dims"]
-    _require({"layout": str, "opset": int, "recipe": dict, "versions": dict, "files": dict, "dims": dict}, content)
+    _require({"layout": str, "opset": int}, content)
+    _require(dict.fromkeys(("recipe", "versions", "shared", "files", "dims"), dict), content)
     _require({"name": str, "sha256": str}, content["source"])
     _require({"name": str}, content["recipe"])
     _require(dict.fromkeys(content["versions"], str), content["versions"])
