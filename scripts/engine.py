@@ -143,7 +143,7 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[dict[str, Any]]:
 
 
 def footprint_row(way: str) -> dict[str, Any]:
-    """Import time in a fresh process, least disturbed of five, and bytes of the packages that this way needs."""
+    """Import time in a fresh process, the median of five, and bytes of the packages that this way needs."""
     imports, packages = WAYS[way]
     seconds = [_import_seconds(imports) for _ in range(6)][1:]  # the first one fills the disk's cache
     needed = sorted(_with_dependencies(packages))

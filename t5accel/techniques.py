@@ -23,6 +23,7 @@ from t5accel.graphs.manifest import read_manifest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from t5accel.backends.ort import OrtNumpy
     from t5accel.decoding.backend import Backend
 
 # (input_ids (B, S), attention_mask (B, S), shortest, longest) -> new tokens (B, L), all int64 numpy
@@ -121,16 +122,20 @@ def _eager(subject: Subject, use_cache: bool) -> Generate:
 
 def _numpy_feeds(subject: Subject) -> Generate:
     from t5accel.backends.ort import OrtNumpy
-    from t5accel.backends.ort_session import SessionSettings
 
-    return _greedy(OrtNumpy(subject.export, settings=SessionSettings(threads=subject.threads)))
+    return _engine(subject, OrtNumpy)
 
 
 def _bound(subject: Subject) -> Generate:
     from t5accel.backends.ort_bound import OrtBound
+
+    return _engine(subject, OrtBound)
+
+
+def _engine(subject: Subject, kind: type[OrtNumpy]) -> Generate:
     from t5accel.backends.ort_session import SessionSettings
 
-    return _greedy(OrtBound(subject.export, settings=SessionSettings(threads=subject.threads)))
+    return _greedy(kind(subject.export, settings=SessionSettings(threads=subject.threads)))
 
 
 def _behind_generate(subject: Subject) -> Generate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,14 @@ def padded_batch() -> tuple[np.ndarray, np.ndarray]:
 def mini() -> tuple[Any, Any]:
     """The bundled model and its tokenizer. Shared between tests: change a deep copy only."""
     return load_t5("mini")
+
+
+@pytest.fixture(scope="module")
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Exports that a module's tests make go to a new folder, not to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("T5ACCEL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

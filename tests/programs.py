@@ -70,6 +70,16 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
         np.testing.assert_array_equal(logits, copied)
 
 
+def logits_after_all(backend: Any, ids: np.ndarray, mask: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Each operation once: a step of ``new`` (6, 2, T), T >= 3; a ragged trim; … -> the logits of one more step."""
+    state = backend.start(backend.encode(ids, mask), 2)
+    backend.step(state, new)
+    backend.trim(state, np.arange(12).reshape(6, 2) % 4)
+    backend.reorder(state, np.array([[1, 0]] * 6))
+    backend.keep(state, np.array([4, 0]))
+    return backend.step(state, new[:2])
+
+
 operations = st.tuples(st.sampled_from(["step", "step", "trim", "reorder", "keep"]), st.integers(0, 2**16))
 
 

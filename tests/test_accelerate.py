@@ -14,14 +14,9 @@ from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Er
 from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied
 
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+
 TEXT = "translate English to French: Where is my bag?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache_of_its_own(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("T5ACCEL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def test_the_bundled_model_by_name(mini) -> None:

@@ -18,6 +18,8 @@ from t5accel.parity import ParityError
 from t5accel.scoreboard import Results, Row
 from t5accel.techniques import REFERENCE, TECHNIQUES, Subject, Technique, choose, graph_bytes, weight_bytes
 
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+
 SIZES = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2)
 CONFIG = BenchConfig(
     model="random:tiny", batch=2, source_tokens=7, new_tokens=9, rounds=2, threads=1, peak_memory=False, seed=1
@@ -32,13 +34,6 @@ def _thread_count_put_back():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache_of_its_own(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("T5ACCEL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def subject_of(model) -> Subject:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import logits_after_all
 
 from t5accel.backends.torch_eager import TorchEager, TorchSource
 from t5accel.decoding import Backend, encoder_cache, greedy
@@ -626,14 +627,8 @@ def test_is_a_backend_and_shows_the_wrapped_one(tiny_t5) -> None:
 
 def test_every_operation_of_the_state_is_the_wrapped_one(tiny_t5, padded_batch) -> None:
     new = np.random.default_rng(1).integers(3, 300, (6, 2, 3))
-    logits = []
-    for backend in (TorchEager(tiny_t5()), EncoderCache(EncoderCache(TorchEager(tiny_t5())))):
-        state = backend.start(backend.encode(*padded_batch), 2)
-        backend.step(state, new)
-        backend.trim(state, np.arange(12).reshape(6, 2) % 4)
-        backend.reorder(state, np.array([[1, 0]] * 6))
-        backend.keep(state, np.array([4, 0]))
-        logits.append(backend.step(state, new[:2]))
+    backends = TorchEager(tiny_t5()), EncoderCache(EncoderCache(TorchEager(tiny_t5())))
+    logits = [logits_after_all(backend, *padded_batch, new) for backend in backends]
     parity(logits[1], logits[0], atol=ATOL_LOGITS)
 
 

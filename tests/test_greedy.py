@@ -21,6 +21,7 @@ from hypothesis.extra import numpy as hnp
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import Backend, Generated, greedy
 from t5accel.decoding.backend import as_batch, as_count, as_integers, right_aligned
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
 
@@ -198,7 +199,7 @@ class KeepsTheFirst(TorchEager):
 class NoPast(TorchEager):
     def step(self, state: Any, input_ids: np.ndarray) -> np.ndarray:
         fresh = copy.copy(state)
-        fresh.cache, fresh.tokens, fresh.lengths = None, state.tokens[:, :0], state.lengths * 0
+        fresh.cache, fresh.tokens, fresh.rows = None, state.tokens[:, :0], Histories.empty(*state.rows.shape)
         return super().step(fresh, input_ids)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,9 +16,9 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
 from transformers.generation import BaseStreamer
-from transformers.utils import logging as transformers_logging
 
 from t5accel.backends.hf import OrtT5ForConditionalGeneration
 from t5accel.backends.hf_cache import DecoderCache
@@ -97,24 +94,6 @@ def pair(tiny_t5, build) -> tuple[Any, OrtT5ForConditionalGeneration]:
 def batch(padded_batch) -> dict[str, torch.Tensor]:
     ids, mask = padded_batch
     return {"input_ids": torch.as_tensor(ids), "attention_mask": torch.as_tensor(mask)}
-
-
-@contextmanager
-def quiet(*but: str) -> Iterator[None]:
-    """Nothing inside may warn, be it by Python's warnings or through transformers' logger, but with these words."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    transformers_logging.warning_once.cache_clear()  # else only the first test of a process would hear it
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
-    finally:
-        logger.removeHandler(handler)
-    assert not [record.getMessage() for record in records if record.getMessage() not in but]
 
 
 def reference(own: Any, batch: dict[str, torch.Tensor], *, seed: int = 5, **options: Any) -> Any:
@@ -927,6 +906,15 @@ def test_save_pretrained_leaves_nothing_half_written(exported, tmp_path: Path, m
     with pytest.raises(OSError, match="no space left"):
         exported.save_pretrained(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_save_pretrained_keeps_what_came_meanwhile(exported, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(exported.generation_config, "save_pretrained", lambda _: (tmp_path / "empty" / "x").touch())
+    with pytest.raises(OSError, match="could not be written"):
+        exported.save_pretrained(tmp_path / "empty")
+    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["x"]
+    assert {path.name for path in tmp_path.iterdir()} == {"export", "empty"}
 
 
 def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:

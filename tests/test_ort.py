@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import ATOL, BAD_CALLS, PROGRAM, check_program, junk, operations, teacher_forced
+from programs import ATOL, BAD_CALLS, PROGRAM, check_program, junk, logits_after_all, operations, teacher_forced
 from test_encoder_cache import check, in_threads, logits_of, masked_variants, tokens_of
 from test_greedy import check_equals_generate, generate
 
@@ -115,15 +115,8 @@ def test_a_step_of_several_tokens_is_causal(opened, runtime, kind: str, padded_b
 
 def test_the_ways_agree_to_the_last_bit(opened, padded_batch) -> None:
     """The session computes the same, whichever way its tensors came."""
-    new, logits = histories_of(6, 2, 5), []
-    for runtime in RUNTIMES:
-        backend = opened(runtime)
-        state = backend.start(backend.encode(*padded_batch), 2)
-        backend.step(state, new)
-        backend.trim(state, np.arange(12).reshape(6, 2) % 4)
-        backend.reorder(state, np.array([[1, 0]] * 6))
-        backend.keep(state, np.array([4, 0]))
-        logits.append(backend.step(state, new[:2]))
+    new = histories_of(6, 2, 5)
+    logits = [logits_after_all(opened(runtime), *padded_batch, new) for runtime in RUNTIMES]
     for other in logits[1:]:
         np.testing.assert_array_equal(other, logits[0])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import ATOL, BAD_CALLS, PROGRAM, check_program, junk, operations, teacher_forced
+from torch.overrides import TorchFunctionMode
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import Backend
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError, NotT5Error
 from t5accel.parity import parity
 
@@ -154,12 +158,17 @@ class NoTrim(TorchEager):
         pass
 
 
+def without_padding(rows: Histories) -> Histories:
+    """Says of all positions that they are real."""
+    return replace(rows, padding=np.zeros_like(rows.padding), ragged=False)
+
+
 class NoPastMask(TorchEager):
     """After a ragged trim it attends to the garbage in front of the shorter histories."""
 
     def trim(self, state: Any, accepted: np.ndarray) -> None:
         super().trim(state, accepted)
-        state.lengths = np.full_like(state.lengths, state.tokens.shape[1])
+        state.rows = without_padding(state.rows)
 
 
 class LeftAligned(TorchEager):
@@ -169,12 +178,12 @@ class LeftAligned(TorchEager):
     def trim(self, state: Any, accepted: np.ndarray) -> None:
         super().trim(state, accepted)
         width = state.tokens.shape[1]
-        for row, length in enumerate(state.lengths):
+        for row, length in enumerate(state.rows.lengths.ravel()):
             roll = width - int(length)
             state.tokens[row] = state.tokens[row].roll(-roll, 0)
             for layer in state.cache.self_attention_cache.layers:
                 layer.keys[row], layer.values[row] = (t[row].roll(-roll, 1) for t in (layer.keys, layer.values))
-        state.lengths = np.full_like(state.lengths, width)
+        state.rows = without_padding(state.rows)
 
 
 class KeepsTheFirst(TorchEager):
@@ -254,6 +263,42 @@ def test_a_bad_call_raises_and_leaves_the_state_as_it_was(begun, tiny_t5, padded
     whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
     expected = teacher_forced(tiny_t5(), *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
     parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
+
+
+class FailsAt(TorchFunctionMode):
+    """The call into torch with this number fails, counted from 0."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.left = number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            raise MemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@cached_and_not
+@pytest.mark.parametrize("stride", [7, 11])
+def test_a_failure_on_the_way_leaves_the_state_as_it_was(tiny_t5, padded_batch, use_cache: bool, stride: int) -> None:
+    """Whichever call into torch it is, of a step every 7th or 11th."""
+    new = np.random.default_rng(8).integers(3, 300, (6, 2, 3))
+    calls = [("step", new), ("trim", np.arange(12).reshape(6, 2) % 4), ("step", new[:, :, :1]), ("step", new)]
+    calls += [("trim", np.full((6, 2), 1)), ("reorder", [[1, 1]] * 6), ("keep", [4, 0])]
+    backend = TorchEager(tiny_t5(), use_cache=use_cache)
+    undisturbed, state = (backend.start(backend.encode(*padded_batch), 2) for _ in range(2))
+    for method, argument in calls:
+        getattr(backend, method)(undisturbed, argument)
+        for number in count(0, stride if method == "step" else 1):
+            try:
+                with FailsAt(number):
+                    getattr(backend, method)(state, argument)
+            except MemoryError:
+                continue
+            break
+        assert number, f"nothing of {method} failed"
+    parity(backend.step(state, new[:2]), backend.step(undisturbed, new[:2]), atol=ATOL)
 
 
 def test_only_the_last_step_can_be_trimmed(begun) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from t5accel.decoding.backend import Backend, as_count
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.staging import staged
 
 _NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 _NEEDED = (*_NUMBERS, "encode", "start", "step", "reorder", "trim", "keep")
@@ -271,6 +271,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
         Raises:
             InputError: the backend came from no folder, or the one given is none of these.
+            ExportError: the disk is full, or refuses.
         """
         refuse({name: value for name, value in unsupported.items() if name != "safe_serialization"})
         source, target = getattr(self.backend, "folder", None), Path(save_directory).absolute()
@@ -284,13 +285,11 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         if Path(source).resolve() in target.resolve().parents:
             raise InputError(f"{target} lies inside {source}, which is to be copied: give a folder elsewhere.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
-            whole = Path(temporary) / target.name
-            shutil.copytree(source, whole)
-            self.config.save_pretrained(whole)
-            self.generation_config.save_pretrained(whole)
+        with staged(target) as folder:
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+            self.config.save_pretrained(folder)
+            self.generation_config.save_pretrained(folder)
             if (source / MANIFEST).is_file():  # which has the hashes of the files that were written anew
-                read_manifest(source, verify=False).write(whole)
+                read_manifest(source, verify=False).write(folder)
             if target.exists():
-                target.rmdir()  # Windows renames onto no folder, not even an empty one
-            whole.rename(target)
+                target.rmdir()  # fails if somebody has put a file there since

@@ -5,7 +5,7 @@ The K rows of a source each get a copy of its cross-attention cache, as transfor
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.checkpoints import T5Dims
-from t5accel.decoding.backend import as_batch, as_count, as_integers, right_aligned
+from t5accel.decoding.backend import as_batch, as_count
+from t5accel.decoding.histories import Histories, check_vocabulary
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,24 +50,21 @@ class TorchState:
     Attributes:
         owner: the backend that started it.
         hidden, mask: the source, one copy per row: (R, S, d_model), (R, S).
+        rows: how long each row's past is.
         tokens: (R, P) every token so far, right-aligned; only the uncached backend reads it.
-        lengths: (R,) how many of these are real; those to their left are padding.
         cache: transformers' cache, ``None`` without one.
-        last: T of the last step.
     """
 
     owner: TorchEager
     hidden: torch.Tensor
     mask: torch.Tensor
-    rows_per_source: int
+    rows: Histories
     tokens: torch.Tensor
-    lengths: np.ndarray
     cache: EncoderDecoderCache | None
-    last: int = 0
 
 
 class TorchEager:
-    """A `Backend` over ``T5ForConditionalGeneration``.
+    """A `Backend` over ``T5ForConditionalGeneration``. A method that raises leaves the state as it was.
 
     Args:
         model: a T5-like model; put into evaluation mode.
@@ -97,10 +95,9 @@ class TorchEager:
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> TorchSource:
         checked_ids, checked_mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
-        self._check_vocabulary(checked_ids)
+        check_vocabulary(checked_ids, self.vocab_size)
         ids, mask = self._tensor(checked_ids), self._tensor(checked_mask)
-        hidden = self.model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        return TorchSource(hidden, mask, self.model)
+        return TorchSource(self._run_encoder(ids, mask), mask, self.model)
 
     @torch.inference_mode()
     def split(self, source: TorchSource) -> list[TorchSource]:
@@ -141,80 +138,73 @@ class TorchEager:
         return _optimizer_steps, encoder.training, storages, views
 
     def start(self, source: TorchSource, rows_per_source: int = 1) -> TorchState:
-        from transformers import DynamicCache, EncoderDecoderCache
-
         self._check_source(source)
-        rows_per_source = as_count(rows_per_source, "rows_per_source", at_least=1)
-        rows = len(source.hidden) * rows_per_source
-        return TorchState(
-            owner=self,
-            hidden=source.hidden.repeat_interleave(rows_per_source, 0),
-            mask=source.mask.repeat_interleave(rows_per_source, 0),
-            rows_per_source=rows_per_source,
-            tokens=torch.empty((rows, 0), dtype=torch.long, device=self.device),
-            lengths=np.zeros(rows, dtype=np.int64),
-            # Given explicitly because transformers would size it by the encoder's depth (4.57 and 5.x alike).
-            cache=EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.use_cache else None,
-        )
+        rows = Histories.empty(len(source.hidden), rows_per_source)
+        hidden, mask = (tensor.repeat_interleave(rows.shape[1], 0) for tensor in (source.hidden, source.mask))
+        tokens = torch.empty((len(hidden), 0), dtype=torch.long, device=self.device)
+        return TorchState(self, hidden, mask, rows, tokens, self._empty_cache())
 
     @torch.inference_mode()
     def step(self, state: TorchState, input_ids: np.ndarray) -> np.ndarray:
         self._check_owner(state)
-        new = as_integers(input_ids, "input_ids", rank=3)
-        batch, rows, count = new.shape
-        if (batch * rows, rows) != (len(state.hidden), state.rows_per_source) or not count:
-            expected = (len(state.hidden) // state.rows_per_source, state.rows_per_source)
-            raise InputError(f"input_ids has shape {new.shape}; this state takes {(*expected, 'T >= 1')}.")
-        self._check_vocabulary(new)
-        flat = self._tensor(new.reshape(batch * rows, count))
+        new = state.rows.check_step(input_ids, self.vocab_size)
+        count = new.shape[2]
+        rows, flat = state.rows.appended(count), self._tensor(new.reshape(-1, count))
         tokens = torch.cat([state.tokens, flat], dim=1)
-        lengths = state.lengths + count
-        ragged = lengths.min() < tokens.shape[1]
-        past_mask = torch.as_tensor(right_aligned(lengths, tokens.shape[1]), device=self.device) if ragged else None
-        outputs = self.model(
-            encoder_outputs=(state.hidden,),
-            attention_mask=state.mask,
-            decoder_input_ids=flat if self.use_cache else tokens,
-            decoder_attention_mask=past_mask,
-            past_key_values=state.cache,
-            use_cache=self.use_cache,
-        )
-        state.tokens, state.lengths, state.last = tokens, lengths, count
-        logits = outputs.logits[:, -count:].float().cpu().numpy()
-        return logits.reshape(batch, rows, count, self.vocab_size)
+        past_mask = torch.as_tensor(rows.mask().reshape(tokens.shape), device=self.device) if rows.ragged else None
+        try:
+            logits = self._run_decoder(state, flat if self.use_cache else tokens, past_mask, count)
+        except BaseException:
+            self._take_back(state)
+            raise
+        state.tokens, state.rows = tokens, rows
+        return logits.reshape(*new.shape, self.vocab_size)
 
     def reorder(self, state: TorchState, rows: np.ndarray) -> None:
         self._check_owner(state)
-        rows = self._per_row(state, rows, "rows", highest=state.rows_per_source - 1)
-        first = np.arange(len(rows))[:, None] * state.rows_per_source
-        self._select(state, (first + rows).reshape(-1))
+        histories, flat = state.rows.reordered(rows)
+        if flat is not None:
+            self._select(state, flat)
+        state.rows = histories
 
     def keep(self, state: TorchState, sources: np.ndarray) -> None:
         self._check_owner(state)
-        sources = as_integers(sources, "sources", rank=1)
-        batch = len(state.hidden) // state.rows_per_source
-        if not sources.size or sources.min() < 0 or sources.max() >= batch:
-            raise InputError(f"sources is {sources.tolist()}; give at least one index in 0 … {batch - 1}.")
-        self._select(state, (sources[:, None] * state.rows_per_source + np.arange(state.rows_per_source)).reshape(-1))
+        histories, kept = state.rows.kept(sources)
+        rows_per_source = histories.shape[1]
+        self._select(state, (kept[:, None] * rows_per_source + np.arange(rows_per_source)).ravel())
+        state.rows = histories
 
     @torch.inference_mode()
     def trim(self, state: TorchState, accepted: np.ndarray) -> None:
         self._check_owner(state)
-        accepted = self._per_row(state, accepted, "accepted", highest=state.last).reshape(-1)
-        lengths = state.lengths - state.last + accepted
-        dropped = state.last - accepted  # real positions to leave out at the right end of each row
-        width = int(lengths.max())
-        # Position j of the new, right-aligned history of a row is position j + shift of its old one.
-        old_width = state.tokens.shape[1]
-        index = np.arange(width)[None, :] + (old_width - dropped - width)[:, None]
-        index = torch.as_tensor(np.maximum(index, 0), device=self.device)
-        state.tokens = state.tokens.gather(1, index)
-        if state.cache is not None:
-            for layer in state.cache.self_attention_cache.layers:
-                heads, d_kv = layer.keys.shape[1], layer.keys.shape[3]
-                where = index[:, None, :, None].expand(-1, heads, -1, d_kv)
-                layer.keys, layer.values = layer.keys.gather(2, where), layer.values.gather(2, where)
-        state.lengths, state.last = lengths, 0
+        histories, old_positions = state.rows.trimmed(accepted)
+        if old_positions is not None:
+            index = torch.as_tensor(old_positions.reshape(len(state.hidden), histories.width), device=self.device)
+            tokens, where = state.tokens.gather(1, index), index[:, None, :, None]
+            _replace(_layers(state)[0], lambda held: held.gather(2, where.expand(-1, held.shape[1], -1, held.shape[3])))
+            state.tokens = tokens
+        state.rows = histories
+
+    # What `hybrid` runs in another way
+
+    def _run_encoder(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    def _run_decoder(
+        self, state: TorchState, tokens: torch.Tensor, past_mask: torch.Tensor | None, count: int
+    ) -> np.ndarray:
+        """Of (R, n) tokens the logits (R, T, V) of the last ``count``, on the host. The cache grows in place."""
+        outputs = self.model(
+            encoder_outputs=(state.hidden,),
+            attention_mask=state.mask,
+            decoder_input_ids=tokens,
+            decoder_attention_mask=past_mask,
+            past_key_values=state.cache,
+            use_cache=self.use_cache,
+        )
+        return outputs.logits[:, -count:].float().cpu().numpy()
+
+    # The same for both
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         # A copy, because torch takes no reversed view, warns of a read-only one and would share memory with any other.
@@ -228,24 +218,37 @@ class TorchEager:
         if getattr(state, "owner", None) is not self:
             raise InputError("This state was not started by this backend: give what its start() returned.")
 
-    def _check_vocabulary(self, ids: np.ndarray) -> None:
-        # Looked up unchecked, such an id is an IndexError on a CPU and the end of the process's CUDA context on a GPU.
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise InputError(f"input_ids must lie in 0 … {self.vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
+    def _empty_cache(self) -> EncoderDecoderCache | None:
+        from transformers import DynamicCache, EncoderDecoderCache
 
-    def _per_row(self, state: TorchState, values: np.ndarray, name: str, *, highest: int) -> np.ndarray:
-        values = as_integers(values, name, rank=2)
-        shape = (len(state.hidden) // state.rows_per_source, state.rows_per_source)
-        if values.shape != shape or values.min() < 0 or values.max() > highest:
-            raise InputError(f"{name} of shape {values.shape}: give shape {shape} with values in 0 … {highest}.")
-        return values
+        # Given explicitly because transformers would size it by the encoder's depth (4.57 and 5.x alike).
+        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.use_cache else None
+
+    def _take_back(self, state: TorchState) -> None:
+        """After a step that failed: the model lengthens the cache in place, layer by layer, and got to any of them."""
+        width = state.rows.width
+        if not width:
+            state.cache = self._empty_cache()  # the first step writes the part of cross-attention, too
+        else:
+            _replace(_layers(state)[0], lambda held: held[:, :, :width])
 
     @torch.inference_mode()
     def _select(self, state: TorchState, flat_rows: np.ndarray) -> None:
+        """Go on with the tensors of these rows; how long their pasts are is for the caller to say."""
         index = torch.as_tensor(flat_rows, device=self.device)
-        state.hidden, state.mask, state.tokens = state.hidden[index], state.mask[index], state.tokens[index]
-        state.lengths = state.lengths[flat_rows]
-        if state.cache is not None:
-            for part in (state.cache.self_attention_cache, state.cache.cross_attention_cache):
-                for layer in part.layers:
-                    layer.keys, layer.values = layer.keys[index], layer.values[index]
+        hidden, mask, tokens = state.hidden[index], state.mask[index], state.tokens[index]
+        own, cross = _layers(state)
+        _replace([*own, *cross], lambda held: held[index])
+        state.hidden, state.mask, state.tokens = hidden, mask, tokens
+
+
+def _layers(state: TorchState) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The cache's layers for self-attention and for cross-attention; without a cache there are none."""
+    cache = state.cache
+    return (cache.self_attention_cache.layers, cache.cross_attention_cache.layers) if cache is not None else ((), ())
+
+
+def _replace(layers: Iterable[Any], part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Keys and values (R, H, n, d_kv) of these layers: no layer changes before the new ones of all are there."""
+    for layer, keys, values in [(layer, part(layer.keys), part(layer.values)) for layer in layers]:
+        layer.keys, layer.values = keys, values

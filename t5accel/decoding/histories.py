@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from t5accel.decoding.backend import as_count, as_integers
+from t5accel.decoding.backend import as_count, as_integers, right_aligned
 from t5accel.errors import InputError
 
 
@@ -54,7 +54,7 @@ class Histories:
         """(B, K, P) int64: 1 where a past position is real."""
         if not self.ragged:
             return np.ones((*self.padding.shape, self.width), dtype=np.int64)
-        return (np.arange(self.width) >= self.padding[..., None]).astype(np.int64)
+        return right_aligned(self.lengths, self.width)
 
     def check_step(self, input_ids: np.ndarray, vocab_size: int) -> np.ndarray:
         """``input_ids`` as (B, K, T) int64, T >= 1, in the vocabulary; raises ``InputError``."""
