@@ -45,7 +45,7 @@ def accelerate(
         ``tokenizer``, ``None`` for models without one.
 
     Raises:
-        ExportError: the export cannot be written, or is damaged.
+        ExportError: the export cannot be written, is damaged, or was optimised for another machine.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
         MissingPackageError: onnxruntime is not installed, or not the one for this device.
 

@@ -111,11 +111,11 @@ def _gpu() -> dict[str, Any] | None:
     return {"name": device.name, "memory_bytes": device.total_memory}
 
 
-def facts(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
+def facts(root: str | os.PathLike[str] = "/", *, gpu: bool = True) -> dict[str, Any]:
     """What a recorded measurement must say about its machine; `None` where unknown.
 
     Keys: cpu, logical_cores, usable_threads, memory_bytes, cpu_flags (those of CPU_FLAGS that are present; Linux), os,
-    python, gpu (`{"name", "memory_bytes"}` of torch's current CUDA device; looking for it imports torch if installed).
+    python, gpu (`{"name", "memory_bytes"}` of torch's CUDA device; imports torch if installed; `gpu=False`: not asked).
     """
     pairs = (line.partition(":") for line in (_read(Path(root) / "proc/cpuinfo") or "").splitlines())
     cpuinfo = {key.strip(): value.strip() for key, _, value in pairs}
@@ -128,7 +128,7 @@ def facts(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags] if flags else None,
         "os": platform.platform(),
         "python": platform.python_version(),
-        "gpu": _gpu(),
+        "gpu": _gpu() if gpu else None,
     }
 
 

@@ -21,6 +21,8 @@ from t5accel.decoding.greedy import greedy
 from t5accel.errors import T5AccelError
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.optimize import optimize_export
+from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.soak import soak
 
 EXAMPLES = 60  # at each of more than ten entries: over 600 in all
@@ -124,7 +126,8 @@ def test_opening_an_export(given_folder: Any, options: dict[str, Any]) -> None:
 
 @often
 @given(options=st.dictionaries(
-    st.sampled_from(["threads", "device", "spinning", "memory_pattern", "arena"]), junk, max_size=3))  # fmt: skip
+    st.sampled_from(["threads", "device", "spinning", "memory_pattern", "arena", "graph_optimization"]), junk,
+    max_size=3))  # fmt: skip
 def test_settings(options: dict[str, Any]) -> None:
     only_ours(SessionSettings, **options)
 
@@ -144,6 +147,20 @@ def test_exporting_to_what_is_no_folder(tiny_t5, tmp_path: Path, monkeypatch, ta
     if isinstance(target, str | bytes) and target:
         target = str(tmp_path / "x") + target if isinstance(target, str) else target
     only_ours(export_t5, tiny_t5(), target)
+
+
+@often
+@given(paths=st.tuples(*[st.one_of(texts, numbers, lists, st.none())] * 2), options=st.dictionaries(
+    st.sampled_from(["level", "tool"]), junk, max_size=2))  # fmt: skip
+def test_optimising_what_is_no_export(folder: Path, tmp_path: Path, monkeypatch, paths: Any, options: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    only_ours(optimize_export, paths[0], tmp_path / "new", **options)
+    if options:
+        only_ours(optimize_export, folder, tmp_path / "new", **options)
+    only_ours(optimize_export, tmp_path, paths[1])
+    for read in (count_nodes, contrib_operators):
+        only_ours(read, paths[0])
+    assert not (tmp_path / "new").exists()
 
 
 @often

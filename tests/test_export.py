@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 import transformers
+from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache
 
 from t5accel.backends.ort import OrtNumpy
@@ -26,11 +24,13 @@ from t5accel.checkpoints import T5Dims
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.graphs.attention_bias import LOWEST, relative_position_bucket
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
 from t5accel.graphs.export import LARGEST_INSIDE, export_t5, logit_scale, source_hash, t5_weights
 from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.t5_graphs import LOWEST, T5Weights, decoder_graph, encoder_graph, relative_position_bucket
+from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
+from t5accel.graphs.t5_weights import T5Weights
 from t5accel.parity import ParityError, assert_varied, parity
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -537,25 +537,6 @@ def test_impossible_thresholds(tiny_t5, tmp_path, threshold: Any) -> None:
 
 
 # Silence
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing inside may warn, be it by Python's warnings or through a logger."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    loggers = [logging.getLogger(name) for name in (None, "transformers", "filelock", "onnx")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-    assert not records, [record.getMessage() for record in records]
 
 
 @pytest.mark.parametrize("kind", ["deeper-decoder", "mt5", "umt5"])

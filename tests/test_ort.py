@@ -24,7 +24,7 @@ from programs import ATOL, BAD_CALLS, PROGRAM, check_program, junk, logits_after
 from test_encoder_cache import check, in_threads, logits_of, masked_variants, tokens_of
 from test_greedy import check_equals_generate, generate
 
-from t5accel.backends import ort_pointers
+from t5accel.backends import ort, ort_pointers
 from t5accel.backends.ort import OrtNumpy, OrtSource, of_each_head
 from t5accel.backends.ort_bound import OrtBound
 from t5accel.backends.ort_pointers import OrtPointers, bind_tensor
@@ -198,6 +198,21 @@ def test_any_program_of_operations(opened, runtime, tiny_t5, padded_batch, data:
 
 def test_the_program_on_every_kind(opened, runtime, tiny_t5, kind: str, padded_batch) -> None:
     check_program(opened(runtime, kind), tiny_t5(kind), *padded_batch, 3, PROGRAM)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeypatch, side: str) -> None:
+    """A few rows at a time, and none longer than its slice has to be."""
+    ids, mask = padded_batch if side == "right" else (array[:, ::-1] for array in padded_batch)
+    shapes, run = [], own._run_encoder
+    monkeypatch.setattr(own, "_run_encoder", lambda *arrays: shapes.append(arrays[0].shape) or run(*arrays))
+    monkeypatch.setattr(ort, "ENCODER_TOKENS", 26)
+    check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
+    assert shapes == ([(2, 9), (2, 7), (2, 8)] if side == "right" else [(2, 9)] * 3)
+    shapes.clear()
+    monkeypatch.setattr(ort, "ENCODER_TOKENS", 1)
+    check_program(own, tiny_t5(), ids, mask, 1, PROGRAM)
+    assert [shape[0] for shape in shapes] == [1] * 6
 
 
 PRUNED = {"decoder.block.1.layer.0.SelfAttention": {0, 2}, "decoder.block.2.layer.1.EncDecAttention": {1}}

@@ -83,7 +83,9 @@ def test_the_manifest_tells_the_truth(tiny_t5, original: Path) -> None:
     content = json.loads((original / MANIFEST).read_text(encoding="utf-8"))
     assert content.keys() == {
         "format", "layout", "source", "dims", "tokens", "recipe", "opset", "versions", "shared", "graphs", "files",
+        "optimized",
     }  # fmt: skip
+    assert content["optimized"] == {}
     assert (content["format"], content["layout"], content["opset"]) == (1, "two graphs", 20)
     assert content["recipe"] == {"name": "fp32"} and content["source"]["name"] == "tiny"
     assert re.fullmatch("[0-9a-f]{64}", content["source"]["sha256"])
@@ -188,7 +190,8 @@ def rename_file(name: str) -> Callable[[Any], Any]:
 
 
 WRONG: list[dict[str, Any]] = [
-    {"offset": -1}, {"offset": 10**9}, {"shape": [10**9]}, {"shape": ["1"]}, {"dtype": "object"}, {"dtype": 1}
+    {"offset": -1}, {"offset": 10**9}, {"shape": [10**9]}, {"shape": ["1"]}, {"shape": [-1]}, {"shape": []},
+    {"dtype": "object"}, {"dtype": 1},
 ]  # fmt: skip
 PARTS = ("source", "dims", "tokens", "recipe", "versions", "graphs", "files")
 
@@ -281,7 +284,7 @@ def check_reading(folder: Path, data: bytes) -> None:
         return
     finally:
         path.write_bytes(before)
-    content, says = json.loads(data), json.loads(json.dumps(asdict(manifest)))
+    content, says = {"optimized": {}} | json.loads(data), json.loads(json.dumps(asdict(manifest)))
     assert content["format"] == 1 and content["layout"] == "two graphs"
     assert says == {field.name: content[field.name] for field in fields(Manifest)}
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from t5accel import machine
+from t5accel.backends.huge_pages import huge_pages
 from t5accel.decoding.backend import as_count
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.manifest import Manifest
+from t5accel.graphs.portability import as_level, import_onnxruntime, optimization_level
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -37,7 +38,10 @@ class SessionSettings:
         memory_pattern: plan all memory of a run ahead, once for each combination of input shapes. While the history
             grows no combination comes twice: every step would make a plan, and all plans are kept. So it is off.
         arena: keep freed memory for the next step instead of giving it back to the system each time.
+        huge_pages: move the weights to huge pages, where the system lets us; see `huge_pages`.
         device: ``"cpu"`` or ``"cuda"``.
+        graph_optimization: what is made of the graph when it is opened: ``"disable"``, ``"basic"``, ``"extended"``,
+            ``"layout"`` or ``"all"``; see `portability`.
 
     Raises:
         InputError: a value is none of these.
@@ -50,16 +54,19 @@ class SessionSettings:
     spinning: bool = True
     memory_pattern: bool = False
     arena: bool = True
+    huge_pages: bool = True
     device: str = "cpu"
+    graph_optimization: str = "all"
 
     def __post_init__(self) -> None:
         if self.threads is not None and as_count(self.threads, "threads", at_least=1) > MOST_THREADS:
             raise InputError(f"threads is {self.threads}; more than {MOST_THREADS} are a mistake.")
-        for name in ("spinning", "memory_pattern", "arena"):
+        for name in ("spinning", "memory_pattern", "arena", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}; give True or False.")
         if not isinstance(self.device, str) or self.device not in PROVIDERS:
             raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
+        as_level(self.graph_optimization, "graph_optimization")
 
 
 def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.OrtValue]:
@@ -68,10 +75,9 @@ def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.Or
     A session maps the file of weights by itself, but each one apart. Of the embedding a step reads single rows; still
     the system may load much of it around them, and would count that twice.
     """
-    from onnxruntime import OrtValue
-
+    ort_value = import_onnxruntime().OrtValue
     return {
-        name: OrtValue.ortvalue_from_numpy(
+        name: ort_value.ortvalue_from_numpy(
             np.memmap(folder / WEIGHTS, entry["dtype"], "r", entry["offset"], tuple(entry["shape"])).view(np.ndarray)
         )
         for name, entry in manifest.shared.items()
@@ -82,6 +88,8 @@ def open_session(
     path: str | os.PathLike[str],
     settings: SessionSettings,
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
+    *,
+    profile: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session on one graph.
 
@@ -89,15 +97,13 @@ def open_session(
         path: the graph.
         settings: how it is run.
         weights: used in place of the graph's own of the same name. The caller keeps them as long as the session.
+        profile: every run is measured node by node; how the name of the file begins that `end_profiling` writes.
 
     Raises:
         ExportError: the file is no graph that this ONNX Runtime can run.
         MissingPackageError: onnxruntime is not installed, or not the one for this device.
     """
-    if not find_spec("onnxruntime"):
-        raise MissingPackageError("ONNX graphs need onnxruntime: pip install 't5accel[cpu]' (or 't5accel[gpu]').")
-    import onnxruntime
-
+    onnxruntime = import_onnxruntime()
     provider = PROVIDERS[settings.device]
     if provider not in onnxruntime.get_available_providers():
         raise MissingPackageError(
@@ -105,6 +111,7 @@ def open_session(
             "environment without 't5accel[cpu]'."
         )
     options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = optimization_level(settings.graph_optimization)
     options.intra_op_num_threads = settings.threads or machine.cpu_threads()
     options.inter_op_num_threads = 1  # the layers of a step depend on each other
     options.enable_mem_pattern = settings.memory_pattern
@@ -113,12 +120,15 @@ def open_session(
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
     # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     for name, value in (weights or {}).items():
         options.add_initializer(name, value)
     try:
         # No fallback, which prints to standard output and goes on with the CPU in place of a GPU. Older releases (1.20)
         # do so all the same while they open a graph; then the providers tell.
-        session = onnxruntime.InferenceSession(str(Path(path)), options, providers=[provider], enable_fallback=0)
+        with huge_pages(settings.huge_pages):
+            session = onnxruntime.InferenceSession(str(Path(path)), options, providers=[provider], enable_fallback=0)
     except Exception as error:  # of several kinds, none of them documented
         raise ExportError(
             f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"

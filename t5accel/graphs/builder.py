@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+if TYPE_CHECKING:
+    from t5accel.graphs.contract import GraphSpec
 
 # The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
 OPSET = 20
@@ -22,6 +25,7 @@ class GraphBuilder:
     Attributes:
         name: of the graph.
         weights: by name, in the order of first use; one array that is added twice under one name is stored once.
+        opsets: the version of each set of operators; the standard one is called ``""``.
 
     >>> graph = GraphBuilder("double")
     >>> graph.input("x", "float32", ["N"])
@@ -33,6 +37,7 @@ class GraphBuilder:
 
     name: str
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
     _nodes: list[Any] = field(default_factory=list)
     _inputs: list[Any] = field(default_factory=list)
     _outputs: list[Any] = field(default_factory=list)
@@ -48,11 +53,26 @@ class GraphBuilder:
         """Declare that the value called ``name`` leaves the graph."""
         self._outputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
 
+    def declare(self, spec: GraphSpec) -> None:
+        """Declare all inputs and outputs of a graph at once."""
+        for tensor in spec.inputs:
+            self.input(tensor.name, tensor.dtype, tensor.shape)
+        for tensor in spec.outputs:
+            self.output(tensor.name, tensor.dtype, tensor.shape)
+
     def op(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
         """Add a node of one output and return that output's name, a fresh one unless ``output`` says another."""
         name = output or self._fresh(kind)
         self._nodes.append(helper.make_node(kind, inputs, [name], name=f"{kind}:{name}", **attributes))
         return name
+
+    def op_of_many(self, kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Add a node of several outputs, under these names."""
+        self._nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}"))
+
+    def size(self, tensor: str, axis: int) -> str:
+        """One dimension as a number (a tensor of rank 0)."""
+        return self.op("Squeeze", self.op("Shape", tensor, start=axis, end=axis + 1))
 
     def constant(self, value: Any) -> str:
         """A small array or number; equal ones are stored once."""
@@ -67,6 +87,18 @@ class GraphBuilder:
         """A weight under a name of its own, which must mean the same array wherever it is used."""
         self.weights.setdefault(name, array)
         return name
+
+    def branch(self, name: str) -> GraphBuilder:
+        """One side of an ``If`` in this graph: it reads this graph's inputs, and adds its weights to this one's."""
+        return GraphBuilder(name, self.weights, _constants=self._constants, _used=self._used)
+
+    def choose(self, condition: str, then: GraphBuilder, otherwise: GraphBuilder, outputs: Sequence[str]) -> None:
+        """An ``If``: the outputs of the branch that the boolean ``condition`` decides for, under new names.
+
+        No name may stand in a branch and in this graph, ``outputs`` included.
+        """
+        branches = {"then_branch": then._graph(), "else_branch": otherwise._graph()}
+        self._nodes.append(helper.make_node("If", [condition], outputs, name=f"If:{outputs[0]}", **branches))
 
     @property
     def size_bytes(self) -> int:
@@ -85,10 +117,13 @@ class GraphBuilder:
             else numpy_helper.from_array(np.ascontiguousarray(array), name)
             for name, array in self.weights.items()
         ]  # fmt: skip
-        graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, tensors)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="t5accel")
+        opsets = [helper.make_opsetid(domain, version) for domain, version in self.opsets.items()]
+        model = helper.make_model(self._graph(tensors), opset_imports=opsets, producer_name="t5accel")
         model.ir_version = IR_VERSION
         return model
+
+    def _graph(self, tensors: Sequence[TensorProto] = ()) -> onnx.GraphProto:
+        return helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, tensors)
 
     def _fresh(self, kind: str) -> str:
         self._used[kind] = number = self._used.get(kind, -1) + 1

@@ -15,6 +15,7 @@ from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
+SHORTLIST = "decoder_shortlist.onnx"  # an optional third graph: the decoder with a second, smaller head
 WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
 MANIFEST = "manifest.json"
 
@@ -80,6 +81,33 @@ def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
         outputs=(
             TensorSpec("logits", "float32", ("B", "K", "T", dims.vocab_size)),
             *_self(dims, "present", "P + T", dtype),
+        ),
+    )
+
+
+def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
+    """``decoder_shortlist.onnx``: the decoder, which is asked at each step for its exact logits or for near ones.
+
+    With ``exact`` its ``logits`` are those of ``decoder.onnx``, N = T. Without, those of the last position alone, N = 1,
+    computed from weights of 8 bits (`shortlist`). What goes into either head at the last position comes out as well: as
+    it is, ``hidden``, and as ``(hidden_quantized - hidden_zero_point) * hidden_scale``.
+
+    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+    >>> shortlist_spec(dims).inputs[-1], [tensor.name for tensor in shortlist_spec(dims).outputs][1:5]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    (TensorSpec(name='exact', dtype='bool', shape=()),
+     ['hidden', 'hidden_quantized', 'hidden_scale', 'hidden_zero_point'])
+    """
+    decoder, last = decoder_spec(dims, dtype), ("B", "K", 1, dims.d_model)
+    return GraphSpec(
+        inputs=(*decoder.inputs, TensorSpec("exact", "bool", ())),
+        outputs=(
+            TensorSpec("logits", "float32", ("B", "K", "N", dims.vocab_size)),
+            TensorSpec("hidden", "float32", last),
+            TensorSpec("hidden_quantized", "uint8", last),
+            TensorSpec("hidden_scale", "float32", ()),
+            TensorSpec("hidden_zero_point", "uint8", ()),
+            *decoder.outputs[1:],
         ),
     )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,17 +15,17 @@ from t5accel import machine
 from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.decoding.backend import as_count
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.builder import OPSET, GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, as_folder
-from t5accel.graphs.manifest import Manifest, files_of_export, read_manifest
-from t5accel.graphs.staging import locked, staged
-from t5accel.graphs.t5_graphs import T5Weights, decoder_graph, encoder_graph
+from t5accel.graphs.builder import OPSET
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, shortlist_spec
+from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, as_target, write_export
+from t5accel.graphs.manifest import Manifest
+from t5accel.graphs.shortlist import head_for, shortlist_graph
+from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
+from t5accel.graphs.t5_weights import T5Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LARGEST_INSIDE = 2_000_000_000  # bytes; one ONNX file cannot hold more than 2 GiB
-ALIGNMENT = 4096  # so that weights in their own file can be mapped into memory page by page
 FP32 = {"name": "fp32"}
 
 
@@ -37,6 +36,7 @@ def export_t5(
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
     external_threshold_bytes: int = LARGEST_INSIDE,
+    shortlist: bool | None = False,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Manifest:
@@ -52,6 +52,9 @@ def export_t5(
         name: of the checkpoint, for the manifest; by default the name given, or the class.
         external_threshold_bytes: if the weights of a graph are more, those of both graphs lie in one file beside them,
             each once; at most 2 GB, which is what an ONNX file can hold.
+        shortlist: write ``decoder_shortlist.onnx``, too, with which a backend on a CPU finds the likeliest token faster
+            (`shortlist`); ``None``: where it pays. All weights then lie in the file beside the graphs, whatever
+            ``external_threshold_bytes`` is, and a quarter of the head's bytes is added.
         overwrite: replace another export that is there. A folder that is none, or that holds other files too, is never
             replaced.
         progress: show a bar on standard error.
@@ -72,7 +75,7 @@ def export_t5(
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
     if threshold > LARGEST_INSIDE:
         raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
-    target = _target(folder)
+    target = as_target(folder)
     if name is not None and not isinstance(name, str):
         raise InputError(f"name is {name!r}; give a text.")
     if isinstance(model, str | os.PathLike):
@@ -84,26 +87,26 @@ def export_t5(
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers, which can be saved.")
     weights = t5_weights(model)
     # What is no T5 is noticed here, before anything is written.
-    graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights)}
-    layout = WeightsFile.plan(graphs, threshold)
+    head = head_for(weights, shortlist)
+    graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights, head_by_rows=head is not None)}
     manifest = Manifest(
-        source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=_tokens(model),
-        recipe=FP32, opset=OPSET, versions=machine.versions(), shared=layout.shared(graphs),
+        source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=special_tokens(model),
+        recipe=FP32, opset=OPSET, versions=machine.versions(),
     )  # fmt: skip
-    with locked(target):
-        if _occupied(target):
-            if _same(target, manifest, external=bool(layout.places), tokenizer=tokenizer is not None):
-                return read_manifest(target, verify=False)
-            _refuse_unless_replaceable(target, overwrite)
-        with staged(target) as partial, _bar(progress, f"exporting {name}") as bar:
-            _write_graphs(partial, graphs, layout, bar)
-            # Not save_pretrained: it warns of, or refuses, settings that published models have.
-            model.config.to_json_file(partial / "config.json")
-            model.generation_config.to_json_file(partial / "generation_config.json")
-            if tokenizer is not None:
-                _save_tokenizer(tokenizer, partial)
-            manifest.write(partial)
-        return read_manifest(target, verify=False)
+    rows = None
+    if head:
+        graphs[SHORTLIST], threshold, rows = shortlist_graph(weights, head), 0, weights.head
+        manifest = replace(manifest, shortlist={**asdict(shortlist_spec(weights.dims)), **head.bounds})
+
+    def add_files(partial: Path) -> None:
+        # Not save_pretrained: it warns of, or refuses, settings that published models have.
+        model.config.to_json_file(partial / "config.json")
+        model.generation_config.to_json_file(partial / "generation_config.json")
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, partial)
+
+    plan = ExportPlan(manifest, graphs, threshold, tokenizer is not None, add_files, rows)
+    return write_export(target, plan, overwrite=overwrite, progress=progress)
 
 
 def t5_weights(model: PreTrainedModel) -> T5Weights:
@@ -164,7 +167,7 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
     It is that of the values and not of a file, so that a model saved in another format has the same one.
     """
     facts = {field.name: getattr(weights, field.name) for field in fields(weights) if field.name != "arrays"}
-    facts |= {"dims": asdict(weights.dims), "tokens": _tokens(model)}
+    facts |= {"dims": asdict(weights.dims), "tokens": special_tokens(model)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for key in sorted(weights.arrays):
         digest.update(key.encode())
@@ -172,61 +175,10 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
     return digest.hexdigest()
 
 
-def _tokens(model: PreTrainedModel) -> dict[str, int]:
+def special_tokens(model: PreTrainedModel) -> dict[str, int]:
+    """The ids of its padding, end and start; raises ``InputError`` if its configuration lacks one."""
     keys = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
     return {key: as_count(getattr(model.config, key), f"model.config.{key}", at_least=0) for key in keys}
-
-
-def _target(folder: str | os.PathLike[str]) -> Path:
-    """Where links lead to, so that one folder has one lock, and it is the folder that is replaced and not a link."""
-    try:
-        target = as_folder(folder).resolve()
-        around = Path.cwd().is_relative_to(target)
-    except (OSError, RuntimeError) as error:  # a loop of links, a working folder that is gone
-        raise ExportError(f"{folder} cannot be written to: {error}") from error
-    if around:
-        raise ExportError(f"{target} is where this process works, and cannot be replaced: give another folder.")
-    return target
-
-
-def _occupied(target: Path) -> bool:
-    try:
-        return target.exists() and (not target.is_dir() or any(target.iterdir()))
-    except OSError as error:
-        raise ExportError(f"{target} cannot be read: {error}") from error
-
-
-def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) -> bool:
-    """Whether an export of this very model lies there, whole, and with all that is asked for."""
-    try:
-        there = read_manifest(target)
-    except ExportError:
-        return False
-    if (WEIGHTS in there.files) != external or (tokenizer and "tokenizer_config.json" not in there.files):
-        return False
-    deciding = [
-        (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel")) for m in (there, manifest)
-    ]  # fmt: skip
-    return deciding[0] == deciding[1]
-
-
-def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
-    ours = files_of_export(target)
-    if not ours:
-        raise ExportError(f"{target} is no export of t5accel and not empty, so it is kept: give another folder.")
-    others = sorted({path.name for path in target.iterdir()} - ours)
-    if others:
-        raise ExportError(f"{target} also holds {', '.join(others[:3])}, so it is kept: give another folder.")
-    if not overwrite:
-        raise ExportError(
-            f"{target} holds another export, or a damaged one: give another folder, or overwrite=True (--overwrite)."
-        )
-
-
-def _bar(progress: bool, description: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description, disable=not progress)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -236,55 +188,3 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         raise
     except Exception as error:  # a full disk, too: the library raises nothing more exact
         raise ExportError(f"The tokenizer could not be saved: {error}. Nothing was left behind.") from error
-
-
-def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsFile, bar: Any) -> None:
-    sizes = {name: 0 if layout.places else graph.size_bytes for name, graph in graphs.items()}
-    bar.reset(total=sum(sizes.values()) + sum(array.nbytes for array, _ in layout.places.values()))
-    if layout.places:
-        layout.write(folder / WEIGHTS, bar)
-    for name, graph in graphs.items():
-        (folder / name).write_bytes(graph.proto(layout.references()).SerializeToString())
-        bar.update(sizes[name])
-
-
-@dataclass
-class WeightsFile:
-    """Where each weight of several graphs lies in the one file that they share; nowhere if all are in the graphs."""
-
-    places: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)
-    size_bytes: int = 0
-
-    @classmethod
-    def plan(cls, graphs: Mapping[str, GraphBuilder], threshold: int) -> WeightsFile:
-        """One after the other, each name once. Small ones stay inside: shapes have to be known when a graph is read."""
-        layout = cls()
-        if max(graph.size_bytes for graph in graphs.values()) <= threshold:
-            return layout
-        for graph in graphs.values():
-            for name, array in graph.weights.items():
-                if array.nbytes >= ALIGNMENT and name not in layout.places:
-                    layout.places[name] = array, layout.size_bytes
-                    layout.size_bytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        return layout
-
-    def references(self) -> dict[str, tuple[str, int, int]]:
-        """For `GraphBuilder.proto`: file, offset and length of each."""
-        return {name: (WEIGHTS, offset, array.nbytes) for name, (array, offset) in self.places.items()}
-
-    def shared(self, graphs: Mapping[str, GraphBuilder]) -> dict[str, dict[str, Any]]:
-        """For `Manifest`: where those lie that every graph reads."""
-        return {
-            name: {"offset": offset, "shape": list(array.shape), "dtype": array.dtype.name}
-            for name, (array, offset) in self.places.items()
-            if all(name in graph.weights for graph in graphs.values())
-        }
-
-    def write(self, path: Path, bar: Any) -> None:
-        """Write them in order, and say how far it is."""
-        with path.open("wb") as file:
-            for array, offset in self.places.values():
-                file.seek(offset)
-                file.write(np.ascontiguousarray(array).data)
-                bar.update(array.nbytes)
-            file.truncate(self.size_bytes)

@@ -52,7 +52,7 @@ def cached_export(
     """The folder with the export of ``model``, which is made now if it is not there, or damaged.
 
     A model given as the name of a folder or as ``"random:…"`` is not loaded when its export is there. Weights lie in a
-    file that both graphs share: less on disk, and in memory only once.
+    file that the graphs share: less on disk, and in memory only once. Where it pays, there is a shortlist.
 
     Args:
         model: a T5-like model, or a name that `checkpoints.load_t5` knows.
@@ -75,15 +75,16 @@ def cached_export(
         key = source_hash(model, t5_weights(model))
     tokenizer_key = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
     made_by = machine.versions().get("t5accel")
-    digest = hashlib.sha256(f"{key} {FP32} {FORMAT} {OPSET} {made_by} {tokenizer_key}".encode()).hexdigest()
+    recipe = f"{FP32} {FORMAT} {OPSET} {made_by} shortlist"
+    digest = hashlib.sha256(f"{key} {recipe} {tokenizer_key}".encode()).hexdigest()
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
     folder = cache_folder() / f"{readable}-{FP32['name']}-{digest[:16]}"
     try:
         read_manifest(folder)
     except ExportError:
         export_t5(
-            model, folder, tokenizer=tokenizer, name=label, external_threshold_bytes=0, overwrite=True,
-            progress=progress,
+            model, folder, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None,
+            overwrite=True, progress=progress,
         )  # fmt: skip
     return folder
 

@@ -21,12 +21,14 @@ from t5accel.graphs.contract import (
     DECODER,
     ENCODER,
     MANIFEST,
+    SHORTLIST,
     WEIGHTS,
     GraphSpec,
     TensorSpec,
     as_folder,
     decoder_spec,
     encoder_spec,
+    shortlist_spec,
 )
 
 FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
@@ -34,8 +36,9 @@ LAYOUT = "two graphs"
 ELEMENT_BYTES = {"float32": 4, "float16": 2}
 SIZES = {size.name: {"int": int, "bool": bool}.get(str(size.type), list) for size in fields(T5Dims)}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
 # What an export may hold, for when its manifest cannot be asked any more.
-WRITTEN = {ENCODER, DECODER, WEIGHTS, MANIFEST, "config.json", "generation_config.json", "tokenizer.json",
+WRITTEN = {ENCODER, DECODER, SHORTLIST, WEIGHTS, MANIFEST, "config.json", "generation_config.json", "tokenizer.json",
            "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model"}  # fmt: skip
 
 
@@ -52,7 +55,12 @@ class Manifest:
         versions: of the libraries that wrote it.
         shared: where in ``weights.data`` those weights lie that both graphs read, by name ``{"offset", "shape",
             "dtype"}``: one mapping of them into memory serves both sessions.
-        graphs: by file name what goes in and out.
+        optimized: how the graphs were optimised after they were built, and where that may run: see `portability`.
+            Empty if they were not, as in manifests from before there was such an entry.
+        shortlist: what goes into ``decoder_shortlist.onnx`` and out of it, ``"inputs"`` and ``"outputs"``; where in
+            ``weights.data`` the head's ``"rows"`` lie, as in ``shared``; and the ``"largest_row"`` and
+            ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph, as in manifests from before.
+        graphs: by file name what goes into the two graphs and out of them.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
 
@@ -63,6 +71,8 @@ class Manifest:
     opset: int
     versions: Mapping[str, str]
     shared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    optimized: Mapping[str, Any] = field(default_factory=dict)
+    shortlist: Mapping[str, Any] = field(default_factory=dict)
     graphs: Mapping[str, GraphSpec] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -123,7 +133,7 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         raise ExportError(f"{folder / MANIFEST} has format {found!r}, and this t5accel reads {FORMAT}. {again}")
     try:
         manifest = _manifest(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON of another shape
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another shape
         raise ExportError(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}). {again}") from error
     for name, entry in manifest.files.items():
         _check_file(folder / name, entry, verify=verify, again=again)
@@ -135,7 +145,7 @@ def files_of_export(folder: Path) -> set[str]:
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         listed = set(content["files"]) if {"format", "layout"} <= content.keys() else set()
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         listed = set()
     damaged = os.path.isfile(folder / MANIFEST) and any(os.path.isfile(folder / name) for name in (ENCODER, DECODER))
     return listed | WRITTEN if listed or damaged else set()
@@ -156,30 +166,66 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         _require({"sha256": str, "size_bytes": int}, entry)
     _require(dict.fromkeys(content["shared"], dict), content["shared"])
     for entry in content["shared"].values():
-        _require({"offset": int, "shape": list, "dtype": str}, entry)
-        _require(dict.fromkeys(range(len(entry["shape"])), int), entry["shape"])
-        if entry["dtype"] not in ELEMENT_BYTES or min(entry["offset"], *entry["shape"]) < 0:
-            raise ValueError(f"a shared weight is described by {entry}")
-        if entry["offset"] + math.prod(entry["shape"]) * ELEMENT_BYTES[entry["dtype"]] > files[WEIGHTS]["size_bytes"]:
-            raise ValueError(f"a shared weight lies outside of {WEIGHTS}")
+        _require_place(entry, files)
+    optimized = content.get("optimized", {})
+    _require_optimized(optimized)
     if not {ENCODER, DECODER} <= files.keys() or any(name in ("", "..") or Path(name).name != name for name in files):
         raise ValueError(f"its files are {list(files)}")
     dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
-    graphs = {
-        name: GraphSpec(*(tuple(_tensor(tensor) for tensor in spec[side]) for side in ("inputs", "outputs")))
-        for name, spec in content["graphs"].items()
-    }
+    graphs = {name: _graph(spec) for name, spec in content["graphs"].items()}
     if content["layout"] != LAYOUT or graphs != {ENCODER: encoder_spec(dims), DECODER: decoder_spec(dims)}:
         raise ValueError("its graphs are not those of its sizes")
+    shortlist = content.get("shortlist", {})
+    _require_shortlist(shortlist, dims, files)
     tokens = {name: content["tokens"][name] for name in TOKENS}
     keys = ("source", "recipe", "opset", "versions", "shared")
-    return Manifest(dims=dims, tokens=tokens, graphs=graphs, files=files, **{key: content[key] for key in keys})
+    rest = {key: content[key] for key in keys}
+    return Manifest(
+        dims=dims, tokens=tokens, graphs=graphs, files=files, optimized=optimized, shortlist=shortlist, **rest
+    )  # fmt: skip
+
+
+def _require_place(entry: Any, files: Mapping[str, Any]) -> None:
+    """That it says where in the file of weights something lies."""
+    _require({"offset": int, "shape": list, "dtype": str}, entry)
+    _require(dict.fromkeys(range(len(entry["shape"])), int), entry["shape"])
+    if entry["dtype"] not in ELEMENT_BYTES or not entry["shape"] or min(entry["offset"], *entry["shape"]) < 0:
+        raise ValueError(f"a shared weight is described by {entry}")
+    if entry["offset"] + math.prod(entry["shape"]) * ELEMENT_BYTES[entry["dtype"]] > files[WEIGHTS]["size_bytes"]:
+        raise ValueError(f"a shared weight lies outside of {WEIGHTS}")
+
+
+def _require_shortlist(entry: Any, dims: T5Dims, files: Mapping[str, Any]) -> None:
+    _require({"shortlist": dict}, {"shortlist": entry})
+    if not entry:
+        return
+    _require({"rows": dict, "largest_row": float, "largest_error": float}, entry)
+    _require_place(entry["rows"], files)
+    bounds = entry["largest_row"], entry["largest_error"]
+    if entry["rows"]["shape"] != [dims.vocab_size, dims.d_model] or entry["rows"]["dtype"] != "float32":
+        raise ValueError(f"the rows of its shortlist are described by {entry['rows']}")
+    if SHORTLIST not in files or not all(math.isfinite(bound) and bound >= 0 for bound in bounds):
+        raise ValueError(f"its shortlist has no {SHORTLIST}, or the bounds {bounds}")
+    if _graph(entry) != shortlist_spec(dims):
+        raise ValueError("the graph of its shortlist is not that of its sizes")
+
+
+def _require_optimized(entry: Any) -> None:
+    _require({"optimized": dict}, {"optimized": entry})
+    if entry:
+        _require(OPTIMIZED, entry)
+        _require(dict.fromkeys(entry["machine"], str), entry["machine"])
+        _require(dict.fromkeys(range(len(entry["contrib_operators"])), str), entry["contrib_operators"])
 
 
 def _require(kinds: Mapping[Any, type], values: Any) -> None:
     for name, kind in kinds.items():
         if type(values[name]) is not kind:  # not isinstance: true is no number
             raise TypeError(f"{name} is {values[name]!r:.80}")
+
+
+def _graph(content: Mapping[str, Any]) -> GraphSpec:
+    return GraphSpec(*(tuple(_tensor(tensor) for tensor in content[side]) for side in ("inputs", "outputs")))
 
 
 def _tensor(content: Mapping[str, Any]) -> TensorSpec:

@@ -1,0 +1,134 @@
+"""The decoder with a second head of 8 bits, from whose near logits a short list of likely tokens is drawn.
+
+At batch 1 a step takes as long as its weights take to be read, and of those of t5-small's shape four in ten are the
+head's: 66 MB, to find the one largest logit. A copy of the head in 8 bits is a quarter of that. It tells which few
+tokens can be the likeliest, and `decoding.shortlist` proves which one is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from t5accel.errors import InputError
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.contract import shortlist_spec
+from t5accel.graphs.export_folder import ALIGNMENT
+from t5accel.graphs.t5_graphs import headless_decoder
+from t5accel.graphs.t5_layers import T5Layers
+from t5accel.graphs.t5_weights import T5Weights
+
+# 7 of the 8 bits. CPUs without VNNI add products of two neighbours in 16 bits, and saturate: with hidden states of 8
+# bits, 2 * 255 * 64 is the most that fits. An approximation that depends on the CPU could not be certified.
+LEVELS = 64
+WIDEST = 1 << 16  # d_model: below, a sum of all products fits into 32 bits, with and without the zero point's share
+SMALLEST_BYTES = 32 << 20  # a head of less is quickly read as it is
+ROWS_AT_ONCE = 4096  # of the head, while it is quantised: what is computed with takes 8 times its place
+
+
+@dataclass(frozen=True)
+class QuantizedHead:
+    """The head in integers, one scale for each row: row i is ``scales[i] * integers[:, i]``.
+
+    Attributes:
+        integers: (d_model, V) int8, as a product needs it.
+        scales: (V,) float32.
+        largest_row: the largest Euclidean norm of a row of the quantised head.
+        largest_error: the largest one of what was lost of a row.
+    """
+
+    integers: np.ndarray
+    scales: np.ndarray
+    largest_row: float
+    largest_error: float
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """What `decoding.shortlist.Head` has to know about it."""
+        return {"largest_row": self.largest_row, "largest_error": self.largest_error}
+
+
+def quantized(rows: np.ndarray) -> QuantizedHead:
+    """Round each row of a head (V, d_model) float32 to integers of at most ``LEVELS``.
+
+    The bounds are not those of ideal rounding. They are measured on what came out, in float64, and rounded up: so they
+    hold whatever the weights are.
+
+    Raises:
+        InputError: the head is wider than sums in integers allow, or holds what is no finite number.
+
+    >>> head = quantized(np.array([[1, -0.5], [0, 0], [3, 4]], dtype=np.float32))
+    >>> head.integers.T.tolist(), head.scales.tolist()
+    ([[64, -32], [0, 0], [48, 64]], [0.015625, 1.0, 0.0625])
+    >>> round(head.largest_row, 5), round(head.largest_error, 5)
+    (5.0, 0.0)
+    """
+    if rows.shape[1] > WIDEST:
+        raise InputError(f"A shortlist needs d_model of at most {WIDEST}; this model's is {rows.shape[1]}.")
+    integers, scales = np.empty(rows.shape[::-1], dtype=np.int8), np.ones(len(rows), dtype=np.float32)
+    largest = np.zeros(2)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        exact = rows[part].astype(np.float64)
+        peaks = np.abs(exact).max(axis=1, initial=0)
+        if not np.isfinite(peaks).all():
+            raise InputError("The model's head holds infinity or NaN, of which there is no shortlist: leave it out.")
+        scale = (peaks / LEVELS).astype(np.float32)
+        scale[scale == 0] = 1  # of zeros, and of a row so tiny that 32 bits have no scale for it
+        whole = np.rint(exact / scale[:, None]).clip(-LEVELS, LEVELS)
+        near = whole * scale[:, None].astype(np.float64)
+        integers[:, part], scales[part] = whole.T, scale
+        largest = np.maximum(largest, [np.linalg.norm(array, axis=1).max() for array in (near, exact - near)])
+    return QuantizedHead(integers, scales, *(float(norm) for norm in largest * (1 + 2.0**-20)))
+
+
+def shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
+    """The decoder's layers, stored once with those of ``decoder.onnx``, and an ``If`` between the two heads.
+
+    All operators are those of the standard. ONNX Runtime makes one of the last four, which never writes the integers.
+
+    >>> from t5accel.graphs.export import t5_weights
+    >>> from t5accel.lively import random_t5
+    >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
+    >>> graph = shortlist_graph(weights, quantized(weights.array(weights.head)))
+    >>> [node.op_type for node in graph.proto().graph.node][-3:]
+    ['Gather', 'DynamicQuantizeLinear', 'If']
+    """
+    spec = shortlist_spec(weights.dims)
+    layers, hidden = headless_decoder("decoder_shortlist", weights, spec)
+    graph = layers.graph
+    last = graph.op("Gather", hidden, graph.constant([-1]), axis=2, output="hidden")
+    parts = ["hidden_quantized", "hidden_scale", "hidden_zero_point"]
+    graph.op_of_many("DynamicQuantizeLinear", [last], parts)
+    exact, near = graph.branch("exact"), graph.branch("near")
+    T5Layers(exact, weights, "decoder").head(hidden, output="exact_logits", by_rows=True)
+    integers, scales = graph.weight("shortlist.integers", head.integers), graph.weight("shortlist.scales", head.scales)
+    sums = near.op("MatMulInteger", "hidden_quantized", integers, "hidden_zero_point")
+    scale = near.op("Mul", "hidden_scale", scales)
+    near.op("Mul", near.op("Cast", sums, to=TensorProto.FLOAT), scale, output="near_logits")
+    for branch in (exact, near):
+        branch.output(f"{branch.name}_logits", "float32", spec.outputs[0].shape)
+    graph.choose("exact", exact, near, ["logits"])
+    return graph
+
+
+def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
+    """The quantised head of a model if it is ``wanted``; for ``None``, if it pays and can be had.
+
+    Raises:
+        InputError: ``wanted`` is none of these; it is true, and the head is so small that it lies inside the graphs; or
+            what `quantized` says.
+
+    >>> from types import SimpleNamespace
+    >>> head_for(SimpleNamespace(head="lm_head.weight", array=lambda name: np.ones((300, 8), np.float32)), None)
+    """
+    if wanted not in (True, False, None):
+        raise InputError(f"shortlist is {wanted!r:.80}; give True, False, or None for where it pays.")
+    rows = weights.array(weights.head)
+    if wanted and rows.nbytes < ALIGNMENT:
+        raise InputError(f"A head of {rows.nbytes} bytes has no rows to map from a file: leave its shortlist out.")
+    if wanted is None and (rows.nbytes < SMALLEST_BYTES or rows.shape[1] > WIDEST or not np.isfinite(rows).all()):
+        return None
+    return None if wanted is False else quantized(rows)

@@ -1,0 +1,740 @@
+"""The layouts of the past: folders whole or not there, graphs with transformers' own logits, and what each costs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import ATOL, BAD_CALLS, PROGRAM, check_program, junk, operations, teacher_forced
+from test_greedy import check_equals_generate, generate
+
+from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.traffic import bytes_per_step
+from t5accel.decoding import Backend
+from t5accel.decoding.greedy import greedy
+from t5accel.errors import ExportError, InputError, NotT5Error
+from t5accel.graphs import layouts
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.export import export_t5, t5_weights
+from t5accel.graphs.layout_sizes import LayoutSizes, layout_sizes
+from t5accel.graphs.layouts import DESCRIPTION, export_layout, read_layout
+from t5accel.graphs.row_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
+from t5accel.lively import random_t5
+from t5accel.parity import parity
+
+ONE_THREAD = SessionSettings(threads=1)
+RUNTIMES = [ThreeGraphs, MergedGraphs, WholeGraph]
+LaidOut = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def laid_out(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
+    """``laid_out(layout, kind)``: the folder with that layout of that ``tiny_t5``. Shared: do not write."""
+
+    @cache
+    def export(layout: str, kind: str = "deeper-decoder", **sizes: Any) -> Path:
+        folder = tmp_path_factory.mktemp(f"{layout}-{kind}")
+        export_layout(tiny_t5(kind, **sizes), folder, layout)
+        return folder
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def opened(laid_out: LaidOut) -> Callable[..., RowBackend]:
+    """``opened(runtime, kind)``: that backend over that layout. Shared: patch one of your own."""
+
+    @cache
+    def open_(runtime: type[RowBackend], kind: str = "deeper-decoder", **sizes: Any) -> RowBackend:
+        return runtime(laid_out(runtime.layout, kind, **sizes), settings=ONE_THREAD)
+
+    return open_
+
+
+@pytest.fixture(scope="session", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
+def runtime(request: pytest.FixtureRequest) -> type[RowBackend]:
+    return request.param
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
+
+
+def beside(folder: Path) -> set[str]:
+    """What lies in a folder, but for lock files."""
+    return {path.name for path in folder.iterdir() if not path.name.endswith(".lock")}
+
+
+# The graphs
+
+
+def test_the_graphs_are_valid_and_the_folder_holds_nothing_else(laid_out, kind: str, layout: str) -> None:
+    folder = laid_out(layout, kind)
+    for file in LAYOUTS[layout]:
+        onnx.checker.check_model(folder / file, full_check=True)
+    assert beside(folder) == {*LAYOUTS[layout], DESCRIPTION}
+    assert read_layout(folder).files == {file: (folder / file).stat().st_size for file in sorted(LAYOUTS[layout])}
+
+
+CROSS = ["cross_key_0", "cross_value_0"]
+ENDS = {  # of a model with one decoder layer: what goes in, what comes out
+    ("whole", WHOLE): (
+        ["input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"],
+        ["logits"],
+    ),
+    ("onnxt5", ENCODER): (["input_ids", "attention_mask"], ["last_hidden_state"]),
+    ("onnxt5", LM_HEAD): (["hidden_states"], ["logits"]),
+    ("fastt5", INIT_DECODER): (
+        ["input_ids", "attention_mask", "encoder_hidden_states"],
+        ["logits", "present_key_0", "present_value_0", "present_cross_key_0", "present_cross_value_0"],
+    ),
+    ("fastt5", DECODER): (
+        ["input_ids", "attention_mask", "past_mask", "past_key_0", "past_value_0", *CROSS],
+        ["logits", "present_key_0", "present_value_0"],
+    ),
+    ("merged", MERGED_DECODER): (
+        ["input_ids", "attention_mask", "encoder_hidden_states", "past_mask", "past_key_0", "past_value_0", *CROSS,
+         "use_cache_branch"],
+        ["logits", "present_key_0", "present_value_0", "present_cross_key_0", "present_cross_value_0"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS, ids="/".join)
+def test_what_goes_in_and_out(laid_out, end: tuple[str, str]) -> None:
+    graph = onnx.load(laid_out(end[0], "shallower-decoder") / end[1]).graph
+    assert ([tensor.name for tensor in graph.input], [tensor.name for tensor in graph.output]) == ENDS[end]
+
+
+def test_later_steps_give_no_cross_tensors_but_empty_ones(opened, padded_batch) -> None:
+    backend = opened(MergedGraphs)
+    state = backend.start(backend.encode(*padded_batch))
+    seen = []
+    run = backend.sessions[MERGED_DECODER].run
+
+    class Watched:
+        def run(self, outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+            seen.append(dict(zip(outputs, results := run(outputs, inputs), strict=True)))
+            return results
+
+    own = copy.copy(backend)
+    own.sessions, state.owner = {**backend.sessions, MERGED_DECODER: Watched()}, own
+    for _ in range(2):
+        own.step(state, histories_of(6, 1, 1))
+    assert [outputs["present_cross_key_2"].shape for outputs in seen] == [(6, 4, 9, 12), (0, 4, 1, 12)]
+
+
+# Logits under teacher forcing
+
+
+def test_satisfies_the_protocol(opened, runtime) -> None:
+    backend = opened(runtime, eos_token_id=7)
+    assert isinstance(backend, Backend)
+    assert (backend.vocab_size, backend.pad_token_id, backend.eos_token_id) == (300, 0, 7)
+    assert backend.decoder_start_token_id == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_chunks_give_the_logits_of_the_whole(opened, runtime, tiny_t5, kind: str, padded_batch, rows: int) -> None:
+    (ids, mask), new = padded_batch, histories_of(6, rows, 9)
+    expected = teacher_forced(tiny_t5(kind), ids.repeat(rows, 0), mask.repeat(rows, 0), new.reshape(-1, 9))
+    expected = expected.reshape(len(ids), rows, 9, 300)
+    assert len(np.unique(expected.argmax(-1))) > 8, "the reference should vary"
+    backend = opened(runtime, kind)
+    state = backend.start(backend.encode(ids, mask), rows)
+    chunks = [backend.step(state, chunk) for chunk in np.split(new, [3, 4], axis=2)]
+    assert [chunk.shape for chunk in chunks] == [(6, rows, n, 300) for n in (3, 1, 5)]
+    assert all(isinstance(chunk, np.ndarray) and chunk.dtype == np.float32 for chunk in chunks)
+    parity(np.concatenate(chunks, axis=2), expected, atol=ATOL)
+
+
+def test_the_program_on_every_kind(opened, runtime, tiny_t5, kind: str, padded_batch) -> None:
+    check_program(opened(runtime, kind), tiny_t5(kind), *padded_batch, 3, PROGRAM)
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_any_program_of_operations(opened, runtime, tiny_t5, padded_batch, data: st.DataObject) -> None:
+    ids, mask = padded_batch
+    sources, rows = data.draw(st.integers(1, 4), "sources"), data.draw(st.integers(1, 3), "rows")
+    program = [*data.draw(st.lists(operations, max_size=7), "program"), ("step", 0)]
+    check_program(opened(runtime), tiny_t5(), ids[:sources], mask[:sources], rows, program)
+
+
+PRUNED = {"encoder.block.1.layer.0.SelfAttention": {3}, "decoder.block.1.layer.0.SelfAttention": {0, 2},
+          "decoder.block.2.layer.1.EncDecAttention": {1}}  # fmt: skip
+
+
+def pruned_and_silenced(model: Any) -> tuple[Any, Any]:
+    """A model without these heads, for export, and a whole one in which they say nothing, to compare with."""
+    pruned, silenced = copy.deepcopy(model), copy.deepcopy(model)
+    for name, heads in PRUNED.items():
+        attention = pruned.get_submodule(name)
+        kept = [i for i in range(48) if i // 12 not in heads]
+        with torch.no_grad():
+            silenced.get_submodule(name).o.weight[:, [i for i in range(48) if i not in kept]] = 0
+            for part in "qkvo":
+                weight = getattr(attention, part).weight
+                weight = weight[:, kept] if part == "o" else weight[kept]
+                linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+                linear.weight = torch.nn.Parameter(weight.clone())
+                setattr(attention, part, linear)
+        attention.pruned_heads = heads
+    return pruned, silenced
+
+
+def test_the_program_on_a_pruned_model(runtime, tiny_t5, padded_batch, tmp_path: Path) -> None:
+    pruned, silenced = pruned_and_silenced(tiny_t5())
+    export_layout(pruned, tmp_path / "pruned", runtime.layout)
+    backend = runtime(tmp_path / "pruned", settings=ONE_THREAD)
+    dims = backend.dims
+    assert (dims.encoder_heads, dims.decoder_heads, dims.cross_heads) == ((4, 3), (4, 2, 4), (4, 4, 3))
+    check_program(backend, silenced, *padded_batch, 3, PROGRAM)
+
+
+def test_everything_rejected_at_first(opened, runtime, tiny_t5, padded_batch) -> None:
+    (ids, mask), backend, tokens = padded_batch, opened(runtime), histories_of(6, 1, 3)
+    state = backend.start(backend.encode(ids, mask))
+    backend.step(state, tokens[:, :, ::-1])
+    backend.trim(state, np.zeros((6, 1), dtype=np.int64))
+    backend.reorder(state, np.zeros((6, 1), dtype=np.int64))
+    parity(backend.step(state, tokens)[:, 0], teacher_forced(tiny_t5(), ids, mask, tokens[:, 0]), atol=ATOL)
+
+
+def test_an_empty_state_can_be_reordered_trimmed_and_kept(opened, runtime, padded_batch) -> None:
+    backend, new = opened(runtime), histories_of(6, 2, 3)
+    state = backend.start(backend.encode(*padded_batch), 2)
+    backend.reorder(state, [[1, 0]] * 6)
+    backend.trim(state, [[0, 0]] * 6)
+    backend.keep(state, [5, 0, 5])
+    expected = backend.step(backend.start(backend.encode(*padded_batch), 2), new)
+    parity(backend.step(state, new[[5, 0, 5]]), expected[[5, 0, 5]], atol=ATOL)
+
+
+def test_takes_views_and_keeps_none(opened, runtime, padded_batch) -> None:
+    backend, tokens = opened(runtime), histories_of(6, 2, 4)
+    expected = backend.step(backend.start(backend.encode(*padded_batch), 2), tokens)
+    lent = [array[::-1].copy()[::-1] for array in (*padded_batch, tokens)]
+    source = backend.encode(*lent[:2])
+    lent[0][:], lent[1][:] = 7, 1
+    states = [backend.start(source, 2) for _ in range(2)]
+    first = backend.step(states[0], lent[2][:, :, :2])
+    lent[2][:, :, :2] = 7
+    logits = [first, backend.step(states[0], lent[2][:, :, 2:])]
+    backend.keep(states[0], [3])
+    first[:] = np.nan
+    logits[0] = backend.step(states[1], tokens)  # of the same source, after another state of it changed
+    parity(logits[0], expected, atol=ATOL)
+    parity(logits[1], expected[:, :, 2:], atol=ATOL)
+
+
+# Broken ones are caught
+
+Patches = dict[str, Callable[..., Any]]
+
+
+def forgotten_past(backend: RowBackend) -> Patches:
+    def after(*arguments: Any) -> Any:
+        source, past = type(backend)._after(backend, *arguments)
+        return source, {name: np.zeros_like(array) for name, array in past.items()}
+
+    return {"_after": after}
+
+
+def no_past_mask(backend: RowBackend) -> Patches:
+    def inputs(*arguments: Any) -> Any:
+        file, handed = type(backend)._inputs(backend, *arguments)
+        masks = {"past_mask", "decoder_attention_mask"} & handed.keys()
+        return file, {**handed, **{name: np.ones_like(handed[name]) for name in masks}}
+
+    return {"_inputs": inputs}
+
+
+def blocks_of_rows(backend: RowBackend) -> Patches:
+    """Rows of one source do not stand together."""
+
+    def start(source: Any, rows: int) -> Any:
+        state = type(backend).start(backend, source, rows)
+        state.source = {name: np.concatenate([array] * rows) for name, array in source.inputs.items()}
+        return state
+
+    return {"start": start}
+
+
+def source_stays(backend: RowBackend) -> Patches:
+    """The histories of the kept sources go on, with the first sources."""
+
+    def keep(state: Any, sources: np.ndarray) -> None:
+        rows = len(sources) * state.rows.shape[1]
+        first = {name: array[:rows] for name, array in state.source.items()}
+        type(backend).keep(backend, state, sources)
+        state.source = first
+
+    return {"keep": keep}
+
+
+BROKEN: dict[str, Callable[[RowBackend], Patches]] = {
+    "a mask of ones": lambda backend: {
+        "encode": lambda ids, mask: type(backend).encode(backend, ids, np.ones_like(mask))
+    },
+    "a forgotten past": forgotten_past,
+    "no mask of the past": no_past_mask,
+    "rows in another order": blocks_of_rows,
+    "no reorder": lambda _: {"reorder": lambda state, rows: None},
+    "lengths alone reordered": lambda _: {
+        "reorder": lambda state, rows: setattr(state, "rows", state.rows.reordered(rows)[0])
+    },
+    "no trim": lambda _: {"trim": lambda state, accepted: None},
+    "keeps the wrong sources": lambda backend: {
+        "keep": lambda state, sources: type(backend).keep(backend, state, np.arange(len(sources)))
+    },
+    "the source stays": source_stays,
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_backend_is_caught(laid_out, runtime, tiny_t5, padded_batch, broken: str) -> None:
+    own = runtime(laid_out(runtime.layout), settings=ONE_THREAD)
+    check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
+    vars(own).update(BROKEN[broken](own))
+    with pytest.raises(AssertionError, match="not close"):
+        check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
+
+
+def test_the_wrong_branch_is_caught(laid_out, tiny_t5, padded_batch) -> None:
+    own = MergedGraphs(laid_out("merged"), settings=ONE_THREAD)
+
+    def inputs(*arguments: Any) -> Any:
+        file, handed = MergedGraphs._inputs(own, *arguments)
+        return file, {**handed, "use_cache_branch": np.array([False])}
+
+    own._inputs = inputs
+    with pytest.raises(AssertionError, match="not close"):
+        check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
+
+
+@pytest.mark.parametrize("runtime", [ThreeGraphs, MergedGraphs])
+def test_cross_attention_of_another_layer_is_caught(laid_out, runtime, tiny_t5, padded_batch) -> None:
+    own = runtime(laid_out(runtime.layout), settings=ONE_THREAD)
+
+    def after(state: Any, inputs: Any, outputs: Any) -> Any:
+        cross = [name for name in outputs if name.startswith("present_cross")]
+        swapped = dict(zip(cross, [outputs[name] for name in [*cross[2:], *cross[:2]]], strict=True))
+        return runtime._after(own, state, inputs, {**outputs, **swapped})
+
+    own._after = after
+    with pytest.raises(AssertionError, match="not close"):
+        check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
+
+
+def test_a_wrong_bias_is_caught(runtime, tiny_t5, padded_batch, tmp_path: Path) -> None:
+    other = copy.deepcopy(tiny_t5())
+    bias = other.decoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    with torch.no_grad():
+        bias.weight.copy_(bias.weight.roll(1, 0))
+    export_layout(other, tmp_path / "other", runtime.layout)
+    with pytest.raises(AssertionError, match="not close"):
+        check_program(runtime(tmp_path / "other", settings=ONE_THREAD), tiny_t5(), *padded_batch, 3, PROGRAM)
+
+
+# Tokens
+
+
+def test_greedy_gives_the_tokens_of_the_others(opened, runtime, exported, tiny_t5, kind: str, padded_batch) -> None:
+    options = dict(min_new_tokens=16, max_new_tokens=16)
+    backend = opened(runtime, kind)
+    check_equals_generate(backend, tiny_t5(kind), *padded_batch, **options)
+    ours = greedy(OrtNumpy(exported(kind), settings=ONE_THREAD), *padded_batch, **options)
+    np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, ours.sequences)
+
+
+def test_rows_that_end_early_leave_the_batch(opened, runtime, tiny_t5, padded_batch) -> None:
+    for seed in range(20):  # whose output holds a token that half of the rows or more emit, and not all
+        seen = generate(tiny_t5(seed=seed), *padded_batch, max_new_tokens=14, min_new_tokens=14)[:, 2:12]
+        ends = [int(token) for token in np.unique(seen) if token > 1 and 3 <= (seen == token).any(axis=1).sum() < 6]
+        if ends:
+            break
+    sizes, left = dict(seed=seed, eos_token_id=ends[-1]), []
+    backend = opened(runtime, **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "keep", lambda s, kept: (left.append(len(kept)), runtime.keep(backend, s, kept)))
+        check_equals_generate(backend, tiny_t5(**sizes), *padded_batch, max_new_tokens=14)
+    assert left, "sources should have left the batch"
+
+
+def test_beams_behind_generate(opened, runtime, tiny_t5, padded_batch) -> None:
+    model, options = tiny_t5("shallower-decoder"), dict(num_beams=3, do_sample=False, max_new_tokens=8)
+    ids, mask = (torch.as_tensor(array) for array in padded_batch)
+    expected = model.generate(input_ids=ids, attention_mask=mask, **options)
+    assert len(np.unique(expected)) > 8
+    ours = OrtT5ForConditionalGeneration(opened(runtime, "shallower-decoder"), model.config)
+    np.testing.assert_array_equal(ours.generate(input_ids=ids, attention_mask=mask, **options), expected)
+
+
+# What it costs
+
+
+def sizes_of(folder: Path) -> LayoutSizes:
+    sizes = layout_sizes(folder)
+    assert sizes.size_bytes == sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json")
+    assert sizes.weight_bytes < sizes.size_bytes and sizes.graphs == len(list(folder.glob("*.onnx")))
+    return sizes
+
+
+def weights_in(path: Path) -> dict[str, int]:
+    """Bytes of each weight in a graph; not of its constants."""
+    tensors = onnx.load(path).graph.initializer
+    return {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in tensors if "." in tensor.name}
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "mt5", "umt5"])
+def test_merged_is_smaller_than_three_graphs_by_the_decoder(laid_out, kind: str) -> None:
+    three, merged = (sizes_of(laid_out(name, kind)) for name in ("fastt5", "merged"))
+    first, later = (weights_in(laid_out("fastt5", kind) / name) for name in (INIT_DECODER, DECODER))
+    assert set(later) < set(first), "the first step also computes the keys and values of cross-attention"
+    assert weights_in(laid_out("merged", kind) / MERGED_DECODER) == first
+    twice = sum(later.values())
+    assert three.weight_bytes - merged.weight_bytes == twice > 50_000
+    assert three.files[ENCODER] == merged.files[ENCODER]
+    decoder = sum(size for name, size in later.items() if name.startswith(("decoder.", "lm_head.")))
+    assert three.repeated_decoder_bytes == decoder and merged.repeated_decoder_bytes == 0
+    assert three.decoder_bytes - merged.decoder_bytes == decoder
+    embedding = later["shared.weight"]  # in all three graphs, or in both
+    assert three.repeated_bytes == decoder + 2 * embedding and merged.repeated_bytes == embedding
+
+
+def test_the_files_differ_by_the_decoder(tmp_path: Path) -> None:
+    """Where the weights are large enough for the nodes not to matter."""
+    sizes = dict(d_model=128, d_kv=32, d_ff=512, num_heads=4, num_layers=1, num_decoder_layers=2, vocab_size=400)
+    model = random_t5(sizes)
+    for layout in ("fastt5", "merged"):
+        export_layout(model, tmp_path / layout, layout)
+    three, merged = (sizes_of(tmp_path / layout) for layout in ("fastt5", "merged"))
+    twice = sum(weights_in(tmp_path / "fastt5" / DECODER).values())
+    assert three.size_bytes - merged.size_bytes == pytest.approx(twice, rel=0.01) and twice > 1.5e6
+
+
+def test_of_each_layout_what_a_table_shows(laid_out, exported, tiny_t5, tmp_path: Path) -> None:
+    export_t5(tiny_t5(), tmp_path / "shared", external_threshold_bytes=0)
+    folders = {name: laid_out(name) for name in LAYOUTS} | {"two": exported(), "shared": tmp_path / "shared"}
+    sizes = {name: layout_sizes(folder) for name, folder in folders.items()}
+    graphs = {"whole": 1, "onnxt5": 2, "fastt5": 3, "merged": 2, "two": 2, "shared": 2}
+    assert {name: size.graphs for name, size in sizes.items()} == graphs
+    runs = {name: size.encoder_runs_per_step for name, size in sizes.items()}
+    assert runs == {**dict.fromkeys(graphs, 0), "whole": 1}
+    once = sizes["whole"].decoder_bytes
+    assert {name: size.decoder_bytes / once for name, size in sizes.items() if name != "fastt5"} == {
+        "whole": 1, "onnxt5": 0, "merged": 1, "two": 1, "shared": 1
+    }  # fmt: skip
+    assert 1.8 < sizes["fastt5"].decoder_bytes / once < 2, "the keys and values of the source are computed by one only"
+    embedding = 300 * 32 * 4
+    assert {name: size.repeated_bytes for name, size in sizes.items() if name not in ("fastt5", "merged")} == {
+        "whole": 0, "onnxt5": embedding, "two": embedding, "shared": 0
+    }  # fmt: skip
+    assert WEIGHTS in sizes["shared"].files
+
+
+def test_traffic_is_counted_from_the_arrays(opened, padded_batch) -> None:
+    ids, mask = (array.repeat(2, 0) for array in padded_batch)  # B = 12 sources of S = 9 tokens
+    steps = {}
+    for runtime in RUNTIMES:
+        for rows in (1, 3):
+            backend = opened(runtime)
+            state = backend.start(backend.encode(ids, mask), rows)
+            assert state.traffic is None
+            backend.step(state, histories_of(12, rows, 4))
+            backend.step(state, histories_of(12, rows, 2))
+            steps[runtime, rows] = state.traffic
+    for rows in (1, 3):
+        ours = bytes_per_step(backend.dims, batch=12, rows=rows, past=4, new=2, source=9)["fed"]
+        tiled = {name: ours.handed_in[name] * rows for name in ("cross_attention", "attention_mask")}
+        three, merged, whole = (steps[runtime, rows] for runtime in RUNTIMES)
+        assert three.handed_in == {**ours.handed_in, **tiled}
+        assert three.taken_back == ours.taken_back and merged.taken_back == {**ours.taken_back, "cross_attention": 0}
+        unread = {"encoder_hidden_states": 12 * rows * 9 * 32 * 4, "use_cache_branch": 1}
+        assert merged.handed_in == {**three.handed_in, **unread}
+        assert whole.handed_in == dict.fromkeys(("input_ids", "attention_mask"), 12 * rows * 9 * 8) | dict.fromkeys(
+            ("decoder_input_ids", "decoder_attention_mask"), 12 * rows * 6 * 8
+        )
+        assert whole.taken_back == {"logits": 12 * rows * 6 * 300 * 4}
+
+
+@pytest.mark.parametrize("folder", [None, "", 5])
+def test_only_a_folder_can_be_weighed(folder: Any) -> None:
+    with pytest.raises(InputError, match="folder"):
+        layout_sizes(folder)
+
+
+def test_what_holds_no_graphs_cannot_be_weighed(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="holds no graphs"):
+        layout_sizes(tmp_path)
+    with pytest.raises(ExportError, match="cannot be read"):
+        layout_sizes(tmp_path / "missing")
+    (tmp_path / "decoder.onnx").write_bytes(b"no graph at all")
+    with pytest.raises(ExportError, match="cannot be read"):
+        layout_sizes(tmp_path)
+
+
+# The folder
+
+
+def test_weights_beside_the_graphs(laid_out, layout: str, tiny_t5, padded_batch, tmp_path: Path) -> None:
+    """As where they are more than an ONNX file can hold. Each graph has its own file: the layout costs the same."""
+    export_layout(tiny_t5(), tmp_path / "out", layout, external_threshold_bytes=0)
+    files = {file: [file, f"{file}.data"] for file in LAYOUTS[layout]}
+    assert beside(tmp_path / "out") == {*sum(files.values(), []), DESCRIPTION}
+    inside, out = layout_sizes(laid_out(layout)), layout_sizes(tmp_path / "out")
+    for name in ("graphs", "weight_bytes", "repeated_bytes", "decoder_bytes", "repeated_decoder_bytes"):
+        assert getattr(out, name) == getattr(inside, name)
+    for runtime in (r for r in RUNTIMES if r.layout == layout):
+        check_program(runtime(tmp_path / "out", settings=ONE_THREAD), tiny_t5(), *padded_batch, 3, PROGRAM)
+    for file in files:
+        onnx.checker.check_model(tmp_path / "out" / file)
+
+
+def test_a_model_by_name(tmp_path: Path) -> None:
+    written = export_layout("mini", tmp_path / "mini", "onnxt5")
+    assert written.source["name"] == "mini" and read_layout(tmp_path / "mini") == written
+
+
+def test_the_description_names_the_checkpoint(exported, laid_out, layout: str) -> None:
+    found = read_layout(laid_out(layout))
+    ours = OrtNumpy(exported(), settings=ONE_THREAD).manifest
+    assert (found.name, found.source, found.dims) == (layout, ours.source, ours.dims)
+    assert found.tokens == ours.tokens
+
+
+@pytest.mark.parametrize("wrong", ["two", "", "FastT5", None, 3, ["whole"], {}])
+def test_no_layout(tiny_t5, tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(InputError, match="give one of whole, onnxt5, fastt5, merged"):
+        export_layout(tiny_t5(), tmp_path / "out", wrong)
+    assert beside(tmp_path) == set()
+
+
+@pytest.mark.parametrize("threshold", [-1, 2**31, 1.5, "0", None, True])
+def test_no_threshold(tiny_t5, tmp_path: Path, threshold: Any) -> None:
+    with pytest.raises(InputError, match="external_threshold_bytes"):
+        export_layout(tiny_t5(), tmp_path / "out", "whole", external_threshold_bytes=threshold)
+
+
+@pytest.mark.parametrize("folder", [None, 5, "", b"x", "a\0b"])
+def test_no_folder(tiny_t5, folder: Any) -> None:
+    with pytest.raises(InputError, match="folder"):
+        export_layout(tiny_t5(), folder, "whole")
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), 5, None])
+def test_no_model(model: Any, layout: str, tmp_path: Path) -> None:
+    with pytest.raises((NotT5Error, InputError)):
+        export_layout(model, tmp_path / "out", layout)
+    assert beside(tmp_path) == set()
+
+
+def test_a_missing_weight_is_noticed_before_anything_is_written(tiny_t5, layout: str, tmp_path, monkeypatch) -> None:
+    weights = t5_weights(tiny_t5())
+    arrays = {name: array for name, array in weights.arrays.items() if name != "shared.weight"}
+    monkeypatch.setattr(layouts, "t5_weights", lambda model: dataclasses.replace(weights, arrays=arrays))
+    with pytest.raises(NotT5Error, match=r"no weight shared\.weight"):
+        export_layout(tiny_t5(), tmp_path / "out", layout)
+    assert beside(tmp_path) == set()
+
+
+def test_a_folder_that_holds_something_is_kept(tiny_t5, layout: str, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("full", "file"):
+        with pytest.raises(ExportError, match=rf"{name} is not empty, so it is kept: give another folder"):
+            export_layout(tiny_t5(), tmp_path / name, layout)
+    assert beside(tmp_path) == {"full", "file"} and (tmp_path / "file").read_text() == "mine"
+    assert beside(tmp_path / "full") == {"note.txt"}
+    (tmp_path / "empty").mkdir()
+    export_layout(tiny_t5(), tmp_path / "empty", layout)
+    with pytest.raises(ExportError, match="not empty"):
+        export_layout(tiny_t5(), tmp_path / "empty", layout)
+    assert read_layout(tmp_path / "empty").name == layout
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_export_leaves_nothing(tiny_t5, layout: str, tmp_path: Path, monkeypatch, error: Any) -> None:
+    """It fails at the last graph, when all others are written."""
+    proto, left = GraphBuilder.proto, [len(LAYOUTS[layout])]
+
+    def fail_at_last(self: GraphBuilder, *arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise error
+        return proto(self, *arguments)
+
+    monkeypatch.setattr(GraphBuilder, "proto", fail_at_last)
+    expected = ExportError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        export_layout(tiny_t5(), tmp_path / "out", layout)
+    assert beside(tmp_path) == set() and left == [0]
+
+
+def test_another_layout_is_refused(laid_out, runtime, exported) -> None:
+    for other in LAYOUTS.keys() - {runtime.layout}:
+        with pytest.raises(ExportError, match=rf"is of the layout '{other}'; wanted is {runtime.layout}"):
+            runtime(laid_out(other))
+    with pytest.raises(ExportError, match="holds no whole layout"):
+        runtime(exported())
+    with pytest.raises(ExportError, match="no export of t5accel"):
+        OrtNumpy(laid_out(runtime.layout))
+
+
+def test_a_damaged_folder_is_refused(tiny_t5, tmp_path: Path) -> None:
+    export_layout(tiny_t5(), tmp_path / "out", "merged")
+    graph, description = tmp_path / "out" / MERGED_DECODER, tmp_path / "out" / DESCRIPTION
+    whole, text = graph.read_bytes(), description.read_text()
+    graph.write_bytes(whole[:-1])
+    with pytest.raises(ExportError, match=r"merged_decoder\.onnx is not of \d+ bytes.*export_layout"):
+        MergedGraphs(tmp_path / "out")
+    graph.unlink()
+    with pytest.raises(ExportError, match=r"merged_decoder\.onnx"):
+        MergedGraphs(tmp_path / "out")
+    graph.write_bytes(b"\0" * len(whole))
+    with pytest.raises(ExportError, match=r"merged_decoder\.onnx cannot be run"):
+        MergedGraphs(tmp_path / "out", settings=ONE_THREAD)
+    content = json.loads(text)
+    damaged = ["", "{", "[]", "null", "7", "[" * 99999, text.replace("d_model", "model")]
+    damaged += [json.dumps({key: value for key, value in content.items() if key != name}) for name in content]
+    damaged += [json.dumps({**content, name: None}) for name in ("dims", "files")]
+    for broken in damaged:
+        description.write_text(broken)
+        with pytest.raises(ExportError, match=r"layout\.json is damaged"):
+            read_layout(tmp_path / "out")
+    description.unlink()
+    with pytest.raises(ExportError, match="holds no whole layout"):
+        read_layout(tmp_path / "out")
+
+
+# Bad input
+
+
+@pytest.fixture
+def begun(opened, runtime, padded_batch) -> tuple[RowBackend, Any]:
+    """A backend and a state of 6 sources and 2 rows after a step of 3 tokens."""
+    backend = opened(runtime)
+    state = backend.start(backend.encode(*padded_batch), 2)
+    backend.step(state, np.full((6, 2, 3), 5))
+    return backend, state
+
+
+def check_as_it_was(backend: RowBackend, state: Any, model: Any, padded_batch: Any) -> None:
+    """The next step's logits are transformers' for the history that `begun` made."""
+    new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
+    whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
+    expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
+    parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_call_raises_and_leaves_the_state_as_it_was(begun, tiny_t5, padded_batch, case: str) -> None:
+    (backend, state), (method, argument, match) = begun, BAD_CALLS[case]
+    with pytest.raises(InputError, match=match):
+        getattr(backend, method)(state, argument)
+    check_as_it_was(backend, state, tiny_t5(), padded_batch)
+
+
+def test_a_failing_run_leaves_the_state_as_it_was(begun, tiny_t5, padded_batch, monkeypatch) -> None:
+    backend, state = begun
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backend.step(state, np.full((6, 2, 1), 9))
+    check_as_it_was(backend, state, tiny_t5(), padded_batch)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.0, "2", None, True])
+def test_no_number_of_rows(opened, runtime, padded_batch, rows: Any) -> None:
+    backend = opened(runtime)
+    with pytest.raises(InputError, match="rows_per_source"):
+        backend.start(backend.encode(*padded_batch), rows)
+
+
+def test_sources_and_states_of_others_are_refused(opened, laid_out, runtime, tiny_t5, padded_batch) -> None:
+    backend, new = opened(runtime), np.full((6, 1, 1), 5)
+    twin = runtime(laid_out(runtime.layout), settings=ONE_THREAD)
+    others = [twin, TorchEager(tiny_t5()), *(opened(other) for other in RUNTIMES if other is not runtime)]
+    own_source = backend.encode(*padded_batch)
+    sources = [other.encode(*padded_batch) for other in others]
+    for source in (None, "source", backend.start(own_source), *sources):
+        with pytest.raises(InputError, match="another backend"):
+            backend.start(source)
+    states = [other.start(source) for other, source in zip(others, sources, strict=True)]
+    for state in (None, {}, own_source, *states):
+        for method, argument in (("step", new), ("reorder", new[:, 0] * 0), ("trim", new[:, 0] * 0), ("keep", [0])):
+            with pytest.raises(InputError, match="not started by this backend"):
+                getattr(backend, method)(state, argument)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask"),
+    [(None, None), ([[300]], [[1]]), ([[-1]], [[1]]), ([[0.5]], [[1]]), ([[3]], [[2]]), ([[3, 4]], [[1]]),
+     ([[3], [4]], [[1], [0]]), ([[]], [[]]), ([3], [1]), ("text", "text")],
+)  # fmt: skip
+def test_encode_takes_only_a_batch(opened, runtime, ids: Any, mask: Any) -> None:
+    with pytest.raises(InputError, match="input_ids|attention_mask"):
+        opened(runtime).encode(ids, mask)
+
+
+@settings(deadline=None, max_examples=30)
+@given(method=st.sampled_from(["start", "step", "reorder", "trim", "keep"]), argument=junk)
+def test_methods_raise_input_error_at_most(opened, runtime, padded_batch, method: str, argument: Any) -> None:
+    backend = opened(runtime)
+    source = backend.encode(*(array[:2] for array in padded_batch))
+    state = backend.start(source, 2)
+    if isinstance(argument, int) and method == "start":
+        argument = min(argument, 50)  # a million rows are a legal wish
+    try:
+        getattr(backend, method)(source if method == "start" else state, argument)
+    except InputError:
+        assert np.isfinite(backend.step(state, np.full((2, 2, 1), 5))).all()
+
+
+@pytest.mark.parametrize("wrong", ["cpu", {"threads": 1}, 1])
+def test_no_settings(laid_out, runtime, wrong: Any) -> None:
+    with pytest.raises(InputError, match="SessionSettings"):
+        runtime(laid_out(runtime.layout), settings=wrong)
+
+
+def test_the_base_is_no_backend(laid_out) -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        RowBackend(laid_out("whole"))
+
+
+def test_every_weight_is_used(tiny_t5, kind: str) -> None:
+    """What a layout holds is what it needs: no initializer stands in a graph without a node that reads it."""
+    weights = t5_weights(tiny_t5(kind))
+    for files in LAYOUTS.values():
+        for build in files.values():
+            graph = build(weights).proto().graph
+            read = set()
+            graphs = [graph]
+            while graphs:
+                for node in graphs.pop().node:
+                    read |= set(node.input)
+                    graphs += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+            assert {tensor.name for tensor in graph.initializer} <= read
