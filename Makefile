@@ -14,6 +14,10 @@ BROWSER := build/browser-site
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
 ON_COLAB := torch transformers numpy ipykernel
 
+# Each peer's environment: what lies in peers/NAME.txt. Ours is .venv.
+PEERS := transformers4 transformers5 optimum openvino ctranslate2
+QUICK :=
+
 # For badges; they are given on the command line, never taken from the environment.
 REPO :=
 BRANCH := main
@@ -21,7 +25,7 @@ BRANCH := main
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser lab bench lint format docs \
+.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser lab bench peers lint format docs \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -46,6 +50,9 @@ bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in bui
 	@mkdir -p build
 	@$(VENV) -m t5accel bench --model random:t5-small --json build/bench.json
 	@$(VENV) scripts/engine.py --json build/engine.json
+
+peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1]
+	@$(VENV) scripts/peers.py $(if $(QUICK),--quick)
 
 lint: .venv/.stamp ## Check the code with ruff
 	@$(VENV) -m ruff check .
@@ -109,6 +116,13 @@ clean: ## Remove what can be made again, except the environments
 $(BROWSER)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing what drives the browser into $(@D)." && \
 		$(VENV) -m pip --disable-pip-version-check install -qq -c constraints.txt --target $(@D) $(call extra,browser) && \
+		touch $@
+
+# Beside the list, not in it: torchvision, which OpenVINO's packages bring, is built for another torch and breaks imports.
+build/peers/%/.stamp: peers/%.txt
+	@rm -rf $(@D) && echo "Installing the peer $* into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
+		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< && \
+		$(@D)/bin/python -m pip --disable-pip-version-check uninstall -qq --yes torchvision 2> /dev/null && \
 		touch $@
 
 build/binder/.stamp: pyproject.toml | .venv/.stamp

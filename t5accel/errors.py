@@ -35,3 +35,7 @@ class UnequalWorkError(T5AccelError, ValueError):
 
 class MissingPackageError(T5AccelError, ImportError):
     """An optional package that this call needs is not installed; the message names the extra that brings it."""
+
+
+class PeerError(T5AccelError, RuntimeError):
+    """A system that we compare ourselves with could not be started, or failed while it generated."""

@@ -1,0 +1,206 @@
+"""Run one engine in its own environment: load a saved T5, then generate whatever standard input asks for.
+
+Started by ``scripts/peers.py`` with the Python of that engine's environment, so it imports nothing of t5accel unless
+the engine is ours. It first answers ``{"versions"}``. Each line on standard input then is ``{"ids": [[…]],
+"new_tokens": n, "beams": k}``, and its answer ``{"seconds", "tokens"}``; if anything fails, ``{"error"}``. The sources
+of a batch are equally long, so that none needs padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Generate = Callable[[list[list[int]], int, int], list[list[int]]]
+
+
+def _transformers(model: Any) -> Generate:
+    """generate() of transformers, whoever made the model behind it; the length is forced."""
+    import torch
+
+    def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
+        tensor = torch.tensor(ids)
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=tensor, attention_mask=torch.ones_like(tensor), min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens, num_beams=beams, do_sample=False,
+            )  # fmt: skip
+        return out[:, 1:].tolist()
+
+    return generate
+
+
+def _model(folder: Path) -> Any:
+    from transformers import T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration.from_pretrained(folder).eval()
+
+
+def _eager(folder: Path, scratch: Path, threads: int) -> Generate:
+    return _transformers(_model(folder))
+
+
+def _compiled(folder: Path, scratch: Path, threads: int) -> Generate:
+    """torch.compile around the decoder, whose cache has a fixed size so that its shapes stay the same."""
+    import torch
+
+    model = _model(folder)
+    model.generation_config.cache_implementation = "static"
+    model.decoder.forward = torch.compile(model.decoder.forward)
+    return _transformers(model)
+
+
+def _dynamic_int8(folder: Path, scratch: Path, threads: int) -> Generate:
+    import torch
+
+    return _transformers(torch.ao.quantization.quantize_dynamic(_model(folder), {torch.nn.Linear}, dtype=torch.qint8))
+
+
+def _optimum_onnx(folder: Path, scratch: Path, threads: int) -> Generate:
+    import onnxruntime
+    from optimum.onnxruntime import ORTModelForSeq2SeqLM
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    if not (scratch / "config.json").exists():
+        ORTModelForSeq2SeqLM.from_pretrained(folder, export=True).save_pretrained(scratch)
+    return _transformers(ORTModelForSeq2SeqLM.from_pretrained(scratch, session_options=options))
+
+
+def _openvino(folder: Path, scratch: Path, threads: int) -> Generate:
+    from optimum.intel import OVModelForSeq2SeqLM
+
+    if not (scratch / "config.json").exists():
+        OVModelForSeq2SeqLM.from_pretrained(folder, export=True, compile=False).save_pretrained(scratch)
+    config = {  # by itself it would compute in bf16 where it can, and keep the cache in int8
+        "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        "INFERENCE_NUM_THREADS": str(threads), "PERFORMANCE_HINT": "LATENCY",
+    }  # fmt: skip
+    return _transformers(OVModelForSeq2SeqLM.from_pretrained(scratch, ov_config=config))
+
+
+def _ctranslate2(compute_type: str) -> Callable[[Path, Path, int], Generate]:
+    def load(folder: Path, scratch: Path, threads: int) -> Generate:
+        import ctranslate2
+
+        if not (scratch / "model.bin").exists():
+            _convert_to_ctranslate2(folder, scratch)
+        translator = ctranslate2.Translator(
+            str(scratch), device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
+        )
+
+        def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
+            out = translator.translate_batch(
+                [[f"t{token}" for token in row] for row in ids], beam_size=beams, max_input_length=0,
+                min_decoding_length=new_tokens, max_decoding_length=new_tokens,
+            )  # fmt: skip
+            return [[int(token[1:]) for token in row.hypotheses[0]] for row in out]
+
+        return generate
+
+    return load
+
+
+def _convert_to_ctranslate2(folder: Path, scratch: Path) -> None:
+    """It knows tokens as texts only, and this model has no tokenizer: each id gets a made-up one."""
+    from ctranslate2.converters.transformers import T5Loader
+
+    model, loader = _model(folder), T5Loader()
+
+    class Tokens:
+        """As much of a tokenizer as the loader asks for."""
+
+        pad_token, eos_token, unk_token = "t0", "t1", "t2"
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return f"t{token}"
+
+    spec = loader.get_model_spec(model)
+    loader.set_config(spec.config, model, Tokens())
+    loader.set_vocabulary(spec, [f"t{i}" for i in range(model.config.vocab_size)])
+    spec.validate()
+    spec.optimize(quantization="float32")
+    scratch.mkdir(parents=True, exist_ok=True)
+    spec.save(str(scratch))
+
+
+def _ours(folder: Path, scratch: Path, threads: int) -> Generate:
+    """Our own loops on our own engine; torch is not loaded."""
+    import numpy as np
+
+    from t5accel.backends.ort import OrtNumpy
+    from t5accel.backends.ort_session import SessionSettings
+    from t5accel.decoding.beam import beam_search
+    from t5accel.decoding.greedy import greedy
+    from t5accel.graphs.export_cache import cached_export
+
+    backend = OrtNumpy(cached_export(folder), settings=SessionSettings(threads=threads))
+
+    def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
+        length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+        if beams == 1:
+            return greedy(backend, np.array(ids), **length).sequences.tolist()
+        return beam_search(backend, np.array(ids), num_beams=beams, **length).sequences.tolist()
+
+    return generate
+
+
+def _ours_generate(folder: Path, scratch: Path, threads: int) -> Generate:
+    from t5accel.accelerate import accelerate
+
+    return _transformers(accelerate(folder, threads=threads, progress=False))
+
+
+ENGINES = {
+    "eager": _eager, "compiled": _compiled, "dynamic-int8": _dynamic_int8, "optimum-onnx": _optimum_onnx,
+    "openvino": _openvino, "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),
+    "ours": _ours, "ours-generate": _ours_generate,
+}  # fmt: skip
+PACKAGES = ("torch", "transformers", "onnxruntime", "optimum-onnx", "optimum-intel", "openvino", "ctranslate2", "numpy")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def main() -> None:
+    """Load one engine, then answer line by line until standard input ends."""
+    parser = argparse.ArgumentParser(description="Run one engine in its own environment.")
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("model", type=Path, help="a folder that save_pretrained wrote")
+    parser.add_argument("--scratch", type=Path, required=True, help="for the model in the engine's own form")
+    parser.add_argument("--threads", type=int, required=True)
+    args = parser.parse_args()
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    generate = ENGINES[args.engine](args.model, args.scratch, args.threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(args.threads)
+    say({"versions": _versions()})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            started = time.perf_counter()
+            tokens = generate(asked["ids"], asked["new_tokens"], asked["beams"])
+            say({"seconds": time.perf_counter() - started, "tokens": tokens})
+        except Exception:
+            say({"error": traceback.format_exc()})
+
+
+if __name__ == "__main__":
+    main()

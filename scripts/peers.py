@@ -1,0 +1,137 @@
+"""Measure our engine beside its peers on a grid of batches, sources and beams: `make peers` calls this.
+
+Each peer's environment lies in build/peers/NAME, made from peers/NAME.txt. What was measured is kept after every cell,
+so an interrupted run goes on where it stopped; ``data/results/peers-cpu.json`` is a recorded run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from t5accel import machine
+from t5accel.bench import commit
+from t5accel.checkpoints import load_t5
+from t5accel.errors import PeerError
+from t5accel.heat_map import plot_standings
+from t5accel.peers import (
+    GRID,
+    OPTIMUM,
+    OURS_GENERATE,
+    QUICK,
+    SYSTEMS,
+    System,
+    Worker,
+    cell_of,
+    measure_cell,
+    standings,
+    table,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "random:t5-small"
+
+
+def save_model(folder: Path) -> None:
+    """What every system reads: random weights at t5-small's size, as `save_pretrained` writes them."""
+    if not (folder / "config.json").exists():
+        load_t5(MODEL)[0].save_pretrained(folder)
+
+
+def start(system: System, build: Path, threads: int) -> Worker:
+    """The system's worker, loaded."""
+    python = Path(sys.executable) if system.ours else build / system.environment / "bin/python"
+    if not python.exists():
+        raise PeerError(f"{python} is missing: `make peers` makes the environment.")
+    converted = build / "converted" / system.engine.removesuffix("-int8")
+    command = [python, ROOT / "scripts/peer_worker.py", system.engine, build / "model", "--scratch", converted]
+    return Worker(
+        [*map(str, command), "--threads", str(threads)], log=build / f"{system.engine}-{system.environment}.log",
+        environment={"OMP_NUM_THREADS": str(threads), "T5ACCEL_CACHE": str(build / "converted/t5accel")},
+    )  # fmt: skip
+
+
+def measured_before(path: Path, conditions: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run under the same conditions; none if something has changed since."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["rows"] if all(found.get(name) == value for name, value in conditions.items()) else []
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """In one piece."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def main() -> None:
+    """Start every system, measure cell by cell, and show how we stand."""
+    parser = argparse.ArgumentParser(description="Measure our engine beside its peers.")
+    parser.add_argument("--json", type=Path, default=ROOT / "build/peers/peers-cpu.json", help="where the rows go")
+    parser.add_argument("--plot", type=Path, help="where the heat map goes; by default beside the rows")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="environments and converted models")
+    parser.add_argument("--quick", action="store_true", help="a corner of the grid, a few minutes")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs per cell (3)")
+    parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this (60)")
+    args = parser.parse_args()
+    threads, started = machine.cpu_threads(), time.perf_counter()
+    args.build.mkdir(parents=True, exist_ok=True)
+    save_model(args.build / "model")
+    with ExitStack() as stack:
+        workers = {}
+        for system in tqdm(SYSTEMS, desc="starting", unit="system"):
+            workers[system] = start(system, args.build, threads)
+            stack.callback(workers[system].close)
+        versions = {f"{system.name}: {name}": v for system, w in workers.items() for name, v in w.versions.items()}
+        conditions = {"machine": machine.facts(), "versions": machine.versions() | versions, "commit": commit(),
+                      "threads": threads, "model": MODEL, "rounds": args.rounds}  # fmt: skip
+        rows = measured_before(args.json, conditions)
+        done = {cell_of(row) for row in rows}
+        cells = [cell for cell in (QUICK if args.quick else GRID) if cell not in done]
+        for cell in tqdm(cells, desc="measuring", unit="cell"):
+            if time.perf_counter() - started > args.minutes * 60:
+                print(f"{args.minutes:g} minutes are over: the same command measures the other cells.")
+                break
+            taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
+            rows += measure_cell(cell, taking_part, rounds=args.rounds)
+            write(args.json, content(conditions, rows))
+    show(rows, args.plot or args.json.with_suffix(".png"))
+
+
+def content(conditions: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The file of results: rows in the order of the grid."""
+    order = {cell: number for number, cell in enumerate(GRID)}
+    rows = sorted(rows, key=lambda row: order[cell_of(row)])
+    return {**conditions, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/peers.py",
+            "rows": rows}  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]], picture: Path) -> None:
+    """Print the times and where we stand, and draw it."""
+    print(table(rows))
+    boards = {
+        "our engine over the best fp32 peer": list(standings(rows)),
+        "generate() over our engine, over optimum-onnx": list(standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM])),
+    }
+    for title, board in boards.items():
+        print(f"\n{title}")
+        for standing in board:
+            print(f"  {standing.cell!s:34} {standing.ratio:5.2f}x  {standing.peer}")
+    plot_standings(boards, picture)
+    print(f"\n{picture}")
+
+
+if __name__ == "__main__":
+    main()

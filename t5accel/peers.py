@@ -1,0 +1,264 @@
+"""Measure our engine and its peers on one grid: equal tokens first, then interleaved, each in a process of its own.
+
+Peers need environments that exclude each other, so each runs in a worker (``scripts/peer_worker.py``) that stays loaded
+and waits while another one is timed. Within a round every system generates once for the same cell; ratios are taken
+within rounds and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from t5accel.errors import InputError, PeerError
+from t5accel.parity import assert_varied
+
+REFERENCE = "transformers 4.57"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What every system does: ``new_tokens`` are forced, per sequence."""
+
+    batch: int
+    source_tokens: int
+    beams: int
+    new_tokens: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, source {self.source_tokens}, beams {self.beams}"
+
+
+# Fewer new tokens where a step is longer, so that the whole grid stays within an hour on two cores.
+GRID = tuple(
+    Cell(batch, source, beams, tokens)
+    for batch, tokens in ((1, 64), (8, 32), (32, 16))
+    for source in (32, 128, 512)
+    for beams in (1, 4)
+)
+QUICK = tuple(cell for cell in GRID if cell.batch == 1 and cell.source_tokens < 512)
+
+
+@dataclass(frozen=True)
+class System:
+    """Something that generates.
+
+    Attributes:
+        name: what a reader calls it.
+        engine: what ``scripts/peer_worker.py`` calls it.
+        environment: the name of its list of packages under ``peers/``; ours run in the project's own.
+        precision: of the weights and of the arithmetic.
+        cells: those that it takes part in.
+    """
+
+    name: str
+    engine: str
+    environment: str
+    precision: str = "fp32"
+    cells: Callable[[Cell], bool] = lambda _: True
+
+    @property
+    def ours(self) -> bool:
+        return self.environment == "ours"
+
+
+OURS, OURS_GENERATE, OPTIMUM = "t5accel", "t5accel, generate()", "optimum-onnx"
+SYSTEMS = (
+    System(REFERENCE, "eager", "transformers4"),
+    System("transformers 5", "eager", "transformers5"),
+    # A new shape is a new compilation of a minute: one cell shows what it brings.
+    System("torch.compile, static cache", "compiled", "transformers4",
+           cells=lambda cell: (cell.batch, cell.source_tokens, cell.beams) == (1, 128, 1)),
+    System(OPTIMUM, "optimum-onnx", "optimum"),
+    System("OpenVINO", "openvino", "openvino"),
+    System("CTranslate2", "ctranslate2", "ctranslate2"),
+    System("torch dynamic int8", "dynamic-int8", "transformers4", "int8"),
+    System("CTranslate2 int8", "ctranslate2-int8", "ctranslate2", "int8"),
+    System(OURS, "ours", "ours"),
+    System(OURS_GENERATE, "ours-generate", "ours"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generation: seconds, and the new tokens (B, L)."""
+
+    seconds: float
+    tokens: np.ndarray
+
+
+Generate = Callable[[np.ndarray, Cell], Answer]  # from input_ids (B, S)
+
+
+class Worker:
+    """One system in a process of its own, loaded and waiting.
+
+    Args:
+        command: starts ``scripts/peer_worker.py`` with everything that it needs.
+        log: takes what the process writes to standard error.
+
+    Raises:
+        PeerError: it does not come up; the end of its log is quoted.
+    """
+
+    def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None):
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                env={**os.environ, **(environment or {})},
+            )  # fmt: skip
+        self.versions: dict[str, str] = self._read()["versions"]
+
+    def __call__(self, ids: np.ndarray, cell: Cell) -> Answer:
+        """Generate for ``ids`` (B, S). Raises ``PeerError`` if the system fails."""
+        asked = {"ids": ids.tolist(), "new_tokens": cell.new_tokens, "beams": cell.beams}
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        answer = self._read()
+        return Answer(answer["seconds"], np.array(answer["tokens"]))
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def _read(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": self.log.read_text(errors="replace")[-2000:]}
+        if "error" in answer:
+            raise PeerError(f"{self.process.args[:3]} failed:\n{answer['error']}")
+        return answer
+
+
+def measure_cell(cell: Cell, systems: Mapping[System, Generate], *, rounds: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Warm every system up on the cell, compare its tokens with the reference's, then time all of them, interleaved.
+
+    Args:
+        systems: what takes part; the first one is the reference.
+        rounds: each system generates once in each; every second round goes backwards.
+
+    Returns:
+        A row for each system: ``latency_s`` by rounds, and ``agreement``, the share of its tokens that are the
+        reference's. One that fails is not timed: its row says why.
+
+    Raises:
+        InputError: ``rounds`` is below 1, or the reference's output is degenerate.
+        PeerError: the reference fails.
+    """
+    if rounds < 1 or not systems:
+        raise InputError(f"{rounds} rounds of {len(systems)} systems: give at least one of each.")
+    ids = np.random.default_rng(seed).integers(3, 32_000, (cell.batch, cell.source_tokens))
+    reference = next(iter(systems))
+    expected = systems[reference](ids, cell).tokens
+    assert_varied(expected)
+    rows: dict[System, dict[str, Any]] = {}
+    for system, generate in systems.items():
+        rows[system] = _row(system, cell)
+        try:
+            tokens = expected if system is reference else generate(ids, cell).tokens
+            if tokens.shape != expected.shape:
+                raise PeerError(f"It generated tokens of shape {tokens.shape} instead of {expected.shape}.")
+            rows[system]["agreement"] = float((tokens == expected).mean())
+        except PeerError as error:
+            rows[system]["failed"] = str(error)
+    running = [system for system in systems if "failed" not in rows[system]]
+    for turn in range(rounds):
+        for system in running if turn % 2 == 0 else running[::-1]:
+            rows[system]["latency_s"].append(round(systems[system](ids, cell).seconds, 6))
+    return list(rows.values())
+
+
+def _row(system: System, cell: Cell) -> dict[str, Any]:
+    return {
+        "system": system.name, "precision": system.precision, "batch": cell.batch, "source_tokens": cell.source_tokens,
+        "beams": cell.beams, "new_tokens": cell.new_tokens, "latency_s": [],
+    }  # fmt: skip
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """The cell that a row was measured in."""
+    return Cell(*(row[name] for name in ("batch", "source_tokens", "beams", "new_tokens")))
+
+
+def pairwise(rows: Sequence[Mapping[str, Any]], ours: str, peer: str) -> float | None:
+    """The median over rounds of the peer's time over ours, in one cell's rows; ``None`` if one of them has no times.
+
+    >>> rows = [{"system": "a", "latency_s": [1.0, 2.0]}, {"system": "b", "latency_s": [2.0, 6.0]}]
+    >>> pairwise(rows, ours="a", peer="b")
+    2.5
+    """
+    times = {row["system"]: row["latency_s"] for row in rows}
+    if not times.get(ours) or not times.get(peer):
+        return None
+    return median(theirs / mine for mine, theirs in zip(times[ours], times[peer], strict=True))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How we stand in a cell: the peer that comes nearest, and its time over ours (above 1 we are faster)."""
+
+    cell: Cell
+    peer: str
+    ratio: float
+
+
+def standings(
+    rows: Sequence[Mapping[str, Any]], *, ours: str = OURS, precision: str = "fp32", peers: Sequence[str] | None = None
+) -> Iterator[Standing]:
+    """For each measured cell the best peer of this precision, whether it is behind us or ahead.
+
+    Args:
+        rows: of `measure_cell`, of any number of cells.
+        peers: only these; by default all systems that are not ours.
+    """
+    mine = {system.name for system in SYSTEMS if system.ours}
+    for cell in dict.fromkeys(map(cell_of, rows)):
+        here = [row for row in rows if cell_of(row) == cell]
+        names = [row["system"] for row in here if row["precision"] == precision and row["system"] not in mine]
+        ratios = {name: pairwise(here, ours, name) for name in names if peers is None or name in peers}
+        found = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+        if found:
+            peer = min(found, key=found.__getitem__)
+            yield Standing(cell, peer, found[peer])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Milliseconds per step (new token of each sequence), a line for each cell; ``!`` marks what failed.
+
+    A ``*`` marks fp32 systems whose tokens are not all the reference's.
+
+    >>> print(table([{"system": "a", "precision": "fp32", "batch": 1, "source_tokens": 8, "beams": 1, "new_tokens": 10,
+    ...     "latency_s": [0.05], "agreement": 1.0}]))
+    cell                           a
+    batch 1, source 8, beams 1  5.00
+    """
+    names = list(dict.fromkeys(row["system"] for row in rows))
+    cells = list(dict.fromkeys(map(cell_of, rows)))
+    lines = [["cell", *names]]
+    for cell in cells:
+        here = {row["system"]: row for row in rows if cell_of(row) == cell}
+        lines.append([str(cell), *(_per_step(here[name]) if name in here else "" for name in names)])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def _per_step(row: Mapping[str, Any]) -> str:
+    if not row["latency_s"]:
+        return "!"
+    mark = "*" if row["precision"] == "fp32" and row["agreement"] < 1 else ""
+    return f"{mark}{median(row['latency_s']) / row['new_tokens'] * 1e3:.2f}"
