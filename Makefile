@@ -22,6 +22,9 @@ QUICK :=
 REPO :=
 BRANCH := main
 
+# From 1.29 on, the packages of ONNX Runtime report how they are used to their maker, unless this is set.
+export ORT_DISABLE_TELEMETRY := 1
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:

@@ -83,9 +83,9 @@ def test_the_manifest_tells_the_truth(tiny_t5, original: Path) -> None:
     content = json.loads((original / MANIFEST).read_text(encoding="utf-8"))
     assert content.keys() == {
         "format", "layout", "source", "dims", "tokens", "recipe", "opset", "versions", "shared", "graphs", "files",
-        "optimized",
+        "optimized", "shortlist",
     }  # fmt: skip
-    assert content["optimized"] == {}
+    assert content["optimized"] == content["shortlist"] == {}
     assert (content["format"], content["layout"], content["opset"]) == (1, "two graphs", 20)
     assert content["recipe"] == {"name": "fp32"} and content["source"]["name"] == "tiny"
     assert re.fullmatch("[0-9a-f]{64}", content["source"]["sha256"])
@@ -284,7 +284,7 @@ def check_reading(folder: Path, data: bytes) -> None:
         return
     finally:
         path.write_bytes(before)
-    content, says = {"optimized": {}} | json.loads(data), json.loads(json.dumps(asdict(manifest)))
+    content, says = {"optimized": {}, "shortlist": {}} | json.loads(data), json.loads(json.dumps(asdict(manifest)))
     assert content["format"] == 1 and content["layout"] == "two graphs"
     assert says == {field.name: content[field.name] for field in fields(Manifest)}
 

@@ -9,53 +9,21 @@ import json
 import math
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from t5accel.backends import encoder_slices
+from t5accel.backends.encoder_slices import encode_in_slices
 from t5accel.backends.ort_session import SessionSettings, open_session, shared_weights
+from t5accel.backends.ort_shortlist import Shortlist, greedy_step
+from t5accel.backends.ort_state import OrtSource, OrtState
 from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.decoding.histories import Histories, check_vocabulary, of_each_head
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, as_folder, names
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.portability import require_runnable_here
-
-# At most so many at a time on a CPU: the scores of attention then stay in its caches, and a large batch takes less
-# memory. Of 512 to 4,096 this was the fastest for sources of 128 and 512 tokens.
-ENCODER_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class OrtSource:
-    """The encoder's work on B sources.
-
-    Attributes:
-        inputs: what the decoder is handed for it at every step, by name, as its backend holds tensors: keys and values
-            of cross-attention, each (B, H_i, S, d_kv), and ``attention_mask`` (B, S).
-        mask: (B, S) int64, on the host.
-        owner: the backend that encoded it.
-    """
-
-    inputs: dict[str, Any]
-    mask: np.ndarray
-    owner: Any
-
-
-@dataclass
-class OrtState:
-    """A decoder state: which source, how long each row's past is, and the keys and values of self-attention.
-
-    Attributes:
-        past: layer by layer, each (B, K, H_i, P, d_kv), as the backend holds tensors.
-        binding: of `ort_bound` and `ort_pointers`, to which the source's tensors are bound.
-    """
-
-    source: OrtSource
-    rows: Histories
-    past: list[Any]
-    binding: Any = field(default=None, repr=False)
 
 
 class OrtNumpy:
@@ -72,6 +40,9 @@ class OrtNumpy:
         verify: hash every file before it is used.
         max_source_tokens: refuse longer sources, whose attention grows with the square of their length.
 
+    Attributes:
+        shortlist: by which ``next_tokens`` finds tokens faster, if the export has one, and ``settings`` want it.
+
     Raises:
         ExportError: there is no export, it is damaged, or optimised for another machine.
         MissingPackageError: onnxruntime is not installed, or not the one for the device.
@@ -86,6 +57,7 @@ class OrtNumpy:
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
+    _takes_shortlist = True
 
     def __init__(
         self,
@@ -111,9 +83,13 @@ class OrtNumpy:
         self.pad_token_id = self.manifest.tokens["pad_token_id"]
         self.eos_token_id = self.manifest.tokens["eos_token_id"]
         self.decoder_start_token_id = self.manifest.tokens["decoder_start_token_id"]
+        on_cpu = self.settings.device == "cpu"
+        self._weights = shared_weights(self.folder, self.manifest) if on_cpu else {}
+        wanted = on_cpu and self._takes_shortlist and self.settings.shortlist
+        self.shortlist = Shortlist.of_export(self.folder, self.manifest, self._weights) if wanted else None
         # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
-        self._weights = shared_weights(self.folder, self.manifest) if self.settings.device == "cpu" else {}
-        self.decoder = open_session(self.folder / DECODER, self.settings, self._weights)
+        decoder = SHORTLIST if self.shortlist else DECODER
+        self.decoder = open_session(self.folder / decoder, self.settings, self._weights)
         self.encoder = open_session(self.folder / ENCODER, self.settings, self._weights)
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
@@ -134,7 +110,7 @@ class OrtNumpy:
             )
         # Copies, because the caller may write to its arrays and every step reads the mask.
         ids, mask = (np.array(array, order="C") for array in (ids, mask))
-        if ids.size > ENCODER_TOKENS and self.settings.device == "cpu":
+        if ids.size > encoder_slices.TOKENS and self.settings.device == "cpu":
             return self._encoded_in_slices(ids, mask)
         return self._source(self._run_encoder(ids, mask), mask)
 
@@ -150,6 +126,10 @@ class OrtNumpy:
         logits, past = self._run_decoder(state, new, state.rows.mask())
         state.rows, state.past = state.rows.appended(new.shape[2]), past
         return logits
+
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+        self._check_state(state)
+        return greedy_step(self, state, input_ids, forbidden)
 
     def reorder(self, state: OrtState, rows: np.ndarray) -> None:
         self._check_state(state)
@@ -233,10 +213,19 @@ class OrtNumpy:
 
     def _run_decoder(self, state: OrtState, new: np.ndarray, past_mask: np.ndarray) -> tuple[np.ndarray, list[Any]]:
         """(B, K, T) tokens and (B, K, P) mask -> the logits on the host, and the longer past. Changes nothing."""
+        (logits,), present = self._run_step(state, new, past_mask, self.outputs[:1])
+        return logits, present
+
+    def _run_step(
+        self, state: OrtState, new: np.ndarray, past_mask: np.ndarray, results: list[str], exact: bool = True
+    ) -> tuple[list[np.ndarray], list[Any]]:
+        """The same for any results that come before the longer past."""
         feeds = {"input_ids": new, "past_mask": past_mask, **state.source.inputs}
         feeds.update(zip(self.past_names, state.past, strict=True))
-        logits, *present = self.decoder.run(self.outputs, feeds)
-        return logits, present
+        if self.shortlist:
+            feeds["exact"] = np.array(exact)
+        found = self.decoder.run([*results, *self.outputs[1:]], feeds)
+        return found[: len(results)], found[len(results) :]
 
     def _hold(self, array: Any) -> Any:
         """What was computed, as it is kept in sources and states."""
@@ -261,16 +250,9 @@ class OrtNumpy:
     # The same for all
 
     def _encoded_in_slices(self, ids: np.ndarray, mask: np.ndarray) -> OrtSource:
-        """A few rows at a time, each slice as long as its own longest row."""
-        cross = [self._zeros((len(ids), heads, ids.shape[1], self.dims.d_kv)) for heads in self.cross_heads]
-        count = max(1, ENCODER_TOKENS // ids.shape[1])
-        for first in range(0, len(ids), count):
-            rows = slice(first, first + count)
-            longest = 1 + np.flatnonzero(mask[rows].any(axis=0)).max(initial=0)
-            parts = self._run_encoder(*(np.ascontiguousarray(array[rows, :longest]) for array in (ids, mask)))
-            for array, part in zip(cross, parts, strict=True):
-                array[rows, :, :longest] = self._array(part)
-        return self._source([self._hold(array) for array in cross], mask)
+        cross = [np.empty((len(ids), heads, ids.shape[1], self.dims.d_kv), self.dtype) for heads in self.cross_heads]
+        encode_in_slices(self.encoder, ids, mask, self.cross_names, cross)
+        return self._source([self._hold(self._from_host(array)) for array in cross], mask)
 
     def _source(self, cross: Sequence[Any], mask: np.ndarray) -> OrtSource:
         inputs = dict(zip(self.cross_names, cross, strict=True), attention_mask=self._hold(self._from_host(mask)))
@@ -286,13 +268,3 @@ class OrtNumpy:
     def _check_state(self, state: OrtState) -> None:
         if not isinstance(state, OrtState) or state.source.owner is not self:
             raise InputError("This state was not started by this backend: give what its start() returned.")
-
-
-def of_each_head(index: np.ndarray, heads: int, width: int) -> np.ndarray:
-    """Positions within rows -> the same positions of each head, counted through (R, H, width): (R, n) -> (R * H * n,).
-
-    >>> of_each_head(np.array([[0, 2]]), heads=2, width=3).tolist()
-    [0, 2, 3, 5]
-    """
-    first = np.arange(len(index) * heads).reshape(len(index), heads, 1) * width
-    return (first + index[:, None, :]).ravel()

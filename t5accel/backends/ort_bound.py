@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.backends.ort import OrtNumpy, OrtState
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_state import OrtState
 
 
 class OrtBound(OrtNumpy):
@@ -38,7 +39,9 @@ class OrtBound(OrtNumpy):
         binding.bind_cpu_input("attention_mask", mask)
         return self._run(self.encoder, binding, self.cross_names)
 
-    def _run_decoder(self, state: OrtState, new: np.ndarray, past_mask: np.ndarray) -> tuple[np.ndarray, list[Any]]:
+    def _run_step(
+        self, state: OrtState, new: np.ndarray, past_mask: np.ndarray, results: list[str], exact: bool = True
+    ) -> tuple[list[np.ndarray], list[Any]]:
         # Two bindings take turns. In older releases (1.20) what `get_outputs` returns are views of the binding's own
         # slots: bound again for the next step these are empty, and if that step fails the past is lost.
         binding, other = state.binding or (self._bound(state), self._bound(state))
@@ -46,13 +49,15 @@ class OrtBound(OrtNumpy):
         binding.bind_cpu_input("past_mask", past_mask)
         for name, value in zip(self.past_names, state.past, strict=True):
             binding.bind_ortvalue_input(name, value)
-        logits, *present = self._run(self.decoder, binding, self.outputs)
+        if self.shortlist:
+            binding.bind_cpu_input("exact", np.array(exact))
+        found = self._run(self.decoder, binding, [*results, *self.outputs[1:]])
         # Else both would hold the past that this step has read until their next turns.
         other.clear_binding_outputs()
         for name in self.past_names:
             binding.bind_ortvalue_input(name, self._nothing)
         state.binding = other, binding
-        return logits.numpy(), present
+        return [value.numpy() for value in found[: len(results)]], found[len(results) :]
 
     def _bound(self, state: OrtState) -> Any:
         """A binding that holds the tensors of the source, once for all steps."""

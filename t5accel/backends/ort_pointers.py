@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from t5accel.backends.ort import OrtNumpy, OrtState
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_state import OrtState
 from t5accel.errors import InputError, MissingPackageError
 
 ELEMENT_TYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
@@ -86,6 +87,8 @@ class OrtPointers(OrtNumpy):
     ...     greedy(OrtPointers(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
     (1, 5)
     """
+
+    _takes_shortlist = False  # it is for a GPU, where heads of integers are not the ones that are fast
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

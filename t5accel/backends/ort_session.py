@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class SessionSettings:
             grows no combination comes twice: every step would make a plan, and all plans are kept. So it is off.
         arena: keep freed memory for the next step instead of giving it back to the system each time.
         huge_pages: move the weights to huge pages, where the system lets us; see `huge_pages`.
+        shortlist: find the likeliest token by a short list, where an export has one (`ort_shortlist`): the same token,
+            sooner, on a CPU.
         device: ``"cpu"`` or ``"cuda"``.
         graph_optimization: what is made of the graph when it is opened: ``"disable"``, ``"basic"``, ``"extended"``,
             ``"layout"`` or ``"all"``; see `portability`.
@@ -55,13 +57,14 @@ class SessionSettings:
     memory_pattern: bool = False
     arena: bool = True
     huge_pages: bool = True
+    shortlist: bool = True
     device: str = "cpu"
     graph_optimization: str = "all"
 
     def __post_init__(self) -> None:
         if self.threads is not None and as_count(self.threads, "threads", at_least=1) > MOST_THREADS:
             raise InputError(f"threads is {self.threads}; more than {MOST_THREADS} are a mistake.")
-        for name in ("spinning", "memory_pattern", "arena", "huge_pages"):
+        for name in ("spinning", "memory_pattern", "arena", "huge_pages", "shortlist"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}; give True or False.")
         if not isinstance(self.device, str) or self.device not in PROVIDERS:
@@ -76,12 +79,18 @@ def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.Or
     the system may load much of it around them, and would count that twice.
     """
     ort_value = import_onnxruntime().OrtValue
-    return {
-        name: ort_value.ortvalue_from_numpy(
-            np.memmap(folder / WEIGHTS, entry["dtype"], "r", entry["offset"], tuple(entry["shape"])).view(np.ndarray)
-        )
-        for name, entry in manifest.shared.items()
-    }
+    return {name: ort_value.ortvalue_from_numpy(mapped(folder, place)) for name, place in manifest.shared.items()}
+
+
+def mapped(folder: Path, place: Mapping[str, Any]) -> np.ndarray:
+    """A weight in an export's file of weights, mapped into memory: only what is read of it is loaded.
+
+    Args:
+        folder: of the export.
+        place: where in the file it lies, as its manifest says: ``{"offset", "shape", "dtype"}``.
+    """
+    shape = tuple(place["shape"])
+    return np.memmap(folder / WEIGHTS, place["dtype"], "r", place["offset"], shape).view(np.ndarray)
 
 
 def open_session(

@@ -21,8 +21,10 @@ State = Any  # the same for the decoder's state; methods that take one change it
 class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
 
-    A backend may also offer ``run_greedy(state, k)``, up to ``k`` greedy steps without returning to the host, and the
-    four methods that `encoder_cache.EncoderCache` builds on:
+    A backend may also offer ``run_greedy(state, k)``, up to ``k`` greedy steps without returning to the host;
+    ``next_tokens(state, input_ids, *, forbidden=None)``, a ``step`` that returns the likeliest next token of each row,
+    (B, K) int64, as `greedy.likeliest` would find it in the logits at the last position; and the four methods that
+    `encoder_cache.EncoderCache` builds on:
 
     - ``split(source) -> list[Source]``: one source per row, without its padding, in memory of its own.
     - ``join(sources) -> Source``: the rows of all of them as one batch, padded on the right with zeros and masked

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Generated, as_batch, as_count, as_integers
-from t5accel.errors import InputError
-
-_NEEDED = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id", "encode", "start", "step")
+from t5accel.decoding.backend import Backend, Generated, State
+from t5accel.decoding.request import Request
 
 
 def greedy(
@@ -22,6 +21,8 @@ def greedy(
     decoder_input_ids: Any = None,
 ) -> Generated:
     """Generate until every row ends or ``max_new_tokens`` are there.
+
+    A backend that offers ``next_tokens`` is asked for tokens, which it may find without computing all logits.
 
     Args:
         backend: any runtime that satisfies `Backend`.
@@ -47,31 +48,21 @@ def greedy(
     >>> greedy(Counter(), [[3]], max_new_tokens=8).sequences.tolist()
     [[1, 2, 3, 4, 5]]
     """
-    missing = [name for name in _NEEDED if not hasattr(backend, name)]
-    if missing:
-        raise InputError(
-            f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
-        )
-    ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id)
-    longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
-    shortest = as_count(min_new_tokens, "min_new_tokens", at_least=0)
-    if shortest > longest:
-        raise InputError(f"min_new_tokens is {shortest}, more than max_new_tokens, {longest}.")
-    if ids.max() >= backend.vocab_size:
-        raise InputError(f"input_ids holds {ids.max()}; the model's vocabulary has {backend.vocab_size} entries.")
-    prefix = _prefix(backend, decoder_input_ids, len(ids))
-
-    state = backend.start(backend.encode(ids, mask))
+    request = Request.checked(
+        backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+        decoder_input_ids=decoder_input_ids,
+    )  # fmt: skip
+    ids, prefix = request.ids, request.prefix
+    next_tokens = getattr(backend, "next_tokens", None) or partial(_next_tokens, backend)
+    state = backend.start(backend.encode(ids, request.mask))
     columns = [prefix[:, 1:]]  # grows as it goes: max_new_tokens may be far more than is ever needed
     active = np.arange(len(ids))  # which row of the result each row of the state writes to
     unfinished = np.ones(len(ids), dtype=bool)
     step_input, length = prefix, 0
-    while length < longest:
-        logits = backend.step(state, step_input[:, None, :])[:, 0, -1]
-        if length < shortest:
-            logits = logits.copy()
-            logits[:, backend.eos_token_id] = -np.inf
-        tokens = np.where(unfinished[active], logits.argmax(axis=-1), backend.pad_token_id)
+    while length < request.max_new_tokens:
+        forbidden = backend.eos_token_id if length < request.min_new_tokens else None
+        tokens = next_tokens(state, step_input[:, None, :], forbidden=forbidden)[:, 0]
+        tokens = np.where(unfinished[active], tokens, backend.pad_token_id)
         column = np.full((len(ids), 1), backend.pad_token_id, dtype=np.int64)
         column[active, 0] = tokens
         columns.append(column)
@@ -88,17 +79,18 @@ def greedy(
     return Generated(np.concatenate(columns, axis=1), decoder_calls=length)
 
 
-def _prefix(backend: Backend, decoder_input_ids: Any, batch: int) -> np.ndarray:
-    """(B, T) with the start token in front."""
-    start = np.full((batch, 1), backend.decoder_start_token_id, dtype=np.int64)
-    if decoder_input_ids is None:
-        return start
-    given = as_integers(decoder_input_ids, "decoder_input_ids", rank=2)
-    if len(given) != batch or not given.shape[1]:
-        raise InputError(
-            f"decoder_input_ids has shape {given.shape}; give one non-empty row for each of {batch} sources."
-        )
-    if given.min() < 0 or given.max() >= backend.vocab_size:
-        raise InputError(f"decoder_input_ids must lie in 0 … {backend.vocab_size - 1}.")
-    has_start = (given[:, 0] == backend.decoder_start_token_id).all()
-    return given if has_start else np.concatenate([start, given], axis=1)
+def likeliest(logits: np.ndarray, forbidden: int | None = None) -> np.ndarray:
+    """The token of the largest logit: (…, V) -> (…) int64; the lowest id where some are equal, never ``forbidden``.
+
+    >>> likeliest(np.array([[1.0, 3.0, 3.0]])).tolist(), likeliest(np.array([[1.0, 3.0, 3.0]]), forbidden=1).tolist()
+    ([1], [2])
+    """
+    if forbidden is not None:
+        logits = logits.copy()
+        logits[..., forbidden] = -np.inf
+    return logits.argmax(axis=-1)
+
+
+def _next_tokens(backend: Backend, state: State, input_ids: np.ndarray, *, forbidden: int | None) -> np.ndarray:
+    """By a step, for a backend that does not offer it: (B, K, T) -> (B, K)."""
+    return likeliest(backend.step(state, input_ids)[:, :, -1], forbidden)

@@ -126,3 +126,13 @@ def check_vocabulary(ids: np.ndarray, vocab_size: int) -> None:
     """
     if ids.view(np.uint64).max() >= vocab_size:  # one pass for both ends: read without a sign, a negative id is huge
         raise InputError(f"input_ids must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
+
+
+def of_each_head(index: np.ndarray, heads: int, width: int) -> np.ndarray:
+    """Positions within rows -> the same positions of each head, counted through (R, H, width): (R, n) -> (R * H * n,).
+
+    >>> of_each_head(np.array([[0, 2]]), heads=2, width=3).tolist()
+    [0, 2, 3, 5]
+    """
+    first = np.arange(len(index) * heads).reshape(len(index), heads, 1) * width
+    return (first + index[:, None, :]).ravel()

@@ -88,25 +88,22 @@ def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
 def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
     """``decoder_shortlist.onnx``: the decoder, which is asked at each step for its exact logits or for near ones.
 
-    With ``exact`` its ``logits`` are those of ``decoder.onnx``, N = T. Without, those of the last position alone, N = 1,
-    computed from weights of 8 bits (`shortlist`). What goes into either head at the last position comes out as well: as
-    it is, ``hidden``, and as ``(hidden_quantized - hidden_zero_point) * hidden_scale``.
+    With ``exact`` its ``logits`` are those of ``decoder.onnx``, N = T. Without, they are near those of the last
+    position, N = 1, computed from weights of 8 bits (`shortlist`). What the head reads at the last position comes out
+    as well, ``hidden``, with its Euclidean norm and the norm of what its own 8 bits lost of it.
 
     >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    >>> shortlist_spec(dims).inputs[-1], [tensor.name for tensor in shortlist_spec(dims).outputs][1:5]
-    ... # doctest: +NORMALIZE_WHITESPACE
-    (TensorSpec(name='exact', dtype='bool', shape=()),
-     ['hidden', 'hidden_quantized', 'hidden_scale', 'hidden_zero_point'])
+    >>> shortlist_spec(dims).inputs[-1], [tensor.name for tensor in shortlist_spec(dims).outputs][:4]
+    (TensorSpec(name='exact', dtype='bool', shape=()), ['logits', 'hidden', 'hidden_norm', 'hidden_error'])
     """
-    decoder, last = decoder_spec(dims, dtype), ("B", "K", 1, dims.d_model)
+    decoder = decoder_spec(dims, dtype)
     return GraphSpec(
         inputs=(*decoder.inputs, TensorSpec("exact", "bool", ())),
         outputs=(
             TensorSpec("logits", "float32", ("B", "K", "N", dims.vocab_size)),
-            TensorSpec("hidden", "float32", last),
-            TensorSpec("hidden_quantized", "uint8", last),
-            TensorSpec("hidden_scale", "float32", ()),
-            TensorSpec("hidden_zero_point", "uint8", ()),
+            TensorSpec("hidden", "float32", ("B", "K", 1, dims.d_model)),
+            TensorSpec("hidden_norm", "float32", ("B", "K", 1)),
+            TensorSpec("hidden_error", "float32", ("B", "K", 1)),
             *decoder.outputs[1:],
         ),
     )

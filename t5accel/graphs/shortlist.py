@@ -94,24 +94,37 @@ def shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
     >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
     >>> graph = shortlist_graph(weights, quantized(weights.array(weights.head)))
     >>> [node.op_type for node in graph.proto().graph.node][-3:]
-    ['Gather', 'DynamicQuantizeLinear', 'If']
+    ['ReduceL2', 'ReduceL2', 'If']
     """
     spec = shortlist_spec(weights.dims)
     layers, hidden = headless_decoder("decoder_shortlist", weights, spec)
-    graph = layers.graph
+    add_heads(layers, hidden, head)
+    return layers.graph
+
+
+def add_heads(layers: T5Layers, hidden: str, head: QuantizedHead) -> None:
+    """The outputs of ``contract.shortlist_spec`` that stand before the longer history.
+
+    Args:
+        layers: of a graph with an input ``exact``.
+        hidden: (B, K, T, d_model), what the head reads.
+        head: in integers.
+    """
+    graph, weights = layers.graph, layers.weights
     last = graph.op("Gather", hidden, graph.constant([-1]), axis=2, output="hidden")
-    parts = ["hidden_quantized", "hidden_scale", "hidden_zero_point"]
-    graph.op_of_many("DynamicQuantizeLinear", [last], parts)
+    quantized_hidden = integers, scale, zero = "hidden_integers", "hidden_scale", "hidden_zero"
+    graph.op_of_many("DynamicQuantizeLinear", [last], quantized_hidden)
+    lost = graph.op("Sub", last, graph.op("DequantizeLinear", *quantized_hidden))
+    for value, norm in ((last, "hidden_norm"), (lost, "hidden_error")):
+        graph.op("ReduceL2", value, graph.constant([-1]), keepdims=0, output=norm)
     exact, near = graph.branch("exact"), graph.branch("near")
     T5Layers(exact, weights, "decoder").head(hidden, output="exact_logits", by_rows=True)
-    integers, scales = graph.weight("shortlist.integers", head.integers), graph.weight("shortlist.scales", head.scales)
-    sums = near.op("MatMulInteger", "hidden_quantized", integers, "hidden_zero_point")
-    scale = near.op("Mul", "hidden_scale", scales)
-    near.op("Mul", near.op("Cast", sums, to=TensorProto.FLOAT), scale, output="near_logits")
+    sums = near.op("MatMulInteger", integers, near.weight("shortlist.integers", head.integers), zero)
+    scales = near.op("Mul", scale, near.weight("shortlist.scales", head.scales))
+    near.op("Mul", near.op("Cast", sums, to=TensorProto.FLOAT), scales, output="near_logits")
     for branch in (exact, near):
-        branch.output(f"{branch.name}_logits", "float32", spec.outputs[0].shape)
+        branch.output(f"{branch.name}_logits", "float32", ("B", "K", "N", weights.dims.vocab_size))
     graph.choose("exact", exact, near, ["logits"])
-    return graph
 
 
 def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:

@@ -1,0 +1,105 @@
+"""Greedy steps on ONNX Runtime that need not read the whole output head: near logits first, all exact ones if need be.
+
+What is near and why the answer is still exact: `decoding.shortlist`. The graph: `graphs.shortlist`. One session holds
+the layers and both heads, so that a step which is not certain can be taken again, in full, with the same numbers as
+without a shortlist. That is 66 MB more in memory than near logits need (of t5-small's shape); two sessions would hold
+the layers twice, and open the second one in the middle of an answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from t5accel.backends.ort_session import mapped
+from t5accel.decoding.backend import as_count
+from t5accel.decoding.greedy import likeliest
+from t5accel.decoding.shortlist import Head, NearLogits, certified
+from t5accel.errors import InputError
+from t5accel.graphs.manifest import Manifest
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+    from t5accel.backends.ort import OrtNumpy
+    from t5accel.backends.ort_state import OrtState
+
+MOST_ROWS = 64  # of a step: with more, reading the head is little beside computing with it
+PATIENCE, SHARE = 16, 5  # the shortlist is given up when more than 16 steps and one in 5 had to be taken again
+NEAR = ["logits", "hidden", "hidden_norm", "hidden_error"]
+
+
+class Shortlist:
+    """What a backend knows of an export's shortlist, and how often that was enough.
+
+    Attributes:
+        head: the exact rows of the head, mapped from the file of weights, and the bounds of its copy.
+        steps: that were tried with it.
+        fallbacks: those of them that were taken again with all exact logits.
+
+    >>> shortlist = Shortlist(Head(np.eye(2, dtype=np.float32), largest_row=1.0, largest_error=0.0))
+    >>> shortlist.pays(rows=1), shortlist.pays(rows=1000)
+    (True, False)
+    """
+
+    def __init__(self, head: Head):
+        self.head, self.steps, self.fallbacks = head, 0, 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_export(
+        cls, folder: Path, manifest: Manifest, weights: Mapping[str, onnxruntime.OrtValue]
+    ) -> Shortlist | None:
+        """That of an export, if it has one; ``weights`` are `ort_session.shared_weights`, which may hold the rows."""
+        if not manifest.shortlist:
+            return None
+        place = manifest.shortlist["rows"]
+        same = [weights[name].numpy() for name, shared in manifest.shared.items() if shared == place]
+        bounds = {name: manifest.shortlist[name] for name in ("largest_row", "largest_error")}
+        return cls(Head(same[0] if same else mapped(folder, place), **bounds))
+
+    def pays(self, rows: int) -> bool:
+        """Whether to try it on a step of so many rows."""
+        return rows <= MOST_ROWS and self.fallbacks <= PATIENCE + self.steps / SHARE
+
+    def choose(self, near: NearLogits, forbidden: int | None) -> np.ndarray | None:
+        """(R,) tokens, or ``None`` where one of them is not certain; counted."""
+        tokens = certified(self.head, near, forbidden)
+        with self._lock:
+            self.steps += 1
+            self.fallbacks += tokens is None
+        return tokens
+
+
+def greedy_step(backend: OrtNumpy, state: OrtState, input_ids: np.ndarray, forbidden: int | None = None) -> np.ndarray:
+    """A step that returns the likeliest next tokens: those of the backend's ``step`` and its arg-max, always.
+
+    Args:
+        backend: whose ``shortlist`` is used, if it has one and it pays.
+        state: changed as by ``step``, and as good for one afterwards.
+        input_ids: (B, K, T) int64, T >= 1.
+        forbidden: a token that shall not be chosen.
+
+    Returns:
+        (B, K) int64; the lowest id where logits are equal.
+
+    Raises:
+        InputError: an argument is wrong; the state is as it was.
+    """
+    new = np.ascontiguousarray(state.rows.check_step(input_ids, backend.vocab_size))
+    if forbidden is not None and as_count(forbidden, "forbidden", at_least=0) >= backend.vocab_size:
+        raise InputError(f"forbidden is {forbidden}; the vocabulary has {backend.vocab_size} entries.")
+    mask, shortlist, tokens = state.rows.mask(), backend.shortlist, None
+    if shortlist and shortlist.pays(new.shape[0] * new.shape[1]):
+        results, past = backend._run_step(state, new, mask, NEAR, exact=False)
+        near = NearLogits(*(array.reshape(len(mask) * mask.shape[1], *array.shape[3:]) for array in results))
+        tokens = shortlist.choose(near, forbidden)
+    if tokens is None:
+        logits, past = backend._run_decoder(state, new, mask)
+        tokens = likeliest(logits[:, :, -1], forbidden)
+    state.rows, state.past = state.rows.appended(new.shape[2]), past
+    return tokens.reshape(new.shape[:2])

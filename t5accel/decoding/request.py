@@ -1,0 +1,87 @@
+"""What a decoding algorithm is asked for, checked once and for all of them before a backend does any work."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from t5accel.decoding.backend import Backend, as_batch, as_count, as_integers
+from t5accel.errors import InputError
+
+_NEEDED = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id", "encode", "start", "step")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch of sources, what every answer starts with, and how long the answers may be.
+
+    Attributes:
+        ids, mask: (B, S) int64.
+        prefix: (B, T) int64, T >= 1, with the start token in front.
+        max_new_tokens, min_new_tokens: bounds on the number of tokens after the prefix.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    prefix: np.ndarray
+    max_new_tokens: int
+    min_new_tokens: int
+
+    @classmethod
+    def checked(
+        cls,
+        backend: Backend,
+        input_ids: Any,
+        attention_mask: Any = None,
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        decoder_input_ids: Any = None,
+        methods: Collection[str] = (),
+    ) -> Request:
+        """The request, as `greedy.greedy` documents its arguments.
+
+        Args:
+            methods: which of the backend's methods the algorithm uses beside ``encode``, ``start`` and ``step``.
+
+        Raises:
+            InputError: the backend is none, or a shape, type or bound is wrong.
+
+        >>> class Toy:
+        ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
+        ...     encode = start = step = None
+        >>> Request.checked(Toy(), [[3, 4], [2, 0]], max_new_tokens=8).prefix.tolist()
+        [[0], [0]]
+        """
+        missing = [name for name in (*_NEEDED, *methods) if not hasattr(backend, name)]
+        if missing:
+            raise InputError(
+                f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
+            )
+        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id)
+        longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
+        shortest = as_count(min_new_tokens, "min_new_tokens", at_least=0)
+        if shortest > longest:
+            raise InputError(f"min_new_tokens is {shortest}, more than max_new_tokens, {longest}.")
+        if ids.max() >= backend.vocab_size:
+            raise InputError(f"input_ids holds {ids.max()}; the model's vocabulary has {backend.vocab_size} entries.")
+        return cls(ids, mask, _prefix(backend, decoder_input_ids, len(ids)), longest, shortest)
+
+
+def _prefix(backend: Backend, decoder_input_ids: Any, batch: int) -> np.ndarray:
+    """(B, T) with the start token in front."""
+    start = np.full((batch, 1), backend.decoder_start_token_id, dtype=np.int64)
+    if decoder_input_ids is None:
+        return start
+    given = as_integers(decoder_input_ids, "decoder_input_ids", rank=2)
+    if len(given) != batch or not given.shape[1]:
+        raise InputError(
+            f"decoder_input_ids has shape {given.shape}; give one non-empty row for each of {batch} sources."
+        )
+    if given.min() < 0 or given.max() >= backend.vocab_size:
+        raise InputError(f"decoder_input_ids must lie in 0 … {backend.vocab_size - 1}.")
+    has_start = (given[:, 0] == backend.decoder_start_token_id).all()
+    return given if has_start else np.concatenate([start, given], axis=1)

@@ -1,0 +1,155 @@
+"""The likeliest token, proven from near logits and a handful of exact ones: the same as the arg-max of all of them.
+
+Near logits are computed from a copy of the head in 8 bits. They tell which tokens could be the likeliest, given how far
+a near logit can be from the exact one; those few are computed exactly. That a scan of small approximations with bounds
+leaves little to look at exactly is the idea of the VA-file (Weber, Schek and Blott, 1998); FEXIPRO (Li, Chan, Yiu and
+Mamoulis, 2017) has it for largest inner products. Here the bounds also cover what floats round off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+UNIT = 2.0**-24  # what rounding to float32 changes a number by, at most and relatively
+TINY = 2.0**-90  # more than all that can underflow, even where a CPU takes the smallest numbers for zeros
+HUGE = 1e37  # sums below cannot overflow on their way
+LOST = 2.0**-54  # more than the norm of up to 2**16 numbers whose squares underflow
+MOST = 256  # candidates of a row; to look at more takes longer than to compute all logits
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is known of an output head and of its copy in 8 bits.
+
+    Attributes:
+        rows: (V, d_model) float32, the exact weights.
+        largest_row: at least the Euclidean norm of every row of the copy.
+        largest_error: at least that of every difference between a row and its copy.
+    """
+
+    rows: np.ndarray
+    largest_row: float
+    largest_error: float
+
+
+@dataclass(frozen=True)
+class NearLogits:
+    """What a graph says about R rows, all float32.
+
+    Attributes:
+        logits: (R, V): the copy of the head times the quantised hidden state, summed in integers.
+        hidden: (R, d_model), what the head reads.
+        norms: (R,), the Euclidean norms of ``hidden``.
+        errors: (R,), those of what was lost when it was quantised.
+    """
+
+    logits: np.ndarray
+    hidden: np.ndarray
+    norms: np.ndarray
+    errors: np.ndarray
+
+
+def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.ndarray | None:
+    """The token of the largest exact logit in each row, where that is certain in all of them.
+
+    Let w be a row of the head and v its copy, h the hidden state and g its quantised form, and γ = `rounding`.
+
+    1. A near logit differs from w·h by at most b = |v| |h - g| + |w - v| |h| + 4 u |v| |g|: since w·h - v·g is
+       v·(h - g) + (w - v)·h, and turning the integer sum v·g into a float rounds three times.
+    2. A float32 product computes w·h to within n = γ Σ|w_k h_k| <= γ |w| |h|, in whatever order it adds.
+    3. The token whose near logit is largest is computed, in float32. Its logit, wherever that is computed, is within
+       2 n of it. So a token whose near logit is smaller by more than 3 n + b cannot have the largest logit.
+    4. Of the others w·h is computed. One that exceeds each other by more than both their n, and by what we rounded off
+       ourselves, has the largest logit. If there is none, the order of additions decides, or a tie: then no token is
+       certain.
+
+    Nor is any where numbers are not finite or near overflow, or more than ``MOST`` tokens are left by step 3.
+
+    Args:
+        head: the exact rows, and the bounds of |v| and |w - v| over all of them.
+        near: of R rows; to ``logits`` is written.
+        forbidden: a token that shall not be chosen.
+
+    Returns:
+        (R,) int64 tokens, or ``None``.
+
+    >>> head = Head(np.array([[1, 0], [0, 1], [1, 1]], np.float32), largest_row=1.5, largest_error=0.01)
+    >>> hidden, norms, errors = np.array([[2, 1]], np.float32), np.array([2.24]), np.array([0.01])
+    >>> near = NearLogits(hidden @ head.rows.T, hidden, norms, errors)
+    >>> certified(head, near), certified(head, near, forbidden=2)
+    (array([2]), array([0]))
+    """
+    if forbidden is not None:
+        near.logits[:, forbidden] = -np.inf
+    tokens = []
+    # Row by row: what is left of a row is so little that arrays of all rows would cost more than they save.
+    for logits, hidden, norm, error in zip(
+        near.logits, near.hidden, near.norms.tolist(), near.errors.tolist(), strict=True
+    ):
+        token = _certain(head, logits, hidden, norm, error)
+        if token is None:
+            return None
+        tokens.append(token)
+    return np.array(tokens)
+
+
+def _certain(head: Head, logits: np.ndarray, hidden: np.ndarray, norm: float, error: float) -> int | None:
+    """The token of one row: (V,) near logits, (d_model,) hidden state and its norms.
+
+    A step has just read all weights, and each call of numpy that is new after it has to come from memory: so there are
+    few, and numbers are Python's.
+    """
+    gamma = rounding(len(hidden))
+    norm, error = norm * (1 + gamma) + LOST, error * (1 + gamma) + LOST
+    reach = (head.largest_row + head.largest_error) * norm  # at least |w| |h|
+    bound, noise = error_bound(head, norm, error), gamma * reach + TINY
+    if not bound + reach < HUGE:
+        return None
+    favourite = int(logits.argmax())
+    exact = float(np.einsum("d,d->", head.rows[favourite], hidden))
+    # That the favourite keeps its bound costs nothing to see, and would not hold on a runtime that counts wrongly.
+    if not abs(exact - float(logits[favourite])) <= bound + noise:
+        return None
+    lowest = exact - 3 * noise - bound
+    left = (logits >= lowest - 4 * UNIT * abs(lowest)).nonzero()[0]  # the comparison rounds its number to float32
+    if len(left) == 1 or len(left) > MOST:
+        return favourite if len(left) == 1 else None
+    rows = head.rows[left]
+    products = np.einsum("nd,d->n", rows, hidden)
+    best = products.argmax()
+    rivals = (products >= float(products[best]) - 4 * noise).nonzero()[0]
+    return int(left[best]) if len(rivals) == 1 else _largest(left[rivals], rows[rivals], hidden)
+
+
+def _largest(tokens: np.ndarray, rows: np.ndarray, hidden: np.ndarray) -> int | None:
+    """Which of n tokens has the largest logit, by float64 and the sharper n of step 2."""
+    products = rows * hidden.astype(np.float64)  # exact: 24 bits times 24 bits
+    sums, noise = products.sum(axis=1), rounding(len(hidden)) * np.abs(products).sum(axis=1) + TINY
+    best = sums.argmax()
+    return int(tokens[best]) if (sums + noise >= sums[best] - noise[best]).sum() == 1 else None
+
+
+def error_bound(head: Head, norm: float, error: float) -> float:
+    """How far a near logit can be from w·h at most: step 1 of `certified`.
+
+    Nothing is assumed of how hidden states were quantised: what that lost was computed, in float32, and the rounding
+    of that is covered, too, by 8 u in place of 4 u.
+
+    >>> error_bound(Head(np.zeros((3, 2), np.float32), largest_row=2.0, largest_error=0.5), norm=3.0, error=0.25)
+    2.00000...
+    """
+    return head.largest_row * (error + 8 * UNIT * (norm + error)) + head.largest_error * norm + TINY
+
+
+def rounding(width: int) -> float:
+    """What ``width`` products and their sum, in float32 and any order, are off by, as a part of the sum of sizes.
+
+    It is the γ of Higham (Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), for two more than there
+    are: so that it also covers what we round off in float64.
+
+    >>> rounding(512) * 2**24
+    514.0157...
+    """
+    return (width + 2) * UNIT / (1 - (width + 2) * UNIT)
