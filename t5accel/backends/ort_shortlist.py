@@ -9,6 +9,7 @@ the layers twice, and open the second one in the middle of an answer.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from t5accel.decoding.backend import as_count
 from t5accel.decoding.greedy import likeliest
 from t5accel.decoding.shortlist import Head, NearLogits, certified
 from t5accel.errors import InputError
+from t5accel.graphs.contract import NEAR_ONLY
 from t5accel.graphs.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from t5accel.backends.ort import OrtNumpy
     from t5accel.backends.ort_state import OrtState
 
-MOST_ROWS = 64  # of a step: with more, reading the head is little beside computing with it
-PATIENCE, SHARE = 16, 5  # the shortlist is given up when more than 16 steps and one in 5 had to be taken again
-NEAR = ["logits", "hidden", "hidden_norm", "hidden_error"]
+MOST_ROWS = 64  # of a step; what is beyond was not measured
+# It is given up for steps of so many rows of which more than 16 and one in 8 had to be taken again: near logits save
+# less than that. Where the order of additions decides one token in 200, as in random weights, 32 rows are too many.
+PATIENCE, SHARE = 16, 8
+NEAR = ["logits", *NEAR_ONLY]
 
 
 class Shortlist:
@@ -38,17 +42,27 @@ class Shortlist:
 
     Attributes:
         head: the exact rows of the head, mapped from the file of weights, and the bounds of its copy.
-        steps: that were tried with it.
-        fallbacks: those of them that were taken again with all exact logits.
 
     >>> shortlist = Shortlist(Head(np.eye(2, dtype=np.float32), largest_row=1.0, largest_error=0.0))
-    >>> shortlist.pays(rows=1), shortlist.pays(rows=1000)
-    (True, False)
+    >>> shortlist.pays(rows=1), shortlist.pays(rows=1000), shortlist.steps, shortlist.fallbacks
+    (True, False, 0, 0)
     """
 
     def __init__(self, head: Head):
-        self.head, self.steps, self.fallbacks = head, 0, 0
+        self.head = head
+        self._steps: Counter[int] = Counter()  # by their number of rows
+        self._fallbacks: Counter[int] = Counter()
         self._lock = threading.Lock()
+
+    @property
+    def steps(self) -> int:
+        """How many were tried with it."""
+        return self._steps.total()
+
+    @property
+    def fallbacks(self) -> int:
+        """How many of these were taken again with all exact logits."""
+        return self._fallbacks.total()
 
     @classmethod
     def of_export(
@@ -64,14 +78,14 @@ class Shortlist:
 
     def pays(self, rows: int) -> bool:
         """Whether to try it on a step of so many rows."""
-        return rows <= MOST_ROWS and self.fallbacks <= PATIENCE + self.steps / SHARE
+        return rows <= MOST_ROWS and self._fallbacks[rows] <= PATIENCE + self._steps[rows] / SHARE
 
     def choose(self, near: NearLogits, forbidden: int | None) -> np.ndarray | None:
         """(R,) tokens, or ``None`` where one of them is not certain; counted."""
         tokens = certified(self.head, near, forbidden)
         with self._lock:
-            self.steps += 1
-            self.fallbacks += tokens is None
+            self._steps[near.norms.size] += 1
+            self._fallbacks[near.norms.size] += tokens is None
         return tokens
 
 
@@ -96,8 +110,7 @@ def greedy_step(backend: OrtNumpy, state: OrtState, input_ids: np.ndarray, forbi
     mask, shortlist, tokens = state.rows.mask(), backend.shortlist, None
     if shortlist and shortlist.pays(new.shape[0] * new.shape[1]):
         results, past = backend._run_step(state, new, mask, NEAR, exact=False)
-        near = NearLogits(*(array.reshape(len(mask) * mask.shape[1], *array.shape[3:]) for array in results))
-        tokens = shortlist.choose(near, forbidden)
+        tokens = shortlist.choose(NearLogits(*results), forbidden)
     if tokens is None:
         logits, past = backend._run_decoder(state, new, mask)
         tokens = likeliest(logits[:, :, -1], forbidden)

@@ -12,10 +12,10 @@ _BLOCK = 2**17  # scores worked on at a time: half a megabyte, which stays in a 
 class Continuations:
     """Finds the best among K * V continuations of each source, and holds the working memory for it.
 
-    A row of V logits is read as a matrix whose columns are *lanes*: lane w holds the tokens w, w + W, w + 2W, … The n
-    best tokens lie in the n lanes with the highest maxima, since a lane with a higher maximum holds a better token. So
-    one pass finds the maxima, and after it only n lanes, a few hundred numbers, are looked at. A second pass sums the
-    exponentials. Nothing else touches all of V.
+    A row of V logits is read as a matrix whose columns are *lanes*: lane w holds the tokens w, w + W, w + 2W, … Of all
+    lanes of a source's rows, the n with the highest maxima hold the n best continuations, since a lane with a higher
+    maximum holds a better one. So one pass finds the maxima, and after it only n lanes, a few hundred numbers, are
+    looked at. A second pass sums the exponentials for the log-softmax. Nothing else touches all of V.
 
     Args:
         vocab_size: V.
@@ -27,7 +27,7 @@ class Continuations:
     """
 
     def __init__(self, vocab_size: int):
-        # Few long lanes would leave much to look at, many short ones many maxima to choose from; best without a rest.
+        # Few long lanes leave much to look at, many short ones many maxima to choose from. Best all are equally long.
         root = isqrt(vocab_size)
         widths = range(min(4 * root, vocab_size), 8 * root)
         self._width = next((width for width in widths if vocab_size % width == 0), widths[0])
@@ -56,7 +56,7 @@ class Continuations:
         np.subtract(np.asarray(scores, dtype=np.float32).ravel(), shift, out=shift)
         # A lane whose maximum is the forbidden token is overrated: one of each row, so as many more are looked at.
         looked_at = count if forbidden is None else count + rows
-        maxima -= highest[:, None]  # by itself, because the difference of two large numbers is exact, their sums not
+        maxima -= highest[:, None]  # before the rest is added: large logits are close, and their difference is exact
         maxima += shift[:, None]
         row, lane = np.divmod(_largest(maxima.reshape(batch, -1), looked_at), self._width)
         flat_row = row + first_rows

@@ -9,6 +9,7 @@ Mamoulis, 2017) has it for largest inner products. Here the bounds also cover wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,15 +35,14 @@ class Head:
     largest_error: float
 
 
-@dataclass(frozen=True)
-class NearLogits:
-    """What a graph says about R rows, all float32.
+class NearLogits(NamedTuple):
+    """What a graph says about some rows, as float32, with any axes in front.
 
     Attributes:
-        logits: (R, V): the copy of the head times the quantised hidden state, summed in integers.
-        hidden: (R, d_model), what the head reads.
-        norms: (R,), the Euclidean norms of ``hidden``.
-        errors: (R,), those of what was lost when it was quantised.
+        logits: (…, V): the copy of the head times the quantised hidden state, summed in integers.
+        hidden: (…, d_model), what the head reads.
+        norms: (…), the Euclidean norms of ``hidden``.
+        errors: (…), those of what was lost when it was quantised.
     """
 
     logits: np.ndarray
@@ -69,7 +69,7 @@ def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.
 
     Args:
         head: the exact rows, and the bounds of |v| and |w - v| over all of them.
-        near: of R rows; to ``logits`` is written.
+        near: of R rows in all; to ``logits`` is written.
         forbidden: a token that shall not be chosen.
 
     Returns:
@@ -81,14 +81,13 @@ def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.
     >>> certified(head, near), certified(head, near, forbidden=2)
     (array([2]), array([0]))
     """
+    logits, hidden = (array.reshape(-1, array.shape[-1]) for array in near[:2])
     if forbidden is not None:
-        near.logits[:, forbidden] = -np.inf
+        logits[:, forbidden] = -np.inf
     tokens = []
     # Row by row: what is left of a row is so little that arrays of all rows would cost more than they save.
-    for logits, hidden, norm, error in zip(
-        near.logits, near.hidden, near.norms.tolist(), near.errors.tolist(), strict=True
-    ):
-        token = _certain(head, logits, hidden, norm, error)
+    for row in zip(logits, hidden, near.norms.ravel().tolist(), near.errors.ravel().tolist(), strict=True):
+        token = _certain(head, *row)
         if token is None:
             return None
         tokens.append(token)
@@ -101,10 +100,9 @@ def _certain(head: Head, logits: np.ndarray, hidden: np.ndarray, norm: float, er
     A step has just read all weights, and each call of numpy that is new after it has to come from memory: so there are
     few, and numbers are Python's.
     """
-    gamma = rounding(len(hidden))
-    norm, error = norm * (1 + gamma) + LOST, error * (1 + gamma) + LOST
+    norm, error = rounded_up(norm, len(hidden)), rounded_up(error, len(hidden))
     reach = (head.largest_row + head.largest_error) * norm  # at least |w| |h|
-    bound, noise = error_bound(head, norm, error), gamma * reach + TINY
+    bound, noise = error_bound(head, norm, error), rounding(len(hidden)) * reach + TINY
     if not bound + reach < HUGE:
         return None
     favourite = int(logits.argmax())
@@ -135,12 +133,25 @@ def error_bound(head: Head, norm: float, error: float) -> float:
     """How far a near logit can be from w·h at most: step 1 of `certified`.
 
     Nothing is assumed of how hidden states were quantised: what that lost was computed, in float32, and the rounding
-    of that is covered, too, by 8 u in place of 4 u.
+    of the differences is covered, too, by 8 u in place of 4 u.
+
+    Args:
+        head: the bounds of |v| and |w - v|.
+        norm, error: |h| and |h - g|, `rounded_up`.
 
     >>> error_bound(Head(np.zeros((3, 2), np.float32), largest_row=2.0, largest_error=0.5), norm=3.0, error=0.25)
     2.00000...
     """
     return head.largest_row * (error + 8 * UNIT * (norm + error)) + head.largest_error * norm + TINY
+
+
+def rounded_up(norm: float, width: int) -> float:
+    """At least the norm of ``width`` numbers, given what a float32 engine made of it.
+
+    >>> 5 < rounded_up(5.0, 512) < 5.001
+    True
+    """
+    return norm * (1 + rounding(width)) + LOST
 
 
 def rounding(width: int) -> float:

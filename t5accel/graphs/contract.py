@@ -16,6 +16,7 @@ from t5accel.errors import InputError
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
 SHORTLIST = "decoder_shortlist.onnx"  # an optional third graph: the decoder with a second, smaller head
+NEAR_ONLY = ("hidden", "norm", "error")  # its outputs that only near logits come with
 WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
 MANIFEST = "manifest.json"
 
@@ -89,12 +90,12 @@ def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
     """``decoder_shortlist.onnx``: the decoder, which is asked at each step for its exact logits or for near ones.
 
     With ``exact`` its ``logits`` are those of ``decoder.onnx``, N = T. Without, they are near those of the last
-    position, N = 1, computed from weights of 8 bits (`shortlist`). What the head reads at the last position comes out
-    as well, ``hidden``, with its Euclidean norm and the norm of what its own 8 bits lost of it.
+    position, N = 1, computed from weights of 8 bits (`shortlist`). Then what the head reads at that position comes out
+    as well, ``hidden``, with its Euclidean norm and that of what it lost in 8 bits; otherwise these are empty.
 
     >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
     >>> shortlist_spec(dims).inputs[-1], [tensor.name for tensor in shortlist_spec(dims).outputs][:4]
-    (TensorSpec(name='exact', dtype='bool', shape=()), ['logits', 'hidden', 'hidden_norm', 'hidden_error'])
+    (TensorSpec(name='exact', dtype='bool', shape=()), ['logits', 'hidden', 'norm', 'error'])
     """
     decoder = decoder_spec(dims, dtype)
     return GraphSpec(
@@ -102,8 +103,8 @@ def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
         outputs=(
             TensorSpec("logits", "float32", ("B", "K", "N", dims.vocab_size)),
             TensorSpec("hidden", "float32", ("B", "K", 1, dims.d_model)),
-            TensorSpec("hidden_norm", "float32", ("B", "K", 1)),
-            TensorSpec("hidden_error", "float32", ("B", "K", 1)),
+            TensorSpec("norm", "float32", ("B", "K", 1)),
+            TensorSpec("error", "float32", ("B", "K", 1)),
             *decoder.outputs[1:],
         ),
     )

@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import shortlist_spec
+from t5accel.graphs.contract import NEAR_ONLY, shortlist_spec
 from t5accel.graphs.export_folder import ALIGNMENT
 from t5accel.graphs.t5_graphs import headless_decoder
 from t5accel.graphs.t5_layers import T5Layers
@@ -94,7 +94,7 @@ def shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
     >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
     >>> graph = shortlist_graph(weights, quantized(weights.array(weights.head)))
     >>> [node.op_type for node in graph.proto().graph.node][-3:]
-    ['ReduceL2', 'ReduceL2', 'If']
+    ['Mul', 'Transpose', 'If']
     """
     spec = shortlist_spec(weights.dims)
     layers, hidden = headless_decoder("decoder_shortlist", weights, spec)
@@ -106,25 +106,34 @@ def add_heads(layers: T5Layers, hidden: str, head: QuantizedHead) -> None:
     """The outputs of ``contract.shortlist_spec`` that stand before the longer history.
 
     Args:
-        layers: of a graph with an input ``exact``.
+        layers: of a graph that has the inputs of that contract.
         hidden: (B, K, T, d_model), what the head reads.
         head: in integers.
     """
     graph, weights = layers.graph, layers.weights
-    last = graph.op("Gather", hidden, graph.constant([-1]), axis=2, output="hidden")
-    quantized_hidden = integers, scale, zero = "hidden_integers", "hidden_scale", "hidden_zero"
-    graph.op_of_many("DynamicQuantizeLinear", [last], quantized_hidden)
-    lost = graph.op("Sub", last, graph.op("DequantizeLinear", *quantized_hidden))
-    for value, norm in ((last, "hidden_norm"), (lost, "hidden_error")):
-        graph.op("ReduceL2", value, graph.constant([-1]), keepdims=0, output=norm)
+    outputs = shortlist_spec(weights.dims).outputs[: 1 + len(NEAR_ONLY)]
+    empty = {tensor.name: (0, 0, *tensor.shape[2:]) for tensor in outputs[1:]}
+    # Outside of its branch: in there ONNX Runtime would compute the transpose ahead, too, and never let go of it.
+    table = layers.head_weight(by_rows=True)
     exact, near = graph.branch("exact"), graph.branch("near")
-    T5Layers(exact, weights, "decoder").head(hidden, output="exact_logits", by_rows=True)
+    exact.op("MatMul", hidden, table, output="exact_logits")
+    for name, shape in empty.items():
+        exact.op("Identity", exact.constant(np.zeros(shape, dtype=np.float32)), output=f"exact_{name}")
+
+    last = near.op("Gather", hidden, near.constant([-1]), axis=2, output="near_hidden")
+    integers, scale, zero = quantized_hidden = "integers", "scale", "zero"
+    near.op_of_many("DynamicQuantizeLinear", [last], quantized_hidden)
+    lost = near.op("Sub", last, near.op("DequantizeLinear", *quantized_hidden))
+    for value, name in ((last, "near_norm"), (lost, "near_error")):
+        near.op("ReduceL2", value, near.constant([-1]), keepdims=0, output=name)
     sums = near.op("MatMulInteger", integers, near.weight("shortlist.integers", head.integers), zero)
     scales = near.op("Mul", scale, near.weight("shortlist.scales", head.scales))
     near.op("Mul", near.op("Cast", sums, to=TensorProto.FLOAT), scales, output="near_logits")
-    for branch in (exact, near):
-        branch.output(f"{branch.name}_logits", "float32", ("B", "K", "N", weights.dims.vocab_size))
-    graph.choose("exact", exact, near, ["logits"])
+
+    for tensor in outputs:
+        near.output(f"near_{tensor.name}", tensor.dtype, tensor.shape)
+        exact.output(f"exact_{tensor.name}", tensor.dtype, empty.get(tensor.name, tensor.shape))
+    graph.choose("exact", exact, near, [tensor.name for tensor in outputs])
 
 
 def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
@@ -137,7 +146,7 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
     >>> from types import SimpleNamespace
     >>> head_for(SimpleNamespace(head="lm_head.weight", array=lambda name: np.ones((300, 8), np.float32)), None)
     """
-    if wanted not in (True, False, None):
+    if wanted is not None and not isinstance(wanted, bool):
         raise InputError(f"shortlist is {wanted!r:.80}; give True, False, or None for where it pays.")
     rows = weights.array(weights.head)
     if wanted and rows.nbytes < ALIGNMENT:

@@ -27,7 +27,7 @@ def decoder_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBui
 
     Args:
         weights: of the model.
-        head_by_rows: store the head's weight as (V, d_model), as `T5Layers.head` explains.
+        head_by_rows: store the head's weight as (V, d_model), as `T5Layers.head_weight` explains.
 
     >>> from t5accel.graphs.export import t5_weights
     >>> from t5accel.lively import random_t5

@@ -94,16 +94,17 @@ class T5Layers:
         return self.norm(hidden, "decoder.final_layer_norm.weight", scale=self.weights.logit_scale)
 
     def head(self, hidden: str, *, output: str, by_rows: bool = False) -> None:
-        """The decoder's output (…, T, d_model), normed and scaled -> logits (…, T, V).
+        """The decoder's output (…, T, d_model), normed and scaled -> logits (…, T, V)."""
+        self.graph.op("MatMul", hidden, self.head_weight(by_rows=by_rows), output=output)
 
-        With ``by_rows`` the weight is stored as (V, d_model) in any case, a row for each token: for who reads single
-        ones.
+    def head_weight(self, *, by_rows: bool = False) -> str:
+        """The head's weight as a product takes it: (d_model, V).
+
+        With ``by_rows`` it is stored as (V, d_model) in any case, a row for each token: for who reads single ones.
         """
         if self.weights.dims.tied or by_rows:  # the embedding serves twice and is stored once
-            table = self.graph.op("Transpose", self.weight(self.weights.head), perm=[1, 0])
-            self.graph.op("MatMul", hidden, table, output=output)
-        else:
-            self.linear(hidden, self.weights.head, output=output)
+            return self.graph.op("Transpose", self.weight(self.weights.head), perm=[1, 0])
+        return self.transposed(self.weights.head)
 
     # Parts of a layer
 
@@ -164,8 +165,10 @@ class T5Layers:
 
     def linear(self, hidden: str, name: str, output: str | None = None) -> str:
         """(…, in) -> (…, out): torch keeps a Linear's weight as (out, in), a product needs it as (in, out)."""
-        transposed = self.graph.weight(f"{name}.T", self.weights.array(name).T)
-        return self.graph.op("MatMul", hidden, transposed, output=output)
+        return self.graph.op("MatMul", hidden, self.transposed(name), output=output)
+
+    def transposed(self, name: str) -> str:
+        return self.graph.weight(f"{name}.T", self.weights.array(name).T)
 
     def norm(self, hidden: str, name: str, scale: float = 1.0, output: str | None = None) -> str:
         """x / rms(x) * weight, in the form that ONNX Runtime fuses into one node."""
