@@ -91,7 +91,7 @@ def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.
         if token is None:
             return None
         tokens.append(token)
-    return np.array(tokens)
+    return np.array(tokens, dtype=np.int64)
 
 
 def _certain(head: Head, logits: np.ndarray, hidden: np.ndarray, norm: float, error: float) -> int | None:
