@@ -132,25 +132,30 @@ def _convert_to_ctranslate2(folder: Path, scratch: Path) -> None:
     spec.save(str(scratch))
 
 
-def _ours(folder: Path, scratch: Path, threads: int) -> Generate:
+def _ours(*, shortlist: bool) -> Callable[[Path, Path, int], Generate]:
     """Our own loops on our own engine; torch is not loaded."""
-    import numpy as np
 
-    from t5accel.backends.ort import OrtNumpy
-    from t5accel.backends.ort_session import SessionSettings
-    from t5accel.decoding.beam import beam_search
-    from t5accel.decoding.greedy import greedy
-    from t5accel.graphs.export_cache import cached_export
+    def load(folder: Path, scratch: Path, threads: int) -> Generate:
+        import numpy as np
 
-    backend = OrtNumpy(cached_export(folder), settings=SessionSettings(threads=threads))
+        from t5accel.backends.ort import OrtNumpy
+        from t5accel.backends.ort_session import SessionSettings
+        from t5accel.decoding.beam import beam_search
+        from t5accel.decoding.greedy import greedy
+        from t5accel.graphs.export_cache import cached_export
 
-    def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
-        length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-        if beams == 1:
-            return greedy(backend, np.array(ids), **length).sequences.tolist()
-        return beam_search(backend, np.array(ids), num_beams=beams, **length).sequences.tolist()
+        settings = SessionSettings(threads=threads, shortlist=shortlist)
+        backend = OrtNumpy(cached_export(folder), settings=settings)
 
-    return generate
+        def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
+            length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+            if beams == 1:
+                return greedy(backend, np.array(ids), **length).sequences.tolist()
+            return beam_search(backend, np.array(ids), num_beams=beams, **length).sequences.tolist()
+
+        return generate
+
+    return load
 
 
 def _ours_generate(folder: Path, scratch: Path, threads: int) -> Generate:
@@ -162,7 +167,7 @@ def _ours_generate(folder: Path, scratch: Path, threads: int) -> Generate:
 ENGINES = {
     "eager": _eager, "compiled": _compiled, "dynamic-int8": _dynamic_int8, "optimum-onnx": _optimum_onnx,
     "openvino": _openvino, "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),
-    "ours": _ours, "ours-generate": _ours_generate,
+    "ours": _ours(shortlist=True), "ours-exact": _ours(shortlist=False), "ours-generate": _ours_generate,
 }  # fmt: skip
 PACKAGES = ("torch", "transformers", "onnxruntime", "optimum-onnx", "optimum-intel", "openvino", "ctranslate2", "numpy")
 

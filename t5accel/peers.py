@@ -70,7 +70,8 @@ class System:
         return self.environment == "ours"
 
 
-OURS, OURS_GENERATE, OPTIMUM = "t5accel", "t5accel, generate()", "optimum-onnx"
+OURS, OURS_GENERATE, OURS_EXACT = "t5accel", "t5accel, generate()", "t5accel, all logits"
+OPTIMUM = "optimum-onnx"
 SYSTEMS = (
     System(REFERENCE, "eager", "transformers4"),
     System("transformers 5", "eager", "transformers5"),
@@ -84,6 +85,7 @@ SYSTEMS = (
     System("CTranslate2 int8", "ctranslate2-int8", "ctranslate2", "int8"),
     System(OURS, "ours", "ours"),
     System(OURS_GENERATE, "ours-generate", "ours"),
+    System(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
 )  # fmt: skip
 
 

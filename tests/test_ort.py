@@ -738,15 +738,15 @@ def test_a_gathering_that_fails_leaves_the_state_as_it_was(
     argument, tensors = GATHERING[method]
     state = own.start(own.encode(*padded_batch), 2)
     own.step(state, np.full((6, 2, 3), 5))
-    take, calls = own._take, []
+    hold, calls = own._hold, []
 
     def failing(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) > int(share * tensors):
             raise MemoryError
-        return take(*arguments)
+        return hold(*arguments)
 
-    monkeypatch.setattr(own, "_take", failing)
+    monkeypatch.setattr(own, "_hold", failing)
     with pytest.raises(MemoryError):
         getattr(own, method)(state, argument)
     monkeypatch.undo()

@@ -20,6 +20,7 @@ from t5accel.peers import (
     GRID,
     OPTIMUM,
     OURS,
+    OURS_EXACT,
     OURS_GENERATE,
     QUICK,
     REFERENCE,
@@ -130,10 +131,10 @@ def test_the_grid_is_that_of_the_protocol():
         (batch, source, beams) for batch in (1, 8, 32) for source in (32, 128, 512) for beams in (1, 4)
     }
     assert len(GRID) == 18 and set(QUICK) < set(GRID)
-    assert SYSTEMS[0].name == REFERENCE and [s.name for s in SYSTEMS if s.ours] == [OURS, OURS_GENERATE]
+    assert SYSTEMS[0].name == REFERENCE and [s.name for s in SYSTEMS if s.ours] == [OURS, OURS_GENERATE, OURS_EXACT]
     assert len({s.name for s in SYSTEMS}) == len(SYSTEMS)
     everywhere = [s for s in SYSTEMS if all(map(s.cells, GRID))]
-    assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {"torch.compile, static cache"}
+    assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {"torch.compile, static cache", OURS_EXACT}
 
 
 def test_every_environment_has_its_list_with_exact_versions():

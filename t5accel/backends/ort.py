@@ -135,8 +135,7 @@ class OrtNumpy:
         self._check_state(state)
         histories, index = state.rows.reordered(rows)
         if index is not None:
-            index = self._from_host(index)
-            state.past = [self._gathered(past, 2, index, histories.shape) for past in state.past]
+            state.past = self._reordered(state, self._from_host(index))
         state.rows = histories
 
     def trim(self, state: OrtState, accepted: np.ndarray) -> None:
@@ -226,6 +225,12 @@ class OrtNumpy:
             feeds["exact"] = np.array(exact)
         found = self.decoder.run([*results, *self.outputs[1:]], feeds)
         return found[: len(results)], found[len(results) :]
+
+    def _reordered(self, state: OrtState, index: Any) -> list[Any]:
+        """The past whose rows, counted through, are those numbered ``index`` (B * K,)."""
+        arrays = [self._array(past) for past in state.past]
+        rows = state.spare.gathered([array.reshape(index.size, *array.shape[2:]) for array in arrays], index)
+        return [self._hold(new.reshape(array.shape)) for new, array in zip(rows, arrays, strict=True)]
 
     def _hold(self, array: Any) -> Any:
         """What was computed, as it is kept in sources and states."""

@@ -157,6 +157,9 @@ class OrtPointers(OrtNumpy):
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self.device)
 
+    def _reordered(self, state: OrtState, index: torch.Tensor) -> list[torch.Tensor]:
+        return [self._gathered(past, 2, index, past.shape[:2]) for past in state.past]
+
     def _take(self, array: torch.Tensor, axes: int, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         block = array.shape[axes:]
         return array.reshape(math.prod(array.shape[:axes]), *block).index_select(0, index).reshape(*shape, *block)
