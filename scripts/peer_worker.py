@@ -65,26 +65,61 @@ def _dynamic_int8(folder: Path, scratch: Path, threads: int) -> Generate:
 
 
 def _optimum_onnx(folder: Path, scratch: Path, threads: int) -> Generate:
-    import onnxruntime
     from optimum.onnxruntime import ORTModelForSeq2SeqLM
+
+    if not (scratch / "config.json").exists():
+        ORTModelForSeq2SeqLM.from_pretrained(folder, export=True).save_pretrained(scratch)
+    return _transformers(ORTModelForSeq2SeqLM.from_pretrained(scratch, session_options=_options(threads)))
+
+
+def _optimum_onnx_int8(folder: Path, scratch: Path, threads: int) -> Generate:
+    """Dynamic, as its documentation does it: each graph by itself, so that the decoder is there twice."""
+    from optimum.onnxruntime import ORTModelForSeq2SeqLM, ORTQuantizer
+    from optimum.onnxruntime.configuration import AutoQuantizationConfig
+
+    scratch = scratch.with_name(f"{scratch.name}-int8")
+    if not (scratch / "config.json").exists():
+        apart = scratch.with_name(f"{scratch.name}-apart")
+        model = ORTModelForSeq2SeqLM.from_pretrained(folder, export=True, use_merged=False)
+        model.save_pretrained(apart)
+        how = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=True)
+        for name in ("encoder_model", "decoder_model", "decoder_with_past_model"):
+            quantizer = ORTQuantizer.from_pretrained(apart, file_name=f"{name}.onnx")
+            quantizer.quantize(save_dir=scratch, quantization_config=how, file_suffix="")
+        model.config.save_pretrained(scratch)
+        model.generation_config.save_pretrained(scratch)
+    model = ORTModelForSeq2SeqLM.from_pretrained(scratch, use_merged=False, session_options=_options(threads))
+    return _transformers(model)
+
+
+def _options(threads: int) -> Any:
+    import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    if not (scratch / "config.json").exists():
-        ORTModelForSeq2SeqLM.from_pretrained(folder, export=True).save_pretrained(scratch)
-    return _transformers(ORTModelForSeq2SeqLM.from_pretrained(scratch, session_options=options))
+    return options
 
 
-def _openvino(folder: Path, scratch: Path, threads: int) -> Generate:
-    from optimum.intel import OVModelForSeq2SeqLM
+def _openvino(bits: int) -> Callable[[Path, Path, int], Generate]:
+    def load(folder: Path, scratch: Path, threads: int) -> Generate:
+        from optimum.intel import OVModelForSeq2SeqLM
 
-    if not (scratch / "config.json").exists():
-        OVModelForSeq2SeqLM.from_pretrained(folder, export=True, compile=False).save_pretrained(scratch)
-    config = {  # by itself it would compute in bf16 where it can, and keep the cache in int8
-        "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
-        "INFERENCE_NUM_THREADS": str(threads), "PERFORMANCE_HINT": "LATENCY",
-    }  # fmt: skip
-    return _transformers(OVModelForSeq2SeqLM.from_pretrained(scratch, ov_config=config))
+        config = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "INFERENCE_NUM_THREADS": str(threads),
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        if bits == 32:  # by itself it would compute in bf16 where it can, and keep the cache in int8
+            config |= {"KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+        else:
+            scratch = scratch.with_name(f"{scratch.name}-int8")
+        if not (scratch / "config.json").exists():
+            OVModelForSeq2SeqLM.from_pretrained(
+                folder, export=True, compile=False, load_in_8bit=bits == 8
+            ).save_pretrained(scratch)
+        return _transformers(OVModelForSeq2SeqLM.from_pretrained(scratch, ov_config=config))
+
+    return load
 
 
 def _ctranslate2(compute_type: str) -> Callable[[Path, Path, int], Generate]:
@@ -132,7 +167,7 @@ def _convert_to_ctranslate2(folder: Path, scratch: Path) -> None:
     spec.save(str(scratch))
 
 
-def _ours(*, shortlist: bool) -> Callable[[Path, Path, int], Generate]:
+def _ours(precision: str = "fp32", *, shortlist: bool = True) -> Callable[[Path, Path, int], Generate]:
     """Our own loops on our own engine; torch is not loaded."""
 
     def load(folder: Path, scratch: Path, threads: int) -> Generate:
@@ -145,7 +180,7 @@ def _ours(*, shortlist: bool) -> Callable[[Path, Path, int], Generate]:
         from t5accel.graphs.export_cache import cached_export
 
         settings = SessionSettings(threads=threads, shortlist=shortlist)
-        backend = OrtNumpy(cached_export(folder), settings=settings)
+        backend = OrtNumpy(cached_export(folder, precision=precision), settings=settings)
 
         def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
             length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
@@ -166,10 +201,22 @@ def _ours_generate(folder: Path, scratch: Path, threads: int) -> Generate:
 
 ENGINES = {
     "eager": _eager, "compiled": _compiled, "dynamic-int8": _dynamic_int8, "optimum-onnx": _optimum_onnx,
-    "openvino": _openvino, "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),
-    "ours": _ours(shortlist=True), "ours-exact": _ours(shortlist=False), "ours-generate": _ours_generate,
+    "optimum-onnx-int8": _optimum_onnx_int8, "openvino": _openvino(32), "openvino-int8": _openvino(8),
+    "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),
+    "ours": _ours(), "ours-exact": _ours(shortlist=False), "ours-generate": _ours_generate, "ours-int8": _ours("int8"),
+    "ours-int8-dynamic": _ours("int8-dynamic"), "ours-int4": _ours("int4"),
 }  # fmt: skip
-PACKAGES = ("torch", "transformers", "onnxruntime", "optimum-onnx", "optimum-intel", "openvino", "ctranslate2", "numpy")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "optimum-onnx",
+    "optimum-intel",
+    "openvino",
+    "nncf",
+    "ctranslate2",
+    "numpy",
+)
 
 
 def _versions() -> dict[str, str]:

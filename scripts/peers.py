@@ -32,6 +32,7 @@ from t5accel.peers import (
     System,
     Worker,
     cell_of,
+    int8_for,
     measure_cell,
     standings,
     table,
@@ -123,6 +124,7 @@ def show(rows: list[dict[str, Any]], picture: Path) -> None:
     print(table(rows))
     boards = {
         "our engine over the best fp32 peer": list(standings(rows)),
+        "our engine in int8 over the best int8 peer": list(standings(rows, ours=int8_for, precision="int8")),
         "generate() over our engine, over optimum-onnx": list(standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM])),
     }
     for title, board in boards.items():

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+import warnings
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError
 from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export_cache import cached_export
+from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.recipes import RECIPES, Recipe, as_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from t5accel.backends.hf import OrtT5ForConditionalGeneration
 
+# By what it is tuned for, the recipe in place of another.
+TUNED_FOR = {"latency": {}, "throughput": {"int8": "int8-dynamic"}}
+
 
 def accelerate(
     model: PreTrainedModel | str | os.PathLike[str],
     *,
+    precision: str | Recipe = "fp32",
+    tuned_for: str = "latency",
     device: str = "cpu",
     threads: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -34,6 +45,12 @@ def accelerate(
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
             `export.export_t5`, or a model object. What is no export yet is exported once, into the user's cache
             (`export_cache`; ``t5accel cache list``).
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
+            `recipes.Recipe`. What a recipe costs in quality is not measured here, and a warning says so once:
+            `quantize.quantize` lets a model pass only if it loses no more than allowed. A folder that holds an export
+            runs in the precision that it has.
+        tuned_for: ``"latency"``, for batches of few rows, or ``"throughput"``, for many: another way of computing with
+            8 bits is faster there.
         device: ``"cpu"`` or ``"cuda"``.
         threads: of ONNX Runtime; by default those that this process may really use.
         tokenizer: saved with the export; by default that of a model given by name.
@@ -59,17 +76,79 @@ def accelerate(
     from t5accel.backends.hf import OrtT5ForConditionalGeneration
 
     settings = SessionSettings(threads=threads, device=device)
+    recipe = tuned(as_recipe(precision), tuned_for)
     is_path = isinstance(model, str | os.PathLike)
     if not is_path and not hasattr(model, "state_dict"):
         raise InputError(f"model is {model!r}; give a name, a folder or a T5 model.")
     is_export = is_path and (Path(model) / MANIFEST).is_file()
-    folder = Path(model) if is_export else cached_export(model, tokenizer=tokenizer, progress=progress)
+    if recipe.floats == "bfloat16":
+        return _in_torch(model, recipe, settings, tokenizer)
+    if is_export:
+        folder = _in_precision(Path(model), recipe)
+    else:
+        folder = cached_export(model, precision=recipe, tokenizer=tokenizer, progress=progress)
+        if recipe.name != "fp32":
+            _say_ungated()
     accelerated = OrtT5ForConditionalGeneration.from_pretrained(
         folder, settings=settings, max_source_tokens=max_source_tokens, verify=is_export
     )
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model"))
     accelerated.tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else tokenizer
     return accelerated
+
+
+def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
+    """The recipe that is fastest for small batches (``"latency"``) or large ones (``"throughput"``).
+
+    Only "int8" has another: with many rows, what is multiplied is quantised once for all of them, and
+    integers multiply faster than weights are read.
+
+    >>> tuned(as_recipe("int8"), "throughput").name
+    'int8-dynamic'
+    """
+    if tuned_for not in TUNED_FOR:
+        raise InputError(f"tuned_for is {tuned_for!r}; give one of {', '.join(TUNED_FOR)}.")
+    return RECIPES.get(TUNED_FOR[tuned_for].get(recipe.name, ""), recipe)
+
+
+def _in_precision(folder: Path, recipe: Recipe) -> Path:
+    """A given export, if it is of the precision that was asked for, or none was."""
+    there = read_manifest(folder, verify=False).recipe
+    if recipe.name not in ("fp32", there["name"]):
+        raise InputError(
+            f"{folder} is an export in {there['name']}, and precision is {recipe.name!r}: give the model or its name, "
+            "or convert the export in fp32 (t5accel.graphs.quantize, t5accel.graphs.precision)."
+        )
+    return folder
+
+
+def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> OrtT5ForConditionalGeneration:
+    import torch
+
+    from t5accel.backends.hf import OrtT5ForConditionalGeneration
+    from t5accel.backends.torch_eager import TorchEager
+    from t5accel.checkpoints import load_t5
+
+    if isinstance(model, str | os.PathLike):
+        model, own_tokenizer = load_t5(model)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+    else:
+        model = copy.deepcopy(model)
+    torch.set_num_threads(settings.threads or machine.cpu_threads())
+    backend = TorchEager(model.to(settings.device, getattr(torch, recipe.floats)))
+    accelerated = OrtT5ForConditionalGeneration(backend, model.config, model.generation_config)
+    accelerated.tokenizer = tokenizer
+    return accelerated
+
+
+@cache
+def _say_ungated() -> None:
+    """Once in a process."""
+    warnings.warn(
+        "This model's quality in fewer bits was not measured: t5accel.graphs.quantize.quantize does, and refuses what "
+        "loses too much. The manifest says gated: false.",
+        stacklevel=3,
+    )
 
 
 class _CallableModule(ModuleType):

@@ -39,3 +39,7 @@ class MissingPackageError(T5AccelError, ImportError):
 
 class PeerError(T5AccelError, RuntimeError):
     """A system that we compare ourselves with could not be started, or failed while it generated."""
+
+
+class GateError(T5AccelError, RuntimeError):
+    """A quantised model lost more quality than was allowed, whatever was left in floats; nothing was written."""

@@ -71,6 +71,7 @@ class System:
 
 
 OURS, OURS_GENERATE, OURS_EXACT = "t5accel", "t5accel, generate()", "t5accel, all logits"
+OURS_INT8, OURS_INT8_THROUGHPUT = "t5accel int8", "t5accel int8 for throughput"
 OPTIMUM = "optimum-onnx"
 SYSTEMS = (
     System(REFERENCE, "eager", "transformers4"),
@@ -82,10 +83,15 @@ SYSTEMS = (
     System("OpenVINO", "openvino", "openvino"),
     System("CTranslate2", "ctranslate2", "ctranslate2"),
     System("torch dynamic int8", "dynamic-int8", "transformers4", "int8"),
+    System("optimum-onnx int8", "optimum-onnx-int8", "optimum", "int8"),
+    System("OpenVINO int8", "openvino-int8", "openvino", "int8"),
     System("CTranslate2 int8", "ctranslate2-int8", "ctranslate2", "int8"),
     System(OURS, "ours", "ours"),
     System(OURS_GENERATE, "ours-generate", "ours"),
     System(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
+    System(OURS_INT8, "ours-int8", "ours", "int8"),
+    System(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8"),
+    System("t5accel int4", "ours-int4", "ours", "int4"),
 )  # fmt: skip
 
 
@@ -217,23 +223,38 @@ class Standing:
 
 
 def standings(
-    rows: Sequence[Mapping[str, Any]], *, ours: str = OURS, precision: str = "fp32", peers: Sequence[str] | None = None
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    ours: str | Callable[[Cell], str] = OURS,
+    precision: str = "fp32",
+    peers: Sequence[str] | None = None,
 ) -> Iterator[Standing]:
     """For each measured cell the best peer of this precision, whether it is behind us or ahead.
 
     Args:
         rows: of `measure_cell`, of any number of cells.
+        ours: the system that stands for us, in each cell.
         peers: only these; by default all systems that are not ours.
     """
     mine = {system.name for system in SYSTEMS if system.ours}
     for cell in dict.fromkeys(map(cell_of, rows)):
         here = [row for row in rows if cell_of(row) == cell]
         names = [row["system"] for row in here if row["precision"] == precision and row["system"] not in mine]
-        ratios = {name: pairwise(here, ours, name) for name in names if peers is None or name in peers}
+        own = ours if isinstance(ours, str) else ours(cell)
+        ratios = {name: pairwise(here, own, name) for name in names if peers is None or name in peers}
         found = {name: ratio for name, ratio in ratios.items() if ratio is not None}
         if found:
             peer = min(found, key=found.__getitem__)
             yield Standing(cell, peer, found[peer])
+
+
+def int8_for(cell: Cell) -> str:
+    """Which of our ways with 8 bits stands for us in a cell: each batch has the one that it was tuned for.
+
+    >>> int8_for(Cell(1, 32, 4, 64)), int8_for(Cell(8, 32, 1, 32))
+    ('t5accel int8', 't5accel int8 for throughput')
+    """
+    return OURS_INT8 if cell.batch == 1 else OURS_INT8_THROUGHPUT
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

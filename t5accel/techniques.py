@@ -16,14 +16,14 @@ import numpy as np
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from t5accel.backends.ort import OrtNumpy
     from t5accel.decoding.backend import Backend
 
 # (input_ids (B, S), attention_mask (B, S), shortest, longest) -> new tokens (B, L), all int64 numpy
@@ -56,10 +56,11 @@ class Subject:
     def tokenizer(self) -> Any:
         return self._loaded[1]
 
-    @cached_property
-    def export(self) -> Path:
+    def export(self, precision: str = "fp32") -> Path:
         """The folder of its ONNX export; from the cache without loading the model where that is possible."""
-        return cached_export(self.name) if self.seed == 0 else cached_export(self.model, tokenizer=self.tokenizer)
+        if self.seed == 0:
+            return cached_export(self.name, precision=precision)
+        return cached_export(self.model, precision=precision, tokenizer=self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Technique:
         build: takes the subject and returns the function that is timed.
         bytes_on_disk: of the weights, in the form that it loads.
         libraries: what it imports; the memory that these take by themselves is measured apart.
+        recipe: in which numbers. One in fp32 has to give the reference's tokens, others are asked how many they share.
     """
 
     name: str
@@ -78,8 +80,7 @@ class Technique:
     build: Callable[[Subject], Generate]
     bytes_on_disk: Callable[[Subject], int]
     libraries: tuple[str, ...] = ("torch", "transformers")
-    precision: str = "fp32"
-    recipe: str = "fp32"
+    recipe: Recipe = RECIPES["fp32"]
 
 
 def weight_bytes(subject: Subject) -> int:
@@ -87,10 +88,10 @@ def weight_bytes(subject: Subject) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
 
 
-def graph_bytes(subject: Subject) -> int:
-    """Bytes of both graphs and of the weights beside them."""
-    files = read_manifest(subject.export, verify=False).files
-    return sum(files[name]["size_bytes"] for name in (ENCODER, DECODER, WEIGHTS) if name in files)
+def graph_bytes(subject: Subject, precision: str = "fp32") -> int:
+    """Bytes of the graphs and of the weights beside them, a shortlist's included."""
+    files = read_manifest(subject.export(precision), verify=False).files
+    return sum(files[name]["size_bytes"] for name in (ENCODER, DECODER, SHORTLIST, WEIGHTS) if name in files)
 
 
 def _generate(model: Any, use_cache: bool = True) -> Generate:
@@ -120,28 +121,26 @@ def _eager(subject: Subject, use_cache: bool) -> Generate:
     return _greedy(TorchEager(subject.model, use_cache=use_cache))
 
 
-def _numpy_feeds(subject: Subject) -> Generate:
-    from t5accel.backends.ort import OrtNumpy
-
-    return _engine(subject, OrtNumpy)
-
-
-def _bound(subject: Subject) -> Generate:
-    from t5accel.backends.ort_bound import OrtBound
-
-    return _engine(subject, OrtBound)
-
-
-def _engine(subject: Subject, kind: type[OrtNumpy]) -> Generate:
+def _engine(subject: Subject, precision: str = "fp32", *, bound: bool = False, shortlist: bool = True) -> Generate:
+    from t5accel.backends.ort_bound import OrtBound, OrtNumpy
     from t5accel.backends.ort_session import SessionSettings
 
-    return _greedy(kind(subject.export, settings=SessionSettings(threads=subject.threads)))
+    settings = SessionSettings(threads=subject.threads, shortlist=shortlist)
+    return _greedy((OrtBound if bound else OrtNumpy)(subject.export(precision), settings=settings))
 
 
 def _behind_generate(subject: Subject) -> Generate:
     from t5accel.accelerate import accelerate
 
-    return _generate(accelerate(subject.export, threads=subject.threads, progress=False))
+    return _generate(accelerate(subject.export(), threads=subject.threads, progress=False))
+
+
+def _in(precision: str) -> Technique:
+    """Our engine in other numbers."""
+    return Technique(
+        f"ONNX Runtime, our loop, {precision}", "backends.ort", lambda subject: _engine(subject, precision),
+        lambda subject: graph_bytes(subject, precision), _ORT, RECIPES[precision],
+    )  # fmt: skip
 
 
 REFERENCE = "transformers with cache"
@@ -153,8 +152,13 @@ TECHNIQUES = (
     Technique("our loop with cache", _TORCH, lambda subject: _eager(subject, True), weight_bytes),
     Technique("ONNX Runtime, generate()", "backends.hf", _behind_generate, graph_bytes,
               ("onnxruntime", "torch", "transformers")),
-    Technique("ONNX Runtime, our loop, numpy feeds", "backends.ort", _numpy_feeds, graph_bytes, _ORT),
-    Technique("ONNX Runtime, our loop, bound", "backends.ort_bound", _bound, graph_bytes, _ORT),
+    Technique("ONNX Runtime, our loop, all logits", "backends.ort",
+              lambda subject: _engine(subject, shortlist=False), graph_bytes, _ORT),
+    Technique("ONNX Runtime, our loop, numpy feeds", "backends.ort", _engine, graph_bytes, _ORT),
+    Technique("ONNX Runtime, our loop, bound", "backends.ort_bound",
+              lambda subject: _engine(subject, bound=True), graph_bytes, _ORT),
+    _in("int8"),
+    _in("int4"),
 )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from t5accel.peers import (
     System,
     Worker,
     cell_of,
+    int8_for,
     measure_cell,
     pairwise,
     standings,
@@ -131,7 +132,9 @@ def test_the_grid_is_that_of_the_protocol():
         (batch, source, beams) for batch in (1, 8, 32) for source in (32, 128, 512) for beams in (1, 4)
     }
     assert len(GRID) == 18 and set(QUICK) < set(GRID)
-    assert SYSTEMS[0].name == REFERENCE and [s.name for s in SYSTEMS if s.ours] == [OURS, OURS_GENERATE, OURS_EXACT]
+    assert SYSTEMS[0].name == REFERENCE and [s.name for s in SYSTEMS if s.ours][:3] == [OURS, OURS_GENERATE, OURS_EXACT]
+    assert {(s.precision, s.ours) for s in SYSTEMS} >= {("int8", True), ("int8", False), ("int4", True)}
+    assert {int8_for(cell) for cell in GRID} <= {s.name for s in SYSTEMS if s.ours and s.precision == "int8"}
     assert len({s.name for s in SYSTEMS}) == len(SYSTEMS)
     everywhere = [s for s in SYSTEMS if all(map(s.cells, GRID))]
     assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {"torch.compile, static cache", OURS_EXACT}

@@ -18,6 +18,7 @@ from t5accel.backends.encoder_slices import encode_in_slices
 from t5accel.backends.ort_session import SessionSettings, open_session, shared_weights
 from t5accel.backends.ort_shortlist import Shortlist, greedy_step
 from t5accel.backends.ort_state import OrtSource, OrtState
+from t5accel.backends.spare_memory import Pool
 from t5accel.decoding.backend import as_batch, as_count
 from t5accel.decoding.histories import Histories, check_vocabulary, of_each_head
 from t5accel.errors import InputError
@@ -98,6 +99,7 @@ class OrtNumpy:
             for by_layer in (self.dims.cross_heads, self.dims.decoder_heads)
         )
         self.outputs = ["logits", *names("present", layers)]
+        self._spare = Pool()
         self.dtype = np.dtype(self.manifest.graphs[DECODER].outputs[-1].dtype)  # of keys and values
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> OrtSource:
@@ -255,7 +257,8 @@ class OrtNumpy:
     # The same for all
 
     def _encoded_in_slices(self, ids: np.ndarray, mask: np.ndarray) -> OrtSource:
-        cross = [np.empty((len(ids), heads, ids.shape[1], self.dims.d_kv), self.dtype) for heads in self.cross_heads]
+        shapes = [(len(ids), heads, ids.shape[1], self.dims.d_kv) for heads in self.cross_heads]
+        cross = self._spare.arrays(shapes, self.dtype)
         encode_in_slices(self.encoder, ids, mask, self.cross_names, cross)
         return self._source([self._hold(self._from_host(array)) for array in cross], mask)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
 OPSET = 20
+_SMALL = 1024  # bytes: shapes, axes and the like
 IR_VERSION = 9  # what ONNX 1.15 wrote, the first with opset 20: older readers refuse newer ones
 
 
@@ -38,20 +39,21 @@ class GraphBuilder:
     name: str
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
-    _nodes: list[Any] = field(default_factory=list)
-    _inputs: list[Any] = field(default_factory=list)
-    _outputs: list[Any] = field(default_factory=list)
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+    outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     _constants: dict[tuple[str, tuple[int, ...], bytes], str] = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
+    _taken: frozenset[str] = frozenset()  # names that a graph read from a file has
 
     def input(self, name: str, dtype: str, shape: Sequence[str | int]) -> str:
         """Declare an input; a text in ``shape`` is the name of a dimension that may vary."""
-        self._inputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
+        self.inputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
         return name
 
     def output(self, name: str, dtype: str, shape: Sequence[str | int]) -> None:
         """Declare that the value called ``name`` leaves the graph."""
-        self._outputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
+        self.outputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
 
     def declare(self, spec: GraphSpec) -> None:
         """Declare all inputs and outputs of a graph at once."""
@@ -63,12 +65,14 @@ class GraphBuilder:
     def op(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
         """Add a node of one output and return that output's name, a fresh one unless ``output`` says another."""
         name = output or self._fresh(kind)
-        self._nodes.append(helper.make_node(kind, inputs, [name], name=f"{kind}:{name}", **attributes))
+        self.nodes.append(helper.make_node(kind, inputs, [name], name=f"{kind}:{name}", **attributes))
+        if domain := attributes.get("domain"):
+            self.opsets.setdefault(domain, 1)
         return name
 
     def op_of_many(self, kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         """Add a node of several outputs, under these names."""
-        self._nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}"))
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}"))
 
     def size(self, tensor: str, axis: int) -> str:
         """One dimension as a number (a tensor of rank 0)."""
@@ -98,7 +102,7 @@ class GraphBuilder:
         No name may stand in a branch and in this graph, ``outputs`` included.
         """
         branches = {"then_branch": then._graph(), "else_branch": otherwise._graph()}
-        self._nodes.append(helper.make_node("If", [condition], outputs, name=f"If:{outputs[0]}", **branches))
+        self.nodes.append(helper.make_node("If", [condition], outputs, name=f"If:{outputs[0]}", **branches))
 
     @property
     def size_bytes(self) -> int:
@@ -122,12 +126,24 @@ class GraphBuilder:
         model.ir_version = IR_VERSION
         return model
 
+    def skeleton(self) -> onnx.ModelProto:
+        """The model without its large weights, which are inputs in it: for whoever looks at nodes and shapes alone."""
+        small = {name: array for name, array in self.weights.items() if array.nbytes <= _SMALL}
+        others = [
+            helper.make_tensor_value_info(name, _onnx_type(array.dtype), array.shape)
+            for name, array in self.weights.items()
+            if name not in small
+        ]
+        return replace(self, weights=small, inputs=[*self.inputs, *others]).proto()
+
     def _graph(self, tensors: Sequence[TensorProto] = ()) -> onnx.GraphProto:
-        return helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, tensors)
+        return helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
 
     def _fresh(self, kind: str) -> str:
-        self._used[kind] = number = self._used.get(kind, -1) + 1
-        return f"{kind.lower()}_{number}"
+        while True:
+            self._used[kind] = number = self._used.get(kind, -1) + 1
+            if (name := f"{kind.lower()}_{number}") not in self._taken:
+                return name
 
 
 def _onnx_type(dtype: str) -> int:

@@ -18,6 +18,9 @@ from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export import FP32, export_t5, source_hash, t5_weights
 from t5accel.graphs.manifest import FORMAT, Manifest, describe_file, read_manifest
+from t5accel.graphs.precision import half_export
+from t5accel.graphs.quantize import quantize_export
+from t5accel.graphs.recipes import RECIPES, Recipe, as_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,16 +49,19 @@ def cache_folder() -> Path:
 def cached_export(
     model: PreTrainedModel | str | os.PathLike[str],
     *,
+    precision: Recipe | str = "fp32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
 ) -> Path:
     """The folder with the export of ``model``, which is made now if it is not there, or damaged.
 
     A model given as the name of a folder or as ``"random:…"`` is not loaded when its export is there. Weights lie in a
-    file that the graphs share: less on disk, and in memory only once. Where it pays, there is a shortlist.
+    file that the graphs share: less on disk, and in memory only once. Where it pays, there is a shortlist. An export in
+    another precision is made from that in fp32, which is kept, too.
 
     Args:
         model: a T5-like model, or a name that `checkpoints.load_t5` knows.
+        precision: a recipe, or the name of one of `recipes.RECIPES`.
         tokenizer: as of `export.export_t5`.
         progress: show a bar when it is made.
 
@@ -63,8 +69,11 @@ def cached_export(
         ExportError: the cache cannot be written.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
     """
+    recipe = as_recipe(precision)
     if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers.")
+    if recipe != RECIPES["fp32"]:
+        return _converted(cached_export(model, tokenizer=tokenizer, progress=progress), recipe)
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
     key = _key_of_name(label) if named else None
@@ -75,8 +84,8 @@ def cached_export(
         key = source_hash(model, t5_weights(model))
     tokenizer_key = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
     made_by = machine.versions().get("t5accel")
-    recipe = f"{FP32} {FORMAT} {OPSET} {made_by} shortlist"
-    digest = hashlib.sha256(f"{key} {recipe} {tokenizer_key}".encode()).hexdigest()
+    how = f"{FP32} {FORMAT} {OPSET} {made_by} shortlist"
+    digest = hashlib.sha256(f"{key} {how} {tokenizer_key}".encode()).hexdigest()
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
     folder = cache_folder() / f"{readable}-{FP32['name']}-{digest[:16]}"
     try:
@@ -86,6 +95,18 @@ def cached_export(
             model, folder, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None,
             overwrite=True, progress=progress,
         )  # fmt: skip
+    return folder
+
+
+def _converted(source: Path, recipe: Recipe) -> Path:
+    """The cached export in fp32 in another precision, beside it."""
+    stem, _, digest = source.name.rpartition("-")
+    folder = source.with_name(f"{stem.removesuffix(FP32['name'])}{recipe.name}-{digest}-{recipe.hash}")
+    try:
+        read_manifest(folder)
+    except ExportError:
+        convert = quantize_export if recipe.integers else half_export
+        convert(source, folder, recipe, overwrite=True)
     return folder
 
 

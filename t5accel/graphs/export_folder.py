@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,18 @@ class ExportPlan:
     tokenizer: bool
     add_files: Callable[[Path], None]
     rows: str | None = None
+
+    @classmethod
+    def derived(cls, folder: Path, manifest: Manifest, graphs: Mapping[str, GraphBuilder]) -> ExportPlan:
+        """Of a copy of the export in ``folder`` with these graphs: weights lie where they lay, other files stay."""
+        kept = {name for name in manifest.files if name != WEIGHTS and not name.endswith(".onnx")}
+
+        def add_files(partial: Path) -> None:
+            for name in kept:
+                shutil.copyfile(folder / name, partial / name)
+
+        threshold = 0 if WEIGHTS in manifest.files else LARGEST_INSIDE
+        return cls(manifest, graphs, threshold, "tokenizer_config.json" in kept, add_files)
 
 
 def as_target(folder: str | os.PathLike[str]) -> Path:
@@ -170,11 +183,12 @@ class WeightsFile:
         array, offset = self.places[name]
         return {"offset": offset, "shape": list(array.shape), "dtype": array.dtype.name}
 
-    def write(self, path: Path, bar: Any) -> None:
-        """Write them in order, and say how far it is."""
+    def write(self, path: Path, bar: Any = None) -> None:
+        """Write them in order, and tell the bar, if there is one, how far it is."""
         with path.open("wb") as file:
             for array, offset in self.places.values():
                 file.seek(offset)
                 file.write(np.ascontiguousarray(array).data)
-                bar.update(array.nbytes)
+                if bar is not None:
+                    bar.update(array.nbytes)
             file.truncate(self.size_bytes)

@@ -33,7 +33,7 @@ from t5accel.graphs.contract import (
 
 FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
 LAYOUT = "two graphs"
-ELEMENT_BYTES = {"float32": 4, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 SIZES = {size.name: {"int": int, "bool": bool}.get(str(size.type), list) for size in fields(T5Dims)}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
@@ -84,7 +84,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Hash what is in ``folder`` and write ``manifest.json`` beside it."""
         files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
-        graphs = {ENCODER: encoder_spec(self.dims), DECODER: decoder_spec(self.dims)}
+        graphs = _specs(self.dims, self.recipe)
         content = {"format": FORMAT, "layout": LAYOUT, **asdict(self)}
         content |= {"graphs": {name: asdict(spec) for name, spec in graphs.items()}, "files": files}
         (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -173,7 +173,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"its files are {list(files)}")
     dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
     graphs = {name: _graph(spec) for name, spec in content["graphs"].items()}
-    if content["layout"] != LAYOUT or graphs != {ENCODER: encoder_spec(dims), DECODER: decoder_spec(dims)}:
+    if content["layout"] != LAYOUT or graphs != _specs(dims, content["recipe"]):
         raise ValueError("its graphs are not those of its sizes")
     shortlist = content.get("shortlist", {})
     _require_shortlist(shortlist, dims, files)
@@ -183,6 +183,12 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     return Manifest(
         dims=dims, tokens=tokens, graphs=graphs, files=files, optimized=optimized, shortlist=shortlist, **rest
     )  # fmt: skip
+
+
+def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
+    """What goes in and out: keys and values are of the recipe's floats."""
+    dtype = recipe.get("floats", "float32")
+    return {ENCODER: encoder_spec(dims, dtype), DECODER: decoder_spec(dims, dtype)}
 
 
 def _require_place(entry: Any, files: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ opens, so what was optimised before opens sooner, and runs no faster.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,8 @@ from tempfile import TemporaryDirectory
 
 from t5accel import machine
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, as_folder
-from t5accel.graphs.export_folder import ALIGNMENT, LARGEST_INSIDE, ExportPlan, as_target, write_export
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder
+from t5accel.graphs.export_folder import ALIGNMENT, ExportPlan, as_target, write_export
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.portability import as_level, import_onnxruntime, optimization_level, this_machine
 from t5accel.graphs.saved_graph import as_graph_path, contrib_operators, reread
@@ -128,19 +127,8 @@ def optimize_export(
             "tool": tool, "level": level, "onnxruntime": import_onnxruntime().__version__, "machine": this_machine(),
             "contrib_operators": sorted({name for graph in pairs.values() for name in contrib_operators(graph)}),
         }  # fmt: skip
-        kept = manifest.files.keys() - {ENCODER, DECODER, WEIGHTS}
-
-        def add_files(partial: Path) -> None:
-            for name in kept:
-                shutil.copyfile(source / name, partial / name)
-
-        plan = ExportPlan(
-            manifest=replace(manifest, optimized=optimized, versions=machine.versions()),
-            graphs=reread(pairs.values()),
-            threshold=0 if WEIGHTS in manifest.files else LARGEST_INSIDE,
-            tokenizer="tokenizer_config.json" in kept,
-            add_files=add_files,
-        )
+        copy = replace(manifest, optimized=optimized, versions=machine.versions())
+        plan = ExportPlan.derived(source, copy, reread(pairs.values()))
         return write_export(target, plan, overwrite=overwrite)
 
 

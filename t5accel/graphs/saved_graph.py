@@ -86,9 +86,10 @@ def reread(paths: Iterable[Path]) -> dict[str, GraphBuilder]:
             model.graph.name,
             weights,
             opsets={entry.domain: entry.version for entry in model.opset_import if entry.domain in used},
-            _nodes=list(model.graph.node),
-            _inputs=list(model.graph.input),
-            _outputs=list(model.graph.output),
+            nodes=list(model.graph.node),
+            inputs=list(model.graph.input),
+            outputs=list(model.graph.output),
+            _taken=frozenset({*weights, *(output for node in model.graph.node for output in node.output)}),
         )
     return graphs
 

@@ -1,0 +1,103 @@
+"""Scores of an export, for gates and sweeps: text quality on the bundled sets, and agreement with the model in fp32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from t5accel import quality, tasks
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.text import text_to_text
+from t5accel.decoding.tokenizer_file import TokenizerFile
+from t5accel.errors import InputError
+from t5accel.graphs.probe import Example
+
+Score = Callable[[Path], dict[str, float]]
+
+
+def text_quality(
+    *, names: Sequence[str] = tasks.NAMES, limit: int | None = None, threads: int | None = None, batch_size: int = 32
+) -> Score:
+    """A function from the folder of an export to its scores on the bundled evaluation sets, greedily decoded.
+
+    It returns ``"bleu"``, ``"rougeL"`` and ``"exact_match"``, of those sets that were asked for.
+
+    Args:
+        names: of the sets, some of `tasks.NAMES`.
+        limit: rows of each length bucket or half; by default all.
+        threads: of ONNX Runtime.
+        batch_size: texts that are decoded together.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from t5accel.checkpoints import load_t5
+    >>> from t5accel.graphs.export import export_t5
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     scores = text_quality(names=["questions"], limit=4)(f"{folder}/mini")
+    >>> scores.keys()
+    dict_keys(['exact_match'])
+    """
+
+    def score(folder: str | os.PathLike[str]) -> dict[str, float]:
+        backend = _opened(folder, threads)
+        texts = text_to_text(
+            TokenizerFile(folder), lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences
+        )
+        report = quality.evaluate(texts, names=names, limit=limit, batch_size=batch_size)
+        found = {}
+        if report.translation:
+            found["bleu"] = report.translation.bleu
+        if report.summaries:
+            found["rougeL"] = report.summaries.all.rougeL
+        if report.questions:
+            found["exact_match"] = report.questions.all.exact_match
+        return found
+
+    return score
+
+
+def agreement(reference: str | os.PathLike[str], examples: Sequence[Example], *, threads: int | None = None) -> Score:
+    """A function from the folder of an export to how far it agrees with ``reference``, both given the same tokens.
+
+    It returns ``"agreement"``, the percentage of positions at which both would choose the same next token, and
+    ``"closeness"``, minus the mean divergence of the two distributions (Kullback and Leibler), in nats: that moves
+    before any token does.
+
+    Args:
+        reference: the folder of the export in fp32.
+        examples: of sources and of what the decoder is given.
+        threads: of ONNX Runtime.
+    """
+    if not examples:
+        raise InputError("There are no examples: give at least one.")
+    in_fp32 = _opened(reference, threads)
+    expected = [_log_probabilities(in_fp32, example) for example in examples]
+
+    def score(folder: str | os.PathLike[str]) -> dict[str, float]:
+        backend = _opened(folder, threads)
+        equal, divergence, count = 0, 0.0, 0
+        for example, there in zip(examples, expected, strict=True):
+            here = _log_probabilities(backend, example)
+            equal += int((here.argmax(-1) == there.argmax(-1)).sum())
+            divergence += float((np.exp(there) * (there - here)).sum())
+            count += there[..., 0].size
+        return {"agreement": 100 * equal / count, "closeness": -divergence / count}
+
+    return score
+
+
+def _opened(folder: str | os.PathLike[str], threads: int | None) -> OrtNumpy:
+    return OrtNumpy(folder, settings=SessionSettings(threads=threads, shortlist=False), verify=False)
+
+
+def _log_probabilities(backend: OrtNumpy, example: Example) -> np.ndarray:
+    """(B, T, V) float64."""
+    state = backend.start(backend.encode(example.input_ids, example.attention_mask))
+    logits = backend.step(state, example.decoder_input_ids[:, None])[:, 0].astype(np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
