@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from t5accel import machine
@@ -40,6 +41,7 @@ from t5accel.peers import (
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "random:t5-small"
+SHORT_OF_MEMORY = 0.6  # of all there is; the largest cells take more than half
 
 
 def save_model(folder: Path) -> None:
@@ -61,12 +63,27 @@ def start(system: System, build: Path, threads: int) -> Worker:
     )  # fmt: skip
 
 
+def start_all(stack: ExitStack, build: Path, threads: int) -> dict[System, Worker]:
+    """Every system's worker; the stack closes them."""
+    workers = {}
+    for system in tqdm(SYSTEMS, desc="starting", unit="system"):
+        workers[system] = start(system, build, threads)
+        stack.callback(workers[system].close)
+    return workers
+
+
 def measured_before(path: Path, conditions: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier run under the same conditions; none if something has changed since."""
+    """The rows of an earlier run under the same conditions; if something has changed since, they are put aside."""
     if not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
-    return found["rows"] if all(found.get(name) == value for name, value in conditions.items()) else []
+    changed = [name for name, value in conditions.items() if found.get(name) != value]
+    if not changed:
+        return found["rows"]
+    aside = path.with_name(f"{path.stem}-{found.get('commit')}-{int(path.stat().st_mtime)}{path.suffix}")
+    os.replace(path, aside)
+    print(f"The rows that are there were measured with another {', '.join(changed)}: they are in {aside} now.")
+    return []
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -90,14 +107,12 @@ def main() -> None:
     threads, started = machine.cpu_threads(), time.perf_counter()
     args.build.mkdir(parents=True, exist_ok=True)
     save_model(args.build / "model")
+    conditions = {"machine": machine.facts(), "commit": commit(), "threads": threads, "model": MODEL,
+                  "rounds": args.rounds}  # fmt: skip
     with ExitStack() as stack:
-        workers = {}
-        for system in tqdm(SYSTEMS, desc="starting", unit="system"):
-            workers[system] = start(system, args.build, threads)
-            stack.callback(workers[system].close)
+        workers = start_all(stack, args.build, threads)
         versions = {f"{system.name}: {name}": v for system, w in workers.items() for name, v in w.versions.items()}
-        conditions = {"machine": machine.facts(), "versions": machine.versions() | versions, "commit": commit(),
-                      "threads": threads, "model": MODEL, "rounds": args.rounds}  # fmt: skip
+        conditions["versions"] = machine.versions() | versions
         rows = measured_before(args.json, conditions)
         done = {cell_of(row) for row in rows}
         cells = [cell for cell in (QUICK if args.quick else GRID) if cell not in done]
@@ -105,6 +120,9 @@ def main() -> None:
             if time.perf_counter() - started > args.minutes * 60:
                 print(f"{args.minutes:g} minutes are over: the same command measures the other cells.")
                 break
+            if psutil.virtual_memory().available < SHORT_OF_MEMORY * psutil.virtual_memory().total:
+                stack.close()  # processes keep what the cells before took
+                workers = start_all(stack, args.build, threads)
             taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
             rows += measure_cell(cell, taking_part, rounds=args.rounds)
             write(args.json, content(conditions, rows))

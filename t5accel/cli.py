@@ -6,11 +6,12 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from t5accel.errors import T5AccelError
+from t5accel.errors import InputError, T5AccelError
 
 
 class _Group(typer.core.TyperGroup):
@@ -49,6 +50,7 @@ def run(
     model: ModelOption = "mini",
     max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of the answer.")] = 64,
     runtime: Annotated[Runtime, typer.Option(help="onnx exports the model once, into the cache.")] = Runtime.TORCH,
+    precision: Annotated[str, typer.Option(help="With onnx: fp32, fp16, bf16, int8 or int4.")] = "fp32",
 ) -> None:
     """Answer one text, with the time it took."""
     from t5accel.decoding.greedy import greedy
@@ -57,8 +59,10 @@ def run(
     if runtime is Runtime.ONNX:
         from t5accel.accelerate import accelerate
 
-        accelerated = accelerate(model)
+        accelerated = accelerate(model, precision=precision)
         backend, tokenizer = accelerated.backend, accelerated.tokenizer
+    elif precision != "fp32":
+        raise InputError(f"--precision {precision} needs --runtime onnx.")
     else:
         from t5accel.backends.torch_eager import TorchEager
         from t5accel.checkpoints import load_t5
@@ -77,7 +81,7 @@ def run(
     (result,) = answer([text])
     seconds = time.perf_counter() - started
     typer.echo(result)
-    with_what = {Runtime.TORCH: "torch with cache", Runtime.ONNX: "ONNX Runtime"}[runtime]
+    with_what = {Runtime.TORCH: "torch with cache", Runtime.ONNX: f"ONNX Runtime, {precision}"}[runtime]
     typer.echo(f"({sizes[0]} tokens in {seconds * 1e3:.0f} ms, {with_what}, first call)", err=True)
 
 
@@ -89,13 +93,24 @@ def export(
     external_threshold_bytes: Annotated[
         int, typer.Option(help="Weights of a graph beyond that lie in one file that both graphs share; 0: always.")
     ] = 2_000_000_000,
+    precision: Annotated[
+        str,
+        typer.Option(help="fp32, fp16, int8, int8-dynamic or int4. What that costs in quality is not measured here."),
+    ] = "fp32",
 ) -> None:
     """Write a model as two ONNX graphs, with all that is needed to run them without torch."""
+    from t5accel.graphs.convert import convert_export
     from t5accel.graphs.export import export_t5
+    from t5accel.graphs.recipes import as_recipe
 
-    manifest = export_t5(
-        model, folder, overwrite=overwrite, external_threshold_bytes=external_threshold_bytes, progress=True
-    )
+    recipe = as_recipe(precision)
+    options = dict(external_threshold_bytes=external_threshold_bytes, progress=True)
+    if recipe.name == "fp32":
+        manifest = export_t5(model, folder, overwrite=overwrite, **options)
+    else:
+        with TemporaryDirectory() as temporary:
+            export_t5(model, Path(temporary) / "fp32", **options)
+            manifest = convert_export(Path(temporary) / "fp32", folder, recipe, overwrite=overwrite)
     size = f"{manifest.size_bytes / 1e6:.0f} MB in {len(manifest.files)} files"
     typer.echo(f"{folder}: {size}, {manifest.recipe['name']}")
 

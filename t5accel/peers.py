@@ -129,8 +129,12 @@ class Worker:
     def __call__(self, ids: np.ndarray, cell: Cell) -> Answer:
         """Generate for ``ids`` (B, S). Raises ``PeerError`` if the system fails."""
         asked = {"ids": ids.tolist(), "new_tokens": cell.new_tokens, "beams": cell.beams}
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps(asked) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:  # it has ended, perhaps for want of memory
+            self.process.wait()
+            raise PeerError(f"{self.process.args[:3]} ended with exit status {self.process.returncode}.") from error
         answer = self._read()
         return Answer(answer["seconds"], np.array(answer["tokens"]))
 
@@ -159,11 +163,11 @@ def measure_cell(cell: Cell, systems: Mapping[System, Generate], *, rounds: int,
 
     Returns:
         A row for each system: ``latency_s`` by rounds, and ``agreement``, the share of its tokens that are the
-        reference's. One that fails is not timed: its row says why.
+        reference's. One that fails, before or while it is timed, has no times: its row says why.
 
     Raises:
         InputError: ``rounds`` is below 1, or the reference's output is degenerate.
-        PeerError: the reference fails.
+        PeerError: the reference fails on the first run.
     """
     if rounds < 1 or not systems:
         raise InputError(f"{rounds} rounds of {len(systems)} systems: give at least one of each.")
@@ -184,7 +188,12 @@ def measure_cell(cell: Cell, systems: Mapping[System, Generate], *, rounds: int,
     running = [system for system in systems if "failed" not in rows[system]]
     for turn in range(rounds):
         for system in running if turn % 2 == 0 else running[::-1]:
-            rows[system]["latency_s"].append(round(systems[system](ids, cell).seconds, 6))
+            if "failed" in rows[system]:
+                continue
+            try:
+                rows[system]["latency_s"].append(round(systems[system](ids, cell).seconds, 6))
+            except PeerError as error:
+                rows[system] |= {"failed": str(error), "latency_s": []}
     return list(rows.values())
 
 

@@ -96,6 +96,18 @@ def test_a_system_that_fails_is_a_row_that_says_why():
     assert table(rows).splitlines()[1].endswith("!")
 
 
+def test_a_system_that_ends_while_it_is_timed_keeps_no_times():
+    class Mortal(Fake):
+        def __call__(self, ids: np.ndarray, cell: Cell) -> Answer:
+            if len(self.asked) == 2:
+                raise PeerError("killed")
+            return super().__call__(ids, cell)
+
+    rows = measure_cell(CELL, {system("a"): Fake("a", [1] * 4, []), system("b"): Mortal("b", [1] * 4, [])}, rounds=3)
+    assert rows[1]["failed"] == "killed" and rows[1]["latency_s"] == [] and rows[1]["agreement"] == 1
+    assert len(rows[0]["latency_s"]) == 3 and pairwise(rows, ours="a", peer="b") is None
+
+
 def test_less_work_is_no_comparison():
     short = Fake("b", [1, 1], [], TOKENS[:, :2])
     rows = measure_cell(CELL, {system("a"): Fake("a", [1, 2], []), system("b"): short}, rounds=1)
@@ -219,14 +231,18 @@ def script() -> Any:
     return module
 
 
-def test_rows_of_other_conditions_are_not_gone_on_from(script: Any, tmp_path: Path):
+def test_rows_of_other_conditions_are_put_aside_and_kept(script: Any, tmp_path: Path, capsys):
     path, conditions = tmp_path / "rows.json", {"commit": "abc", "rounds": 3}
     assert script.measured_before(path, conditions) == []
     script.write(path, script.content(conditions, [row(OURS, [1], GRID[1]), row(OURS, [1], GRID[0])]))
     there = script.measured_before(path, conditions)
     assert [cell_of(entry) for entry in there] == [GRID[0], GRID[1]]
+    before = path.read_text(encoding="utf-8")
+    assert {"date", "command", "rows"} <= json.loads(before).keys()
     assert script.measured_before(path, {**conditions, "commit": "def"}) == []
-    assert {"date", "command", "rows"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+    (aside,) = tmp_path.iterdir()
+    assert aside.read_text(encoding="utf-8") == before and not path.exists()
+    assert "another commit" in (said := capsys.readouterr().out) and str(aside) in said
 
 
 def test_a_missing_environment_is_named(tmp_path: Path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from t5accel.peers import GRID, OPTIMUM, OURS_GENERATE, cell_of, standings
 from t5accel.scoreboard import Results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,3 +84,26 @@ def test_the_run_of_the_bundled_model_learned() -> None:
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     for task in ("translation", "summaries", "questions"):
         assert rows[-1][task] < rows[0][task]
+
+
+def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_stand() -> None:
+    rows = read("peers-cpu.json")["rows"]
+    assert {cell_of(row) for row in rows} == {*GRID}
+    for row in rows:
+        assert "failed" in row or len(row["latency_s"]) >= 3, f"{row['system']} in {cell_of(row)}"
+        if row["precision"] == "fp32" and row["system"].startswith("t5accel"):
+            assert row["agreement"] == 1, f"{row['system']} in {cell_of(row)}"
+    fp32 = list(standings(rows))
+    boards = [
+        [standing for standing in fp32 if standing.cell.batch == 1],
+        [standing for standing in fp32 if standing.cell.batch > 1],
+        list(standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM])),
+    ]
+    assert [len(board) for board in boards] == [6, 12, 18]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    section = text.split("## Beside its peers")[1].split(" ## ")[0]
+    quoted = re.findall(r"(\d\.\d\d)–(\d\.\d\d) times", section)
+    ratios = [[standing.ratio for standing in board] for board in boards]
+    assert quoted == [(f"{min(each):.2f}", f"{max(each):.2f}") for each in ratios]
+    for standing in fp32:
+        assert standing.ratio >= 1 or f"{standing.cell}, {standing.ratio:.2f}x ({standing.peer})" in section

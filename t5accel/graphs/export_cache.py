@@ -16,10 +16,9 @@ from t5accel.checkpoints import BUNDLED, data_folder, load_t5
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import MANIFEST
+from t5accel.graphs.convert import convert_export
 from t5accel.graphs.export import FP32, export_t5, source_hash, t5_weights
 from t5accel.graphs.manifest import FORMAT, Manifest, describe_file, read_manifest
-from t5accel.graphs.precision import half_export
-from t5accel.graphs.quantize import quantize_export
 from t5accel.graphs.recipes import RECIPES, Recipe, as_recipe
 
 if TYPE_CHECKING:
@@ -105,8 +104,7 @@ def _converted(source: Path, recipe: Recipe) -> Path:
     try:
         read_manifest(folder)
     except ExportError:
-        convert = quantize_export if recipe.integers else half_export
-        convert(source, folder, recipe, overwrite=True)
+        convert_export(source, folder, recipe, overwrite=True)
     return folder
 
 

@@ -61,7 +61,7 @@ class Integers:
         """
         by_node = {product.node.name: product for product in products(graph)}
         changed: dict[str, str] = {}
-        quantized: dict[tuple[str, str], tuple[str, ...]] = {}
+        quantized: dict[str, tuple[str, ...]] = {}  # by the name of what is multiplied
 
         def change(graph: GraphBuilder, node: onnx.NodeProto) -> bool:
             if node.name in by_node:
@@ -87,7 +87,7 @@ class Integers:
 
     def _multiply(
         self, graph: GraphBuilder, product: Product, scheme: Scheme, ranges: Ranges,
-        quantized: dict[tuple[str, str], tuple[str, ...]],
+        quantized: dict[str, tuple[str, ...]],
     ) -> None:  # fmt: skip
         hidden, output = product.node.input[0], product.node.output[0]
         if scheme.method == "weight-only":
@@ -104,11 +104,10 @@ class Integers:
             weight = graph.op("DequantizeLinear", integers, scales, axis=1)
             graph.op("MatMul", near, weight, output=output)
             return
-        key = hidden, "dynamic"
-        if key not in quantized:  # once for queries, keys and values
-            quantized[key] = tuple(f"{hidden}.{part}" for part in ("integers", "scale", "zero"))
-            graph.op_of_many("DynamicQuantizeLinear", [hidden], quantized[key])
-        numbers, scale, zero = quantized[key]
+        if hidden not in quantized:  # once for queries, keys and values
+            quantized[hidden] = tuple(f"{hidden}.{part}" for part in ("integers", "scale", "zero"))
+            graph.op_of_many("DynamicQuantizeLinear", [hidden], quantized[hidden])
+        numbers, scale, zero = quantized[hidden]
         sums = graph.op("MatMulInteger", numbers, integers, zero)
         # ONNX Runtime makes one operator of these, and of the one above.
         graph.op("Mul", graph.op("Cast", sums, to=TensorProto.FLOAT), graph.op("Mul", scale, scales), output=output)

@@ -58,6 +58,7 @@ def half_export(
     recipe: Recipe | str = "fp16",
     *,
     examples: Iterable[Example] = (),
+    naive: bool = False,
     overwrite: bool = False,
 ) -> Manifest:
     """Write a copy of an export in fp16; its manifest names the nodes that are computed in fp32, as ``"in_fp32"``.
@@ -70,6 +71,7 @@ def half_export(
         out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
         recipe: with ``floats`` "float16"; its ``kept`` groups are computed in fp32, too.
         examples: to probe (`probe`); without any, what is known of T5 decides alone.
+        naive: convert everything, as a general converter does: to see what becomes of it.
         overwrite: replace another export that is in ``out``.
 
     Raises:
@@ -93,7 +95,8 @@ def half_export(
     graphs, in_fp32 = source.graphs(), {}
     for stack, graph in graphs.items():
         groups = {p.node.name for p in products(graph) if group_of(p.weight) in recipe.kept}
-        in_fp32[stack] = sorted({*nodes_in_fp32(graph, largest(seen, stack)), *groups})
+        needed = [] if naive else nodes_in_fp32(graph, largest(seen, stack))
+        in_fp32[stack] = sorted({*needed, *groups})
         to_half(graph, in_fp32[stack])
     nodes = [f"{stack} {name}" for stack, names in in_fp32.items() for name in names]
     notes = {"in_fp32": nodes, "probed": bool(examples), "gated": False}

@@ -1,0 +1,83 @@
+"""Fine-tune the bundled model with rounded weights, and without as a control, and score both in integers.
+
+`data/results/quantization-aware.json` is a recorded run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from t5accel import machine
+from t5accel.bench import commit
+from t5accel.checkpoints import load_t5
+from t5accel.graphs.export import export_t5
+from t5accel.graphs.quantize import quantize_export
+from t5accel.graphs.recipes import as_recipe
+from t5accel.scoring import text_quality
+from t5accel.students.mixture import Mixture, evaluation_sources
+from t5accel.students.pairs import read_pairs, split_pairs
+from t5accel.students.quantization_aware import fine_tune
+from t5accel.students.train import steps_from
+
+
+def scores(model: Any, tokenizer: Any, recipe: Any) -> dict[str, dict[str, float]]:
+    """Text scores of a model in fp32 and by the recipe."""
+    score = text_quality()
+    with tempfile.TemporaryDirectory() as folder:
+        export_t5(model, Path(folder) / "fp32", tokenizer=tokenizer)
+        quantize_export(Path(folder) / "fp32", Path(folder) / "integers", recipe)
+        return {"fp32": score(Path(folder) / "fp32"), recipe.name: score(Path(folder) / "integers")}
+
+
+def main() -> None:
+    """Score, train twice, score again, and write the rows."""
+    parser = argparse.ArgumentParser(description="Fine-tune with rounded weights, and without, and compare.")
+    parser.add_argument("pairs", type=Path, help="the file of training pairs")
+    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--save", type=Path, help="folder for the fine-tuned checkpoints")
+    parser.add_argument("--recipe", default="int4")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    args = parser.parse_args()
+    recipe = as_recipe(args.recipe)
+    mixture = Mixture(split_pairs(read_pairs(args.pairs), 1000).train, evaluation_sources())
+    model, tokenizer = load_t5("mini")
+    rows = [{"trained": "not", "steps": 0, "scores": scores(model, tokenizer, recipe)}]
+    for name, rounding in (("with rounded weights", recipe), ("without rounding", None)):
+        model = load_t5("mini")[0]
+        # Steps that the model has not seen: the curriculum's last phase goes on.
+        batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, 9000)
+        with tqdm(total=args.steps, desc=name, unit="step") as bar:
+
+            def shown(loss: float, bar: Any = bar) -> None:
+                bar.update()
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+
+            fine_tune(
+                model, rounding, batches, steps=args.steps, learning_rate=args.learning_rate, on_step=shown
+            )  # fmt: skip
+        if args.save:
+            model.save_pretrained(args.save / name.replace(" ", "-"))
+        rows.append({"trained": name, "steps": args.steps, "scores": scores(model, tokenizer, recipe)})
+        print(rows[-1])
+    content = {
+        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/quantization_aware.py",
+        "recipe": recipe.to_json(), "learning_rate": args.learning_rate, "rows": rows,
+    }  # fmt: skip
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    partial = args.json.with_name(args.json.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, args.json)
+
+
+if __name__ == "__main__":
+    main()
