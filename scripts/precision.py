@@ -1,6 +1,6 @@
 """Measure every recipe of the ladder: quality on the bundled model, speed and bytes at t5-small's size, and the sweep.
 
-`data/results/precision.json` is a recorded run. A row of quality and a row of speed belong together by the recipe's hash.
+`data/results/precision.json` is a recorded run. A row of quality and a row of speed belong together by a recipe's hash.
 """
 
 from __future__ import annotations
@@ -217,8 +217,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
     rows = [*quality_rows(), *sweep_rows(), *speed_rows(args.rounds), long_row()]
-    content = {"machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-               "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/precision.py", "rows": rows}  # fmt: skip
+    content = {
+        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/precision.py", "rows": rows,
+    }  # fmt: skip
     args.json.parent.mkdir(parents=True, exist_ok=True)
     partial = args.json.with_name(args.json.name + ".partial")
     partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

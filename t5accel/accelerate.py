@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.errors import InputError
+from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
@@ -64,7 +64,7 @@ def accelerate(
     Raises:
         ExportError: the export cannot be written, is damaged, or was optimised for another machine.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
-        MissingPackageError: onnxruntime is not installed, or not the one for this device.
+        MissingPackageError: onnxruntime is not installed, or not the one for this device; for bf16, the same of torch.
 
     >>> model = accelerate("mini")
     >>> batch = model.tokenizer(["translate English to French: I am tired."], return_tensors="pt")
@@ -82,6 +82,8 @@ def accelerate(
         raise InputError(f"model is {model!r}; give a name, a folder or a T5 model.")
     is_export = is_path and (Path(model) / MANIFEST).is_file()
     if recipe.floats == "bfloat16":
+        if max_source_tokens is not None:
+            raise InputError("max_source_tokens is for ONNX Runtime, and bf16 runs in torch: leave one of them out.")
         return _in_torch(model, recipe, settings, tokenizer)
     if is_export:
         folder = _in_precision(Path(model), recipe)
@@ -106,7 +108,7 @@ def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
     >>> tuned(as_recipe("int8"), "throughput").name
     'int8-dynamic'
     """
-    if tuned_for not in TUNED_FOR:
+    if not isinstance(tuned_for, str) or tuned_for not in TUNED_FOR:
         raise InputError(f"tuned_for is {tuned_for!r}; give one of {', '.join(TUNED_FOR)}.")
     return RECIPES.get(TUNED_FOR[tuned_for].get(recipe.name, ""), recipe)
 
@@ -129,6 +131,8 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.checkpoints import load_t5
 
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise MissingPackageError("This torch finds no CUDA device: give device='cpu', or install torch with CUDA.")
     if isinstance(model, str | os.PathLike):
         model, own_tokenizer = load_t5(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
@@ -154,8 +158,7 @@ def _say_ungated() -> None:
 class _CallableModule(ModuleType):
     """So that ``t5accel.accelerate(…)`` also works once this module, which has the same name, was imported."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return accelerate(*args, **kwargs)
+    __call__ = staticmethod(accelerate)  # not a method around it: a warning points at who called
 
 
 sys.modules[__name__].__class__ = _CallableModule

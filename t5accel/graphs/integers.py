@@ -68,7 +68,8 @@ def in_blocks(weight: np.ndarray, bits: int, block_size: int) -> Blocks:
         best, lost = scale, np.full(scale.shape, np.inf, dtype=np.float32)
         for share in SHRUNK if bits == 4 else SHRUNK[:1]:
             tried = scale * share
-            error = np.square(_levels(part, tried, half) * tried - part).sum(axis=2, keepdims=True)
+            with np.errstate(over="ignore"):  # of numbers whose squares 32 bits do not hold, the first scale is taken
+                error = np.square(_levels(part, tried, half) * tried - part).sum(axis=2, keepdims=True)
             best, lost = np.where(error < lost, tried, best), np.minimum(error, lost)
         codes = (_levels(part, best, half) + half).astype(np.uint8)
         integers[rows] = codes if bits == 8 else codes[:, :, ::2] | codes[:, :, 1::2] << 4

@@ -18,6 +18,7 @@ import onnx
 from onnx import TensorProto
 
 from t5accel.decoding.backend import as_batch, as_integers
+from t5accel.decoding.histories import check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.attention_bias import LOWEST
 from t5accel.graphs.builder import GraphBuilder
@@ -70,7 +71,8 @@ def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[S
 
     Raises:
         ExportError: there is no export, or it is damaged.
-        InputError: it is not in fp32; there are no examples, or one is of a wrong shape or type.
+        InputError: it is not in fp32; there are no examples, or one is of a wrong shape or type, or holds tokens that
+            are not in the vocabulary.
         MissingPackageError: there is no onnxruntime.
 
     >>> from t5accel.graphs.export import export_t5
@@ -78,15 +80,15 @@ def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[S
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_t5("mini", f"{folder}/mini")
     ...     seen = probe(f"{folder}/mini", [Example(ids, np.ones_like(ids), np.array([[0, 50]]))])
-    >>> max(seen, key=lambda one: one.largest).operator
-    'Add'
+    >>> max(seen, key=lambda one: one.largest).operator  # the squares in a norm
+    'Pow'
     """
     export = Fp32Export.read(folder)
     manifest, graphs = export.manifest, export.graphs()
     watched = {stack: _watch(graph) for stack, graph in graphs.items()}
     limits: dict[tuple[str, str], tuple[float, float]] = {}
     with _sessions(graphs) as sessions:
-        for example in examples:
+        for example in map(_as_example, examples):
             feeds = _encoder_feeds(example, manifest)
             cross = _names(manifest)
             found = sessions["encoder"].run([*cross, *watched["encoder"]], feeds)
@@ -174,8 +176,15 @@ def _names(manifest: Manifest) -> list[str]:
     return names("cross", manifest.dims.decoder_layers)
 
 
+def _as_example(value: Any) -> Example:
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise InputError(f"{value!r:.80} is no Example: give input_ids, attention_mask and decoder_input_ids.")
+    return Example(*value)
+
+
 def _encoder_feeds(example: Example, manifest: Manifest) -> dict[str, np.ndarray]:
     ids, mask = as_batch(*example[:2], pad_token_id=manifest.tokens["pad_token_id"])
+    check_vocabulary(ids, manifest.dims.vocab_size)
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -186,6 +195,7 @@ def _decoder_feeds(
     batch, dims = len(source["input_ids"]), manifest.dims
     if len(tokens) != batch or not tokens.shape[1]:
         raise InputError(f"decoder_input_ids has shape {tokens.shape}; give ({batch}, at least 1).")
+    check_vocabulary(tokens, dims.vocab_size)
     empty = {
         f"past_{part}_{layer}": np.zeros((batch, 1, heads, 0, dims.d_kv), np.float32)
         for layer, heads in enumerate(dims.decoder_heads)

@@ -70,7 +70,7 @@ def quantize_export(
         folder: an export in fp32 that is not optimised.
         out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
         recipe: one with integers.
-        ranges: for "static" schemes, by graph (`calibration.ranges`).
+        ranges: for "static" schemes, by graph (`probe.ranges`).
         overwrite: replace another export that is in ``out``.
 
     Raises:
@@ -160,6 +160,8 @@ def _with_integers(recipe: Any) -> Recipe:
     recipe = as_recipe(recipe)
     if not recipe.integers:
         raise InputError(f"Recipe {recipe.name} has no integers: there is nothing to quantise.")
+    if recipe.floats != "float32":
+        raise InputError(f"Recipe {recipe.name} has integers beside floats={recipe.floats!r}: give them 'float32'.")
     return recipe
 
 

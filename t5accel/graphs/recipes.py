@@ -60,8 +60,10 @@ class Scheme:
         allowed = {"bits": (4, 8) if self.method == "weight-only" else (8,), "block_size": (16, 32, 64, 128, 256),
                    "accuracy_level": (0, 1, 2, 3, 4)}  # fmt: skip
         for name, values in allowed.items():
-            if as_count(getattr(self, name), name, at_least=0) not in values:
-                raise InputError(f"{name} is {getattr(self, name)}; {self.method} takes one of {values}.")
+            count = as_count(getattr(self, name), name, at_least=0)
+            if count not in values:
+                raise InputError(f"{name} is {count}; {self.method} takes one of {values}.")
+            object.__setattr__(self, name, count)  # numbers of numpy cannot be written down
         for name in ("per_channel", "reduce_range"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}; give True or False.")
@@ -108,11 +110,18 @@ class Recipe:
         for name in ("encoder", "decoder", "head", "embedding"):
             if not isinstance(getattr(self, name), Scheme | None):
                 raise InputError(f"{name} is {getattr(self, name)!r:.80}; give a Scheme or None.")
-        if self.embedding and self.embedding.method != "weight-only":
-            raise InputError(f"embedding is {self.embedding}; rows that are looked up take a weight-only Scheme.")
-        groups = [*dict(self.overrides), *self.kept]
+        if not isinstance(self.overrides, tuple) or not all(_is_override(pair) for pair in self.overrides):
+            raise InputError(f"overrides is {self.overrides!r:.200}; give a tuple of (group, Scheme or None).")
+        if not isinstance(self.kept, tuple):
+            raise InputError(f"kept is {self.kept!r:.80}; give a tuple of groups.")
+        groups = [*(group for group, _ in self.overrides), *self.kept]
         if bad := [group for group in groups if not isinstance(group, str) or not _GROUP.fullmatch(group)]:
             raise InputError(f"{bad[0]!r} is no group of weights; one is decoder.0.wo, lm_head or embedding.")
+        embedding = self.scheme(EMBEDDING, "encoder")
+        if embedding and embedding.method != "weight-only":
+            raise InputError(f"embedding is {embedding}; rows that are looked up take a weight-only Scheme.")
+        if self.name == "fp32" and (self.floats != "float32" or self.integers):
+            raise InputError("name is 'fp32', by which an export that was not converted is known: give another.")
 
     @property
     def integers(self) -> bool:
@@ -139,7 +148,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """For a manifest or a row of results: plain values, with the ``"hash"``."""
-        return {**asdict(self), "hash": self.hash}
+        return {**json.loads(json.dumps(asdict(self))), "hash": self.hash}  # lists, as they are read again
 
 
 def recipe_of(content: Mapping[str, Any]) -> Recipe:
@@ -181,6 +190,10 @@ def as_recipe(value: Any) -> Recipe:
     if isinstance(value, str) and value in RECIPES:
         return RECIPES[value]
     raise InputError(f"precision is {value!r:.80}; give a Recipe or one of {', '.join(RECIPES)}.")
+
+
+def _is_override(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Scheme | None)
 
 
 def _scheme(content: Mapping[str, Any] | None) -> Scheme | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from t5accel.errors import InputError
-from t5accel.graphs.conversion import STACKS
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.quantize import Score, quantize_export
 from t5accel.graphs.recipes import EMBEDDING, HEAD, KINDS, Recipe, as_recipe
@@ -108,7 +107,11 @@ def only(recipe: Recipe, group: str, *, chosen_from: Iterable[str]) -> Recipe | 
     >>> one.scheme("lm_head", "decoder"), one.scheme("decoder.0.wo", "decoder").bits
     (None, 4)
     """
-    if not any(recipe.scheme(group, stack) for stack in STACKS):
+    # A layer's weights are in its own graph; the decoder's keys and values of the source are in the encoder's, too.
+    own = ["encoder"] if group.startswith("encoder") else ["decoder"]
+    if group.startswith("decoder") and group.endswith("attention"):
+        own.append("encoder")
+    if not any(recipe.scheme(group, stack) for stack in own):
         return None
     others = [other for other in chosen_from if other != group]
     return replace(recipe.without(others), name=f"{recipe.name}-{group}")

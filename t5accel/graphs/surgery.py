@@ -31,6 +31,7 @@ class Product:
 def products(graph: GraphBuilder) -> list[Product]:
     """All MatMul nodes whose second operand is a weight, or a transposed one, in the order of the graph.
 
+    >>> import numpy as np
     >>> graph = GraphBuilder("two")
     >>> hidden = graph.op("MatMul", graph.input("x", "float32", ["N", 2]), graph.weight("w", np.eye(2)))
     >>> _ = graph.op("MatMul", hidden, graph.op("Transpose", graph.weight("v", np.eye(2)), perm=[1, 0]))

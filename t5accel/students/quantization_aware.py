@@ -1,8 +1,8 @@
 """Fine-tune a model while its weights are rounded as a recipe rounds them, so that it learns to live with that.
 
-Forwards the rounded weights are used; backwards the rounding is left out, as if it were the identity: the straight-through
-estimator (Bengio, Léonard and Courville, 2013). What is trained stays in floats, and is rounded for good by
-`graphs.quantize` afterwards. What is multiplied by the weights is not rounded here.
+Forwards the rounded weights are used; backwards the rounding is left out, as if it were the identity: the
+straight-through estimator (Bengio, Léonard and Courville, 2013). What is trained stays in floats, and is rounded for
+good by `graphs.quantize` afterwards. What is multiplied by the weights is not rounded here.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def fine_tune(
         for step in range(steps):
             chosen = next(batches)
             loss = optimiser_step(
-                model, optimizers, [batch for _, batch in chosen], (1 / len(chosen),) * len(chosen), factor=1 - step / steps,
-                smoothing=smoothing,
+                model, optimizers, [batch for _, batch in chosen], (1 / len(chosen),) * len(chosen),
+                factor=1 - step / steps, smoothing=smoothing,
             )  # fmt: skip
             if on_step is not None:
                 on_step(loss)

@@ -1,0 +1,773 @@
+"""Exports in integers: near the one in fp32 for every kind of model, written by a recipe, and let through by a gate."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from silence import quiet
+from test_export import MODELS as ALL_MODELS
+from test_export import histories, references, size_bytes
+
+import t5accel.accelerate  # noqa: F401 — as whoever does so finds the module in place of the function
+from t5accel.accelerate import accelerate, tuned
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_bound import OrtBound
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.tokenizer_file import TokenizerFile
+from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
+from t5accel.graphs import integer_graphs
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.convert import convert_export
+from t5accel.graphs.export import export_t5
+from t5accel.graphs.export_cache import cached_export, list_exports
+from t5accel.graphs.integers import Blocks, in_blocks
+from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.optimize import optimize_export
+from t5accel.graphs.precision import half_export
+from t5accel.graphs.probe import Example, probe, ranges
+from t5accel.graphs.quantize import quantize, quantize_export
+from t5accel.graphs.recipes import RECIPES, Recipe, Scheme, recipe_of
+from t5accel.graphs.saved_graph import contrib_operators, count_nodes
+from t5accel.graphs.sensitivity import groups_of
+from t5accel.parity import ParityError, parity, token_agreement
+from t5accel.scoring import agreement
+
+ONE_THREAD = SessionSettings(threads=1)
+RUNTIMES = [OrtNumpy, OrtBound]
+MODELS = {name: ALL_MODELS[name] for name in
+          ("deeper-decoder", "shallower-decoder", "gated-untied", "mt5", "umt5", "byt5")}  # fmt: skip
+
+
+def everywhere(name: str, scheme: Scheme, embedding: Scheme | None = None) -> Recipe:
+    return Recipe(name, encoder=scheme, decoder=scheme, head=scheme, embedding=embedding)
+
+
+WEIGHTS_ALONE = everywhere("weights", Scheme(accuracy_level=1), Scheme())
+STATIC = everywhere("static", Scheme("static"))
+SMALL_BLOCKS = Scheme(bits=4, block_size=16)
+# What each recipe may lose on the tiny models: the root of the mean square of the error, in units of the logits' own
+# spread, and the share of positions at which another token is the likeliest. Half as much again as was measured.
+LADDER: dict[str, tuple[Recipe, float, float]] = {
+    "int8": (RECIPES["int8"], 0.09, 0.2),
+    "int8-dynamic": (RECIPES["int8-dynamic"], 0.1, 0.2),
+    "int4": (RECIPES["int4"], 0.6, 0.65),
+    "weights": (WEIGHTS_ALONE, 0.06, 0.16),
+    "per-tensor": (everywhere("per-tensor", Scheme("dynamic", per_channel=False)), 0.1, 0.2),
+    "reduced": (everywhere("reduced", Scheme("dynamic", reduce_range=True)), 0.12, 0.2),
+    "blocks-of-16": (everywhere("blocks-of-16", SMALL_BLOCKS, SMALL_BLOCKS), 0.65, 0.75),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def quantized(exported, tmp_path_factory) -> Callable[..., Path]:
+    """``quantized(recipe, model)``: that tiny model's export in integers. Shared: do not write."""
+
+    @cache
+    def convert(recipe: Recipe, model: str = "deeper-decoder") -> Path:
+        kind, sizes = MODELS[model]
+        folder = tmp_path_factory.mktemp("integers") / recipe.name
+        quantize_export(exported(kind, **sizes), folder, recipe)
+        return folder
+
+    return convert
+
+
+@pytest.fixture(scope="module")
+def fp32(exported) -> Callable[..., Path]:
+    """``fp32(model)``: its export as it was. Shared: do not write."""
+    return lambda model="deeper-decoder": exported(MODELS[model][0], **MODELS[model][1])
+
+
+def forced(folder: Path, batch: Any, new: np.ndarray, cuts: Any = (), runtime: Any = OrtNumpy) -> np.ndarray:
+    """Logits (B, K, T, V) of given tokens, in chunks."""
+    backend = runtime(folder, settings=ONE_THREAD)
+    state = backend.start(backend.encode(*batch), new.shape[1])
+    return np.concatenate([backend.step(state, chunk) for chunk in np.split(new, cuts, axis=2)], axis=2)
+
+
+def lost(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """The error in units of the spread, and the share of other tokens; the reference is checked to vary."""
+    assert len(np.unique(expected.argmax(-1))) > 8, "a reference that does not vary is no evidence"
+    error = float(np.sqrt(np.square(actual.astype(np.float64) - expected).mean()) / expected.std())
+    return error, float((actual.argmax(-1) != expected.argmax(-1)).mean())
+
+
+@pytest.fixture(scope="module")
+def examples(padded_batch) -> list[Example]:
+    """The padded batch with tokens for the decoder."""
+    return [Example(*padded_batch, histories(6, 1, 9)[:, 0])]
+
+
+# As near as the recipe allows
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", LADDER)
+def test_logits_and_tokens_are_near_those_of_fp32(quantized, fp32, padded_batch, model: str, name: str) -> None:
+    recipe, most, others = LADDER[name]
+    new = histories(6, 2, 9)
+    actual, expected = (forced(folder, padded_batch, new, [3, 4]) for folder in (quantized(recipe, model), fp32(model)))
+    assert actual.dtype == np.float32 and actual.shape == expected.shape
+    error, other = lost(actual, expected)
+    assert error < most and other <= others
+    assert error > most / 100, "something should have been rounded"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "weights"])
+def test_wrongly_packed_weights_are_noticed(exported, fp32, padded_batch, tmp_path, monkeypatch, name: str) -> None:
+    recipe, most, _ = LADDER[name]
+
+    def shifted(weight: np.ndarray, bits: int, block_size: int) -> Blocks:
+        blocks = in_blocks(weight, bits, block_size)
+        return Blocks(np.roll(blocks.integers, 1, axis=2), blocks.scales, bits, block_size)
+
+    monkeypatch.setattr(integer_graphs, "in_blocks", shifted)
+    quantize_export(fp32(), tmp_path / "wrong", recipe)
+    new = histories(6, 2, 9)
+    error, _ = lost(forced(tmp_path / "wrong", padded_batch, new), forced(fp32(), padded_batch, new))
+    assert error > 1.5 * most
+
+
+def test_eight_bits_are_nearer_than_four(quantized, fp32, padded_batch) -> None:
+    new = histories(6, 2, 9)
+    expected = forced(fp32(), padded_batch, new)
+    errors = {name: lost(forced(quantized(recipe), padded_batch, new), expected)[0]
+              for name, (recipe, _, _) in LADDER.items()}  # fmt: skip
+    assert 4 * errors["weights"] < errors["blocks-of-16"] and 3 * errors["int8"] < errors["int4"]
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4", "weights"])
+def test_both_ways_to_run_it_agree_to_the_last_bit(quantized, padded_batch, name: str) -> None:
+    new, folder = histories(6, 2, 9), quantized(LADDER[name][0])
+    ours = [forced(folder, padded_batch, new, [3, 4], runtime) for runtime in RUNTIMES]
+    np.testing.assert_array_equal(*ours)
+    tokens = [greedy(runtime(folder, settings=ONE_THREAD), *padded_batch, min_new_tokens=9, max_new_tokens=9).sequences
+              for runtime in RUNTIMES]  # fmt: skip
+    np.testing.assert_array_equal(*tokens)
+
+
+# What else is in the batch
+
+
+def alone(folder: Path, batch: Any, new: np.ndarray) -> np.ndarray:
+    """The same row by row, without padding."""
+    ids, mask = batch
+    rows = []
+    for row, length in enumerate(mask.sum(axis=1)):
+        rows.append(forced(folder, (ids[row : row + 1, :length], mask[row : row + 1, :length]), new[row : row + 1]))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("model", ["deeper-decoder", "umt5"])
+def test_weights_alone_do_not_mind_what_else_is_in_the_batch(quantized, padded_batch, model: str) -> None:
+    folder, new = quantized(WEIGHTS_ALONE, model), histories(6, 1, 9)
+    together = forced(folder, padded_batch, new)
+    parity(together, alone(folder, padded_batch, new), atol=1e-4 * max(1.0, float(together.std())))
+    blind = [padded_batch[0], np.ones_like(padded_batch[1])]
+    with pytest.raises(ParityError):
+        parity(forced(folder, blind, new), together, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4"])
+def test_what_is_rounded_anew_depends_on_the_batch_by_no_more_than_the_rounding(
+    quantized, fp32, padded_batch, name: str
+) -> None:
+    """One scale for all that is multiplied at once: another row may be larger."""
+    recipe, most, _ = LADDER[name]
+    folder, new = quantized(recipe), histories(6, 1, 9)
+    together, one_by_one = forced(folder, padded_batch, new), alone(folder, padded_batch, new)
+    assert 1e-3 < lost(together, one_by_one)[0] < min(most, 0.06)
+    assert lost(one_by_one, forced(fp32(), padded_batch, new))[0] < most
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_histories_are_reordered_and_trimmed_as_in_fp32(quantized, fp32, padded_batch, runtime: Any) -> None:
+    new, found = histories(6, 2, 5), []
+    for folder in (quantized(WEIGHTS_ALONE), fp32()):
+        backend = runtime(folder, settings=ONE_THREAD)
+        state = backend.start(backend.encode(*padded_batch), 2)
+        backend.step(state, new)
+        backend.trim(state, np.arange(12).reshape(6, 2) % 6)
+        backend.reorder(state, [[1, 0]] * 6)
+        backend.keep(state, [4, 0, 5])
+        found.append(backend.step(state, new[:3]))
+    assert lost(*found)[0] < LADDER["weights"][1]
+
+
+def test_the_bundled_model_says_the_same(exported_mini, tmp_path: Path) -> None:
+    """Freely generated: one token that differs changes all that follow, so most of them is much."""
+    tokenizer = TokenizerFile(exported_mini)
+    batch = tokenizer([f"translate English to French: {text}" for text in (
+        "Where is my bag?", "I am tired.", "She lost her red umbrella.", "We have time.", "The house is small.",
+        "He gave me a book yesterday.", "It rains.", "Do you want to eat with us tonight?")])  # fmt: skip
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    expected = greedy(OrtNumpy(exported_mini, settings=ONE_THREAD), ids, mask, max_new_tokens=20).sequences
+    before = size_bytes(exported_mini)
+    for name, at_least, ratio in (("int8", 0.8, 0.29), ("int8-dynamic", 0.7, 0.33)):
+        manifest = quantize_export(exported_mini, tmp_path / name, name)
+        actual = greedy(OrtNumpy(tmp_path / name, settings=ONE_THREAD), ids, mask, max_new_tokens=20).sequences
+        assert token_agreement(actual, expected, 0) >= at_least, name
+        assert manifest.size_bytes < ratio * before
+        assert (tmp_path / name / "tokenizer.json").read_bytes() == (exported_mini / "tokenizer.json").read_bytes()
+
+
+# Scales found beforehand
+
+
+@pytest.fixture(scope="module")
+def calibrated(fp32, examples) -> dict[str, dict[str, tuple[float, float]]]:
+    return ranges(probe(fp32(), examples))
+
+
+def test_static_scales_from_a_probe(fp32, padded_batch, calibrated, tmp_path: Path) -> None:
+    quantize_export(fp32(), tmp_path / "static", STATIC, ranges=calibrated)
+    for name in (ENCODER, DECODER):
+        assert contrib_operators(tmp_path / "static" / name) == [], "operators of the standard alone"
+        onnx.checker.check_model(str(tmp_path / "static" / name), full_check=True)
+        assert count_nodes(tmp_path / "static" / name)["QuantizeLinear"] > 5
+    new = histories(6, 1, 9)
+    expected = forced(fp32(), padded_batch, new)
+    error, other = lost(forced(tmp_path / "static", padded_batch, new), expected)
+    assert 1e-3 < error < 0.06 and other < 0.1
+    narrow = {stack: {name: (low / 4, high / 4) for name, (low, high) in of_stack.items()}
+              for stack, of_stack in calibrated.items()}  # fmt: skip
+    quantize_export(fp32(), tmp_path / "narrow", STATIC, ranges=narrow)
+    assert lost(forced(tmp_path / "narrow", padded_batch, new), expected)[0] > 4 * error, "the ranges should matter"
+
+
+def test_static_scales_do_not_depend_on_the_batch(fp32, padded_batch, calibrated, tmp_path: Path) -> None:
+    quantize_export(fp32(), tmp_path / "static", STATIC, ranges=calibrated)
+    new = histories(6, 1, 9)
+    together, one_by_one = forced(tmp_path / "static", padded_batch, new), alone(tmp_path / "static", padded_batch, new)
+    assert lost(together, one_by_one)[0] < 0.02
+
+
+@pytest.mark.parametrize("given", [None, {}, {"encoder": {}, "decoder": {}}, "the decoder's alone"], ids=str)
+def test_static_scales_without_a_probe(fp32, calibrated, tmp_path: Path, given: Any) -> None:
+    given = {"decoder": calibrated["decoder"]} if isinstance(given, str) else given
+    with pytest.raises(InputError, match=r"encoder\.block\.0\..* has a static scheme, and .* was not calibrated"):
+        quantize_export(fp32(), tmp_path / "static", STATIC, ranges=given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_way_by_examples(fp32, examples, calibrated, padded_batch, tmp_path: Path) -> None:
+    quantize_export(fp32(), tmp_path / "by ranges", STATIC, ranges=calibrated)
+    assert convert_export(fp32(), tmp_path / "by examples", STATIC, examples=iter(examples)).recipe["name"] == "static"
+    for name in (ENCODER, DECODER):
+        assert (tmp_path / "by ranges" / name).read_bytes() == (tmp_path / "by examples" / name).read_bytes()
+    assert convert_export(fp32(), tmp_path / "int8", "int8").recipe["gated"] is False
+    assert convert_export(fp32(), tmp_path / "fp16", "fp16", examples=examples).recipe["probed"] is True
+    for name in ("fp32", "bf16"):
+        with pytest.raises(InputError, match=f"Recipe {name} is not one that an export is converted to"):
+            convert_export(fp32(), tmp_path / name, name)
+
+
+# What is written
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4", "per-tensor"])
+def test_the_manifest_says_what_was_done(quantized, fp32, name: str) -> None:
+    recipe = LADDER[name][0]
+    before, after = read_manifest(fp32()), read_manifest(quantized(recipe))
+    assert recipe_of(after.recipe) == recipe and after.recipe["hash"] == recipe.hash
+    assert after.recipe["gated"] is False and after.recipe["gate"] == {} and after.shortlist == {} == after.optimized
+    assert after.graphs == before.graphs and after.files.keys() == before.files.keys()
+    assert (after.source, after.dims, after.tokens, after.opset) == (
+        before.source, before.dims, before.tokens, before.opset)  # fmt: skip
+    assert OrtNumpy(quantized(recipe), settings=ONE_THREAD).fingerprint() != OrtNumpy(fp32()).fingerprint()
+
+
+def test_the_graphs_keep_the_contract(quantized, fp32) -> None:
+    def declared(folder: Path) -> list[Any]:
+        backend = OrtNumpy(folder, settings=ONE_THREAD)
+        return [(value.name, value.type, value.shape) for session in (backend.encoder, backend.decoder)
+                for value in (*session.get_inputs(), *session.get_outputs())]  # fmt: skip
+
+    for recipe, _, _ in LADDER.values():
+        assert declared(quantized(recipe)) == declared(fp32())
+
+
+def test_what_became_of_the_nodes(quantized, fp32) -> None:
+    """2 layers in the encoder and 3 in the decoder: 6 products each, and those of keys and values of the source."""
+    encoder, decoder = 2 * 6 + 3 * 2, 3 * 8 + 1
+    before = [count_nodes(fp32() / name)["MatMul"] for name in (ENCODER, DECODER)]
+    assert before == [encoder + 2 * 2, decoder + 3 * 4], "attention has two products of its own"
+    for name, integers in {"int8": ("MatMulInteger", "com.microsoft.MatMulNBits"),
+                           "int8-dynamic": ("MatMulInteger", "MatMulInteger"),
+                           "weights": ("com.microsoft.MatMulNBits", "com.microsoft.MatMulNBits")}.items():  # fmt: skip
+        counted = [count_nodes(quantized(LADDER[name][0]) / graph) for graph in (ENCODER, DECODER)]
+        assert [counted[0][integers[0]], counted[1][integers[1]]] == [encoder, decoder]
+        assert [nodes["MatMul"] for nodes in counted] == [2 * 2, 3 * 4]
+        assert [nodes["com.microsoft.GatherBlockQuantized"] for nodes in counted] == [1, 1]
+    shared = count_nodes(quantized(RECIPES["int8-dynamic"]) / ENCODER)["DynamicQuantizeLinear"]
+    assert shared == 2 * 4 + 1, "once for queries, keys and values, and once for all layers' cross tensors"
+
+
+def test_groups_that_are_left_in_floats(fp32, tmp_path: Path) -> None:
+    recipe = RECIPES["int8"].without(["decoder.1.wo", "encoder.0.attention", "embedding", "decoder.2.attention"])
+    quantize_export(fp32(), tmp_path / "some", recipe)
+    kept = {stack: {tensor.name for tensor in onnx.load(tmp_path / "some" / graph).graph.initializer}
+            for stack, graph in (("encoder", ENCODER), ("decoder", DECODER))}  # fmt: skip
+    attention = {f"encoder.block.0.layer.0.SelfAttention.{part}.weight.T" for part in "qkvo"}
+    attention |= {f"decoder.block.2.layer.1.EncDecAttention.{part}.weight.T" for part in "kv"}
+    own = {f"decoder.block.2.layer.0.SelfAttention.{part}.weight.T" for part in "qkvo"}
+    own |= {f"decoder.block.2.layer.1.EncDecAttention.{part}.weight.T" for part in "qo"}
+    own |= {"decoder.block.1.layer.2.DenseReluDense.wo.weight.T"}
+    assert {name for name in kept["encoder"] if name.endswith(".T")} == attention
+    assert {name for name in kept["decoder"] if name.endswith(".T")} == own
+    assert "shared.weight" in kept["encoder"] and "shared.weight" in kept["decoder"], "and the head is in integers"
+    assert any(name.startswith("shared.weight.8bits") for name in kept["decoder"])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int8-dynamic"])
+def test_what_both_graphs_read_is_stored_once(tiny_t5, exported, padded_batch, tmp_path: Path, name: str) -> None:
+    sizes = dict(vocab_size=3000)
+    inside, beside = exported("deeper-decoder", **sizes), tmp_path / "beside"
+    export_t5(tiny_t5(**sizes), beside, external_threshold_bytes=0)
+    for source, out in ((inside, "int inside"), (beside, "int beside")):
+        quantize_export(source, tmp_path / out, name)
+    manifest, block = read_manifest(tmp_path / "int beside"), RECIPES[name].embedding.block_size
+    stem = f"shared.weight.{RECIPES[name].embedding.bits}bits.{block}"
+    assert manifest.shared.keys() == {f"{stem}.blocks", f"{stem}.scales"}
+    encoder, decoder = references(tmp_path / "int beside" / ENCODER), references(tmp_path / "int beside" / DECODER)
+    assert encoder.keys() & decoder.keys() == manifest.shared.keys()
+    assert all(encoder[shared] == decoder[shared] for shared in manifest.shared)
+    assert WEIGHTS not in read_manifest(tmp_path / "int inside").files
+    rows = 3000 * (block * RECIPES[name].embedding.bits // 8 + 4)
+    saved = size_bytes(tmp_path / "int inside") - size_bytes(tmp_path / "int beside")
+    assert saved > rows - 10 * 4096, "but for what some are filled up with to whole pages"
+    heads = {tensor for tensor in decoder if tensor.startswith(("shared.", "lm_head."))}
+    assert heads == manifest.shared.keys() | (
+        {"shared.weight.8bits.channels.integers", "shared.weight.8bits.channels.scales"} if "dynamic" in name else set()
+    ), "and where the head is in the same blocks, it is the embedding"
+    assert len(OrtNumpy(tmp_path / "int beside", settings=ONE_THREAD)._weights) == 2
+    new = histories(6, 2, 5)
+    logits = [forced(tmp_path / folder, padded_batch, new) for folder in ("int inside", "int beside")]
+    np.testing.assert_array_equal(*logits)
+
+
+def test_a_shortlist_does_not_come_along(tiny_t5, padded_batch, tmp_path: Path) -> None:
+    export_t5(tiny_t5(), tmp_path / "fp32", shortlist=True)
+    manifest = quantize_export(tmp_path / "fp32", tmp_path / "int8", "int8")
+    assert read_manifest(tmp_path / "fp32").shortlist and not manifest.shortlist
+    assert not [name for name in manifest.files if "shortlist" in name]
+    backend = OrtNumpy(tmp_path / "int8", settings=ONE_THREAD)
+    assert backend.shortlist is None and greedy(backend, *padded_batch, max_new_tokens=3).sequences.shape == (6, 3)
+
+
+def test_kept_if_it_is_there(fp32, tmp_path: Path) -> None:
+    out = tmp_path / "int8"
+    manifest = quantize_export(fp32(), out, "int8")
+    written = (out / DECODER).stat().st_mtime_ns
+    assert quantize_export(str(fp32()), str(out), RECIPES["int8"]) == manifest == read_manifest(out)
+    assert (out / DECODER).stat().st_mtime_ns == written
+    for other in ("int4", RECIPES["int8"].without(["lm_head"])):
+        with pytest.raises(ExportError, match="overwrite=True"):
+            quantize_export(fp32(), out, other)
+    assert read_manifest(out) == manifest
+    assert quantize_export(fp32(), out, "int4", overwrite=True).recipe["name"] == "int4"
+
+
+def test_what_is_no_export_in_fp32(fp32, quantized, exported, tmp_path: Path) -> None:
+    half_export(fp32(), tmp_path / "fp16")
+    optimize_export(fp32(), tmp_path / "optimized")
+    (tmp_path / "empty").mkdir()
+    damaged = Path(shutil.copytree(fp32(), tmp_path / "damaged"))
+    (damaged / DECODER).write_bytes(b"cut")
+    before = sorted(tmp_path.iterdir())
+    for folder, error, message in (
+        (quantized(RECIPES["int8"]), InputError, "is in int8 already: give the export in fp32"),
+        (tmp_path / "fp16", InputError, "is in fp16 already"),
+        (tmp_path / "optimized", InputError, "is optimised already"),
+        (tmp_path / "empty", ExportError, "holds no manifest"),
+        (damaged, ExportError, "has 3 bytes"),
+        (None, InputError, "folder is None"),
+    ):
+        for call in (
+            lambda folder=folder: quantize_export(folder, tmp_path / "new", "int8"),
+            lambda folder=folder: quantize(
+                folder, tmp_path / "new", "int8", score=lambda _: {"x": 1}, max_loss={"x": 1}
+            ),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_recipe_that_is_called_fp32_and_is_not(fp32, tmp_path: Path) -> None:
+    """Its name would say that nothing was done."""
+    with pytest.raises(InputError, match="fp32"):
+        quantize_export(fp32(), tmp_path / "one", Recipe("fp32", decoder=Scheme()))
+        quantize_export(tmp_path / "one", tmp_path / "two", "int8")
+
+
+NO_INTEGERS = ["fp32", "fp16", "bf16", Recipe("kept", kept=("lm_head",)), "int3", None, 8]
+NO_INTEGERS += [Recipe("mixed", floats=floats, decoder=Scheme()) for floats in ("float16", "bfloat16")]
+
+
+@pytest.mark.parametrize("recipe", NO_INTEGERS, ids=lambda recipe: str(recipe)[:60])
+def test_recipes_that_are_not_of_integers(fp32, tmp_path: Path, recipe: Any) -> None:
+    with pytest.raises(InputError, match="has no integers|floats|precision is"):
+        quantize_export(fp32(), tmp_path / "new", recipe)
+    with pytest.raises(InputError, match="has no integers|floats|precision is"):
+        quantize(fp32(), tmp_path / "new", recipe, score=lambda _: {"x": 1.0}, max_loss={"x": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_is_not_written_over_itself(tiny_t5, tmp_path: Path) -> None:
+    export_t5(tiny_t5(), tmp_path / "fp32")
+    (tmp_path / "link").symlink_to("fp32")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    before = read_manifest(tmp_path / "fp32")
+    for out in ("fp32", "link", "./fp32/"):
+        for overwrite in (False, True):
+            with pytest.raises(InputError, match="is the export in fp32, which is kept"):
+                quantize_export(tmp_path / "fp32", f"{tmp_path}/{out}", "int8", overwrite=overwrite)
+    with pytest.raises(ExportError, match="no export of t5accel and not empty"):
+        quantize_export(tmp_path / "fp32", tmp_path / "mine", "int8", overwrite=True)
+    assert read_manifest(tmp_path / "fp32") == before
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4"])
+def test_weights_that_are_not_finite(tiny_t5, tmp_path: Path, name: str, value: float) -> None:
+    model = copy.deepcopy(tiny_t5())
+    with torch.no_grad():
+        model.decoder.block[1].layer[2].DenseReluDense.wo.weight[3, 5] = value
+    export_t5(model, tmp_path / "fp32")
+    with pytest.raises(InputError, match="finite numbers"):
+        quantize_export(tmp_path / "fp32", tmp_path / "new", name)
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["fp32"]
+
+
+def test_nothing_is_said_unasked(fp32, calibrated, tmp_path: Path, capfd) -> None:
+    with quiet():
+        for recipe in (RECIPES["int8"], RECIPES["int4"], STATIC):
+            quantize_export(fp32(), tmp_path / recipe.name, recipe, ranges=calibrated)
+            OrtNumpy(tmp_path / recipe.name, settings=ONE_THREAD)
+    assert capfd.readouterr() == ("", "")
+
+
+# The gate
+
+
+@pytest.fixture
+def temporary(tmp_path_factory, monkeypatch) -> Iterator[Path]:
+    """Where temporary files lie, of which none may be left."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")  # else onnxruntime puts the number of its session there
+    yield folder
+    assert not list(folder.iterdir())
+
+
+class Sensitive:
+    """A score of 30 that falls by 2 for each of these groups that is in integers; what it was asked of is noted."""
+
+    def __init__(self, *groups: str):
+        self.groups, self.asked = groups, []
+
+    def __call__(self, folder: Path) -> dict[str, float]:
+        manifest = read_manifest(folder)
+        recipe = recipe_of(manifest.recipe)
+        self.asked.append(recipe.name)
+        stack = {group: "encoder" if group.startswith("encoder") else "decoder" for group in self.groups}
+        rounded = [group for group in self.groups if recipe.scheme(group, stack[group]) is not None]
+        return {"bleu": 30.0 - 2 * len(rounded), "size": float(manifest.size_bytes)}
+
+
+def test_what_passes_is_written(fp32, temporary: Path, tmp_path: Path) -> None:
+    score = Sensitive()
+    report = quantize(fp32(), tmp_path / "int8", "int8", score=score, max_loss={"bleu": 0})
+    assert score.asked == ["fp32", "int8"] and len(report.tried) == 1
+    assert report.chosen.recipe == RECIPES["int8"] and report.chosen.losses == {"bleu": 0}
+    assert report.baseline["bleu"] == 30 and report.max_loss == {"bleu": 0}
+    assert report.manifest == read_manifest(tmp_path / "int8")
+    assert report.manifest.recipe["gated"] is True and recipe_of(report.manifest.recipe) == RECIPES["int8"]
+    gate = report.manifest.recipe["gate"]
+    assert gate["max_loss"] == {"bleu": 0} and gate["baseline"] == report.baseline and gate["scores"]["bleu"] == 30
+    assert gate["scores"]["size"] < gate["baseline"]["size"], "what was scored was in integers"
+    assert greedy(OrtNumpy(tmp_path / "int8"), [[5, 6, 1]], max_new_tokens=3).decoder_calls == 3
+
+
+@pytest.mark.parametrize("sensitive", range(8))
+def test_as_few_groups_as_pass_stay_in_floats(fp32, temporary: Path, tmp_path: Path, sensitive: int) -> None:
+    order = groups_of(fp32())[:7]
+    score = Sensitive(*order[:sensitive])
+    report = quantize(fp32(), tmp_path / "out", "int8", score=score, max_loss={"bleu": 0.5}, groups=iter(order))
+    expected = RECIPES["int8"].without(order[:sensitive]) if sensitive else RECIPES["int8"]
+    assert report.chosen.recipe == expected == recipe_of(report.manifest.recipe)
+    assert report.manifest.recipe["name"] == (f"int8+{sensitive}" if sensitive else "int8")
+    assert score.asked[0] == "fp32" and len(score.asked) == len(set(score.asked)) <= 8, "each once"
+    assert sorted(one.recipe.name for one in report.tried) == sorted(score.asked[1:])
+    assert all(one.losses["bleu"] > 0.5 for one in report.tried if len(one.recipe.overrides) < sensitive)
+    graphs = [onnx.load(tmp_path / "out" / name).graph for name in (ENCODER, DECODER)]
+    names = {tensor.name for graph in graphs for tensor in graph.initializer}
+    assert ("shared.weight" in names) == (sensitive > 0), "the embedding is the first of the order"
+    assert any(".wo.weight.T" in name and name.endswith(".T") for name in names) == (sensitive >= 4)
+
+
+def test_a_limit_may_be_reached(fp32, temporary: Path, tmp_path: Path) -> None:
+    score = Sensitive("lm_head", "decoder.0.wo")
+    report = quantize(fp32(), tmp_path / "out", "int8", score=score, max_loss={"bleu": 2}, groups=["decoder.0.wo"])
+    assert report.chosen.recipe.name == "int8+1" and report.chosen.losses == {"bleu": 2}
+
+
+@pytest.mark.parametrize("groups", [None, [], ["decoder.0.wo"], ["decoder.0.wo", "decoder.1.wo", "decoder.2.wo"]])
+def test_what_does_not_pass_leaves_nothing(fp32, temporary: Path, tmp_path: Path, groups: Any) -> None:
+    score = Sensitive("lm_head", "decoder.0.wo")
+    fewer = 2 if groups else 4
+    with pytest.raises(GateError, match=rf"Recipe int8 does not pass .* lost bleu {fewer}\.00 \(allowed 0\.5\)"):
+        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss={"bleu": 0.5}, groups=groups)
+    assert not list(tmp_path.iterdir())
+    assert len(score.asked) >= 2
+
+
+def test_the_closest_is_named(fp32, tmp_path: Path) -> None:
+    score = Sensitive("lm_head", "decoder.0.wo")
+    with pytest.raises(GateError, match=r"The closest, int8\+1, lost bleu 2\.00"):
+        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss={"bleu": 0.5}, groups=["decoder.0.wo"])
+    assert issubclass(GateError, T5AccelError)
+
+
+def test_a_bad_recipe_does_not_pass_by_real_scores(fp32, examples, temporary: Path, tmp_path: Path) -> None:
+    """Four bits for a model of 32 dimensions, at 98 of 100 tokens; eight bits pass at 90, and near enough."""
+    score = agreement(fp32(), examples, threads=1)
+    with pytest.raises(GateError, match="Recipe int4 does not pass .* lost agreement"):
+        quantize(fp32(), tmp_path / "int4", "int4", score=score, max_loss={"agreement": 2})
+    assert not list(tmp_path.iterdir())
+    report = quantize(fp32(), tmp_path / "int8", "int8", score=score, max_loss={"agreement": 10, "closeness": 0.05})
+    assert report.baseline == {"agreement": 100, "closeness": pytest.approx(0, abs=1e-9)}
+    assert 0 < report.chosen.losses["closeness"] < 0.05
+
+
+def test_an_export_that_was_there_survives_what_does_not_pass(fp32, temporary: Path, tmp_path: Path) -> None:
+    manifest = quantize_export(fp32(), tmp_path / "out", "int8")
+    with pytest.raises(GateError):
+        quantize(fp32(), tmp_path / "out", "int4", score=Sensitive("lm_head"), max_loss={"bleu": 1}, overwrite=True)
+    assert read_manifest(tmp_path / "out") == manifest
+    with pytest.raises(ExportError, match="overwrite=True"):
+        quantize(fp32(), tmp_path / "out", "int4", score=Sensitive(), max_loss={"bleu": 1})
+    report = quantize(fp32(), tmp_path / "out", "int4", score=Sensitive(), max_loss={"bleu": 1}, overwrite=True)
+    again = quantize(fp32(), tmp_path / "out", "int4", score=Sensitive(), max_loss={"bleu": 1})
+    assert report.manifest == again.manifest == read_manifest(tmp_path / "out")
+
+
+@pytest.mark.parametrize("max_loss", [None, {}, [], 0.5, "bleu", {"bleu": None}, {"bleu": "1"}, {"bleu": float("nan")},
+                                      {"bleu": float("inf")}], ids=str)  # fmt: skip
+def test_no_limits(fp32, tmp_path: Path, max_loss: Any) -> None:
+    score = Sensitive()
+    with pytest.raises(InputError, match="max_loss is .*give the names of scores"):
+        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss=max_loss)
+    assert not score.asked and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scores", [None, {}, 5, "bleu", {"rougeL": 1.0}, [("bleu", 1.0)]], ids=str)
+def test_no_scores(fp32, temporary: Path, tmp_path: Path, scores: Any) -> None:
+    with pytest.raises(InputError, match="score returned .*; max_loss names bleu"):
+        quantize(fp32(), tmp_path / "new", "int8", score=lambda _: scores, max_loss={"bleu": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_score_that_is_no_number_does_not_pass(fp32, temporary: Path, tmp_path: Path) -> None:
+    scores = iter([{"bleu": 30.0}, {"bleu": float("nan")}])
+    with pytest.raises(GateError, match="lost bleu nan"):
+        quantize(fp32(), tmp_path / "new", "int8", score=lambda _: next(scores), max_loss={"bleu": 100})
+
+
+def test_a_score_that_fails_leaves_nothing(fp32, temporary: Path, tmp_path: Path) -> None:
+    def score(folder: Path) -> dict[str, float]:
+        if folder != fp32():
+            raise ZeroDivisionError
+        return {"bleu": 1.0}
+
+    with pytest.raises(ZeroDivisionError):
+        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss={"bleu": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_groups_that_are_none(fp32, temporary: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'lm head' is no group"):
+        quantize(fp32(), tmp_path / "new", "int8", score=Sensitive("lm_head"), max_loss={"bleu": 1}, groups=["lm head"])
+    assert not list(tmp_path.iterdir())
+
+
+# In the cache, and in one line
+
+
+def test_kept_and_found_again(cache_of_its_own, tiny_t5, padded_batch) -> None:
+    model = tiny_t5(seed=21)
+    folders = {name: cached_export(model, precision=name) for name in ("fp32", "int8", "int4", "fp16")}
+    written = {name: (folder / DECODER).stat().st_mtime_ns for name, folder in folders.items()}
+    assert len(set(folders.values())) == 4 and len({folder.parent for folder in folders.values()}) == 1
+    for name, folder in folders.items():
+        assert f"-{name}-" in folder.name and recipe_of(read_manifest(folder).recipe) == RECIPES[name]
+        assert cached_export(copy.deepcopy(model), precision=RECIPES[name]) == folder
+        assert (folder / DECODER).stat().st_mtime_ns == written[name]
+    assert set(folders.values()) <= {entry.folder for entry in list_exports()}
+    own = Recipe("int8", decoder=Scheme(block_size=16))
+    assert cached_export(model, precision=own) not in folders.values(), "of the same name, and another recipe"
+    assert cached_export(tiny_t5(seed=22), precision="int8") != folders["int8"]
+    whole = (folders["int8"] / WEIGHTS).read_bytes()
+    (folders["int8"] / WEIGHTS).write_bytes(whole[:-1])
+    assert cached_export(model, precision="int8") == folders["int8"]
+    assert (folders["int8"] / WEIGHTS).read_bytes() == whole
+    for name in ("bf16", Recipe("nothing")):
+        with pytest.raises(InputError):
+            cached_export(model, precision=name)
+    with pytest.raises(InputError, match="precision is 'int2'"):
+        cached_export(model, precision="int2")
+
+
+def test_a_folder_is_not_loaded_again(cache_of_its_own, tiny_t5, tmp_path: Path, monkeypatch) -> None:
+    tiny_t5(seed=23).save_pretrained(tmp_path / "model")
+    first = cached_export(tmp_path / "model", precision="int8")
+    assert first.name.startswith("model-int8-")
+    module = sys.modules["t5accel.graphs.export_cache"]
+    for name in ("load_t5", "export_t5", "convert_export"):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("done again"))
+    assert cached_export(str(tmp_path / "model"), precision="int8") == first
+
+
+MODULE = sys.modules["t5accel.accelerate"]
+
+
+def said(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [warning for warning in caught if "quality" in str(warning.message)]
+
+
+@pytest.fixture
+def unsaid() -> Iterator[None]:
+    """As in a process in which nothing was said yet."""
+    MODULE._say_ungated.cache_clear()
+    yield
+    MODULE._say_ungated.cache_clear()
+
+
+@pytest.mark.parametrize("runner", [accelerate, MODULE], ids=["the function", "the module"])
+def test_that_quality_was_not_measured_is_said_once(cache_of_its_own, unsaid, tiny_t5, runner: Any) -> None:
+    assert not said(lambda: runner(tiny_t5(), progress=False))
+    (warning,) = said(lambda: runner(tiny_t5(), precision="int8", progress=False))
+    assert "t5accel.graphs.quantize" in str(warning.message) and "gated: false" in str(warning.message)
+    assert Path(warning.filename) == Path(__file__), "where it was called"
+    assert not said(lambda: [runner(tiny_t5(), precision=name, progress=False) for name in ("int8", "int4", "fp16")])
+
+
+@pytest.fixture
+def spoken() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize(("precision", "tuned_for", "name"), [
+    ("int8", "latency", "int8"), ("int8", "throughput", "int8-dynamic"), ("int4", "latency", "int4"),
+    ("int4", "throughput", "int4"), ("fp16", "throughput", "fp16"), ("fp32", "throughput", "fp32"),
+    (RECIPES["int8"].without(["lm_head"]), "throughput", "int8+1"),
+])  # fmt: skip
+def test_precision_in_one_line(
+    cache_of_its_own, spoken, tiny_t5, padded_batch, precision: Any, tuned_for: str, name: str
+) -> None:
+    model = tiny_t5(seed=24)
+    accelerated = accelerate(model, precision=precision, tuned_for=tuned_for, threads=1, progress=False)
+    assert accelerated.backend.manifest.recipe["name"] == name
+    assert accelerated.backend.manifest.recipe.get("gated", False) is False
+    ids, mask = padded_batch
+    folder = cached_export(model, precision=tuned(precision if isinstance(precision, Recipe) else RECIPES[precision],
+                                                  tuned_for))  # fmt: skip
+    assert accelerated.backend.folder == folder
+    expected = greedy(OrtNumpy(folder, settings=ONE_THREAD), ids, mask, min_new_tokens=8, max_new_tokens=8).sequences
+    tokens = accelerated.generate(
+        torch.as_tensor(ids), attention_mask=torch.as_tensor(mask), min_new_tokens=8, max_new_tokens=8)  # fmt: skip
+    np.testing.assert_array_equal(tokens[:, 1:].numpy(), expected)
+
+
+def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, unsaid) -> None:
+    folder = quantized(RECIPES["int8"])
+    assert not said(lambda: accelerate(folder, progress=False)), "who made it knows"
+    for precision in ("fp32", "int8", RECIPES["int8"]):
+        assert accelerate(folder, precision=precision, progress=False).backend.folder == folder
+    for given, precision in ((folder, "int4"), (folder, "fp16"), (fp32(), "int8")):
+        with pytest.raises(InputError, match=r"is an export in .*, and precision is .*give the model or its name"):
+            accelerate(given, precision=precision)
+
+
+def test_wrong_precisions(tiny_t5) -> None:
+    for junk in ("int2", None, 8, "INT8", ["int8"]):
+        with pytest.raises(InputError, match="precision is"):
+            accelerate(tiny_t5(), precision=junk, progress=False)
+    for junk in ("speed", None, "", 1, ["latency"]):
+        with pytest.raises(InputError, match="tuned_for is .*give one of latency, throughput"):
+            accelerate(tiny_t5(), tuned_for=junk, progress=False)
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_bf16_runs_in_torch(same_threads, unsaid, tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    accelerated = accelerate(model, precision="bf16", threads=1, progress=False)
+    backend = accelerated.backend
+    assert isinstance(backend, TorchEager) and {p.dtype for p in backend.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "the model itself stays as it was"
+    new, whole = histories(6, 1, 9), TorchEager(model)
+    logits, expected = (one.step(one.start(one.encode(*padded_batch)), new) for one in (backend, whole))
+    assert 1e-4 < lost(logits, expected)[0] < 0.05
+    tokens = accelerated.generate(torch.as_tensor(padded_batch[0]), attention_mask=torch.as_tensor(padded_batch[1]),
+                                  min_new_tokens=6, max_new_tokens=6)  # fmt: skip
+    assert tokens.shape == (6, 7) and accelerated.tokenizer is None
+    named = accelerate("mini", precision="bf16", threads=1)
+    batch = named.tokenizer(["translate English to French: I am tired."], return_tensors="pt")
+    assert named.tokenizer.batch_decode(named.generate(**batch, max_new_tokens=20), skip_special_tokens=True) == [
+        "Je suis fatigué."]  # fmt: skip
+
+
+def test_what_torch_does_not_do_is_refused(same_threads, tiny_t5, fp32) -> None:
+    with pytest.raises(InputError, match="max_source_tokens"):
+        accelerate(tiny_t5(), precision="bf16", max_source_tokens=4, progress=False)
+    with pytest.raises(T5AccelError, match="export|weights|loaded"):
+        accelerate(fp32(), precision="bf16", progress=False)
+    if not torch.cuda.is_available():
+        with pytest.raises(MissingPackageError, match="CUDA"):
+            accelerate(tiny_t5(), precision="bf16", device="cuda", progress=False)
+
+
+# How many bytes
+
+
+def test_bytes_at_the_size_of_t5_small(tmp_path: Path) -> None:
+    """The decoder with its weights inside, as an export has it by default."""
+    before = export_t5("random:t5-small", tmp_path / "fp32").files
+    assert WEIGHTS not in before and before[DECODER]["size_bytes"] > 150e6
+    for name, most in (("int8", 0.28), ("int4", 0.22)):
+        after = quantize_export(tmp_path / "fp32", tmp_path / name, name).files
+        ratio = after[DECODER]["size_bytes"] / before[DECODER]["size_bytes"]
+        bits, block = RECIPES[name].decoder.bits, RECIPES[name].decoder.block_size
+        assert (bits + 32 / block) / 32 < ratio <= most, "of integers and scales, and a little more"
+    ids, new = np.random.default_rng(0).integers(3, 32000, (2, 12)), histories(2, 1, 12)
+    batch = ids, np.ones_like(ids)
+    expected, int8, int4 = (forced(tmp_path / name, batch, new) for name in ("fp32", "int8", "int4"))
+    assert lost(int8, expected)[0] < 0.2 and lost(int8, expected)[1] < 0.3
+    assert 2 * lost(int8, expected)[0] < lost(int4, expected)[0] < 0.8

@@ -1,0 +1,274 @@
+"""Recipes: what may stand in one, how it is written down and read again, and which weight belongs to which group."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_export import MODELS
+
+from t5accel.checkpoints import T5Dims
+from t5accel.errors import InputError
+from t5accel.graphs.export import t5_weights
+from t5accel.graphs.recipes import FLOATS, METHODS, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_of
+from t5accel.graphs.surgery import products
+from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
+
+INT8, INT4, DYNAMIC = Scheme(), Scheme(bits=4, block_size=32), Scheme("dynamic")
+
+
+# Schemes
+
+
+def test_every_scheme_that_there_is() -> None:
+    sizes, levels, yes_no = (16, 32, 64, 128, 256), range(5), (False, True)
+    found = {Scheme(*values) for values in product(METHODS, (8,), sizes, levels, yes_no, yes_no)}
+    found |= {Scheme("weight-only", *values) for values in product((4,), sizes, levels, yes_no, yes_no)}
+    assert len(found) == 4 * 5 * 5 * 2 * 2
+
+
+WRONG_SCHEMES: list[tuple[str, Any]] = [
+    *(("method", value) for value in ("int8", "", None, 8, ["dynamic"], "Dynamic")),
+    *(("bits", value) for value in (0, 2, 3, 16, -8, 8.0, "8", None, True)),
+    *(("block_size", value) for value in (0, 8, 48, 512, -32, 32.0, "32", None, True)),
+    *(("accuracy_level", value) for value in (-1, 5, 4.0, None, True)),
+    *((name, value) for name in ("per_channel", "reduce_range") for value in (1, 0, None, "yes")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_SCHEMES, ids=str)
+def test_what_is_no_scheme(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{name} is {re.escape(repr(value))}"):
+        Scheme(**{name: value})
+
+
+@pytest.mark.parametrize("method", ["dynamic", "static"])
+def test_four_bits_are_for_weights_alone(method: str) -> None:
+    with pytest.raises(InputError, match=rf"bits is 4; {method} takes one of \(8,\)"):
+        Scheme(method, bits=4)
+    assert Scheme("weight-only", bits=4).bits == 4
+
+
+def test_numbers_of_numpy_are_written_down_all_the_same() -> None:
+    """As a loop over ``np.array([16, 32])`` gives them."""
+    recipe = Recipe("numpy", decoder=Scheme(block_size=np.int64(32), bits=np.int32(4)))
+    assert recipe.hash == Recipe("numpy", decoder=INT4).hash and recipe_of(recipe.to_json()) == recipe
+
+
+# Recipes
+
+WRONG_RECIPES: list[tuple[str, Any]] = [
+    *(("name", value) for value in (None, "", "two words", "a/b", "..\\up", "x" * 61, 5, b"int8", "int8\n")),
+    *(("floats", value) for value in ("fp16", "", None, 16, ["float16"], np.float16)),
+    *((name, value) for name in ("encoder", "decoder", "head") for value in ("int8", 8, {"bits": 8}, RECIPES["int8"])),
+    *(("embedding", value) for value in ("int8", DYNAMIC, Scheme("static"))),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_RECIPES, ids=str)
+def test_what_is_no_recipe(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{name} is "):
+        Recipe(**{"name": "x", name: value})
+
+
+NO_GROUPS = ["decoder.0.q", "decoder.wo", "decoder.x.wo", "encoder.-1.wo", "Decoder.0.wo", "decoder.0.wo ", "shared",
+             "", "decoder.0.wo.1", "lm_head.weight", 5, None, ("lm_head",)]  # fmt: skip
+
+
+@pytest.mark.parametrize("group", NO_GROUPS, ids=str)
+def test_what_is_no_group(group: Any) -> None:
+    for groups in (dict(kept=(group,)), dict(overrides=((group, None),)), dict(kept=("lm_head", group))):
+        with pytest.raises(InputError, match="is no group of weights; one is decoder.0.wo, lm_head or embedding"):
+            Recipe("x", **groups)
+    with pytest.raises(InputError, match="is no group"):
+        RECIPES["int8"].without([group])
+
+
+ODD_OVERRIDES: list[Any] = [None, 5, "lm_head", ("lm_head",), (("lm_head", INT8, 1),), (("lm_head", "int8"),),
+                            (("lm_head", 8),), (([], INT8),), [("lm_head", INT8)], {"lm_head": INT8}]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", ODD_OVERRIDES, ids=lambda overrides: str(overrides)[:30])
+def test_odd_overrides(overrides: Any) -> None:
+    with pytest.raises(InputError, match="overrides|is no group"):
+        Recipe("x", overrides=overrides)
+
+
+@pytest.mark.parametrize("kept", [None, 5, "lm_head", 1.0, ["lm_head"]])
+def test_odd_lists_of_what_is_kept(kept: Any) -> None:
+    with pytest.raises(InputError, match="kept|is no group"):
+        Recipe("x", kept=kept)
+
+
+@pytest.mark.parametrize("scheme", [DYNAMIC, Scheme("static")])
+def test_rows_that_are_looked_up_are_not_multiplied_by_an_override_either(scheme: Scheme) -> None:
+    with pytest.raises(InputError, match="embedding is .*take a weight-only Scheme"):
+        Recipe("x", overrides=(("embedding", scheme),))
+    assert Recipe("x", overrides=(("embedding", INT4),)).scheme("embedding", "decoder") == INT4
+
+
+def test_which_scheme_a_group_has() -> None:
+    recipe = Recipe(
+        "x", encoder=DYNAMIC, decoder=INT8, head=INT4, overrides=(("decoder.1.wo", None), ("lm_head", INT8))
+    )
+    assert recipe.scheme("encoder.0.wo", "encoder") == DYNAMIC and recipe.scheme("decoder.0.wo", "decoder") == INT8
+    assert recipe.scheme("decoder.0.attention", "encoder") == DYNAMIC, "keys and values of the source"
+    assert recipe.scheme("decoder.1.wo", "decoder") is None and recipe.scheme("embedding", "encoder") is None
+    assert recipe.scheme("lm_head", "decoder") == INT8
+    assert replace(recipe, overrides=()).scheme("lm_head", "decoder") == INT4
+
+
+def test_whether_there_are_integers() -> None:
+    assert [name for name, recipe in RECIPES.items() if recipe.integers] == ["int8", "int8-dynamic", "int4"]
+    for name in ("encoder", "decoder", "head", "embedding"):
+        assert Recipe("x", **{name: INT8}).integers
+    assert Recipe("x", overrides=(("lm_head", INT8),)).integers
+    assert not Recipe("x", overrides=(("lm_head", None),), kept=("lm_head",)).integers
+
+
+def test_groups_are_taken_out() -> None:
+    before = RECIPES["int8"]
+    after = before.without(["decoder.0.wo", "lm_head"])
+    assert after.name == "int8+2" and before.overrides == ()
+    for group in ("decoder.0.wo", "lm_head"):
+        assert after.scheme(group, "decoder") is None and before.scheme(group, "decoder") == INT8
+    assert after.scheme("decoder.1.wo", "decoder") == after.scheme("embedding", "decoder") == INT8
+    assert before.without(("lm_head", "decoder.0.wo")).hash == after.hash != before.hash, "in whatever order"
+    once_more = after.without(["encoder.1.attention"])
+    assert dict(once_more.overrides).keys() == {"decoder.0.wo", "lm_head", "encoder.1.attention"}
+    others = Recipe("x", overrides=(("lm_head", INT4),), decoder=INT8).without(["lm_head"])
+    assert others.overrides == (("lm_head", None),), "instead of what was said of it"
+
+
+def test_the_recipes_in_plain_words() -> None:
+    assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
+    assert {name: recipe.floats for name, recipe in RECIPES.items() if recipe.floats != "float32"} == {
+        "fp16": "float16", "bf16": "bfloat16"}  # fmt: skip
+    assert RECIPES["fp32"] == Recipe("fp32")
+    int8, dynamic, int4 = (RECIPES[name] for name in ("int8", "int8-dynamic", "int4"))
+    assert (int8.encoder, int8.decoder, int8.head, int8.embedding) == (DYNAMIC, INT8, INT8, INT8)
+    assert (dynamic.encoder, dynamic.decoder, dynamic.head, dynamic.embedding) == (DYNAMIC, DYNAMIC, DYNAMIC, INT8)
+    assert (int4.encoder, int4.decoder, int4.head, int4.embedding) == (DYNAMIC, INT4, INT4, INT4)
+
+
+def test_recipes_by_name() -> None:
+    for name, recipe in RECIPES.items():
+        assert as_recipe(name) is as_recipe(recipe) is recipe
+    for junk in ("int2", "", "INT8", None, 8, INT8, ["int8"], b"int8", {"name": "int8"}):
+        with pytest.raises(InputError, match="precision is .*give a Recipe or one of fp32, fp16, bf16, int8"):
+            as_recipe(junk)
+
+
+# How it is written down
+
+schemes = st.builds(Scheme, st.just("weight-only"), st.sampled_from([4, 8]), st.sampled_from([16, 32, 64]),
+                    st.integers(0, 4), st.booleans(), st.booleans())  # fmt: skip
+any_scheme = schemes | st.builds(Scheme, st.sampled_from(["dynamic", "static"]), reduce_range=st.booleans())
+groups = st.sampled_from(["lm_head", "encoder.0.wo", "encoder.11.attention", "decoder.1.feed_forward", "decoder.2.wo"])
+overrides = st.dictionaries(groups, st.none() | any_scheme, max_size=3).map(lambda found: tuple(found.items()))
+recipes = st.builds(
+    Recipe, st.from_regex(r"[\w.+-]{1,60}", fullmatch=True), st.sampled_from(FLOATS), st.none() | any_scheme,
+    st.none() | any_scheme, st.none() | any_scheme, st.none() | schemes, overrides,
+    st.lists(groups, max_size=2, unique=True).map(tuple),
+)  # fmt: skip
+
+
+@given(recipe=recipes)
+def test_what_is_written_is_read_again(recipe: Recipe) -> None:
+    content = recipe.to_json()
+    on_disk = json.loads(json.dumps(content))
+    assert on_disk == content, "plain values, which compare as those of a file"
+    again = recipe_of(on_disk)
+    assert again == recipe and again.hash == recipe.hash == content["hash"] and hash(again) == hash(recipe)
+    assert re.fullmatch("[0-9a-f]{16}", recipe.hash)
+
+
+@given(one=recipes, other=recipes)
+def test_equal_hashes_are_equal_recipes(one: Recipe, other: Recipe) -> None:
+    assert (one.hash == other.hash) == (one == other)
+
+
+def test_every_difference_is_in_the_hash() -> None:
+    one = Recipe("x", encoder=INT8, decoder=INT8, head=INT8, embedding=INT8)
+    differences: list[dict[str, Any]] = [dict(name="y"), dict(floats="float16"), dict(overrides=(("lm_head", None),)),
+                                         dict(overrides=(("lm_head", INT4),)), dict(kept=("lm_head",))]  # fmt: skip
+    others = dict(bits=4, block_size=32, accuracy_level=1, per_channel=False, reduce_range=True)
+    changed = [replace(INT8, **{name: value}) for name, value in others.items()]
+    for name in ("encoder", "decoder", "head", "embedding"):
+        differences += [{name: scheme} for scheme in (None, *changed)]
+    for name in ("encoder", "decoder", "head"):
+        differences += [{name: DYNAMIC}, {name: Scheme("static")}]
+    hashes = {replace(one, **difference).hash for difference in differences} | {one.hash}
+    assert len(hashes) == len(differences) + 1
+
+
+def test_what_a_later_release_adds_is_left_aside() -> None:
+    recipe = RECIPES["int4"].without(["lm_head"])
+    content = {**recipe.to_json(), "gated": False, "in_fp32": ["x"], "of_tomorrow": {"a": 1}}
+    assert recipe_of(content) == recipe
+    assert recipe_of({"name": "fp32"}) == RECIPES["fp32"], "as the manifests of exports in fp32 have it"
+
+
+# Groups
+
+
+def expected_group(name: str) -> str | None:
+    """By transformers' name of a weight, said in another way."""
+    if name in ("shared.weight", "lm_head.weight"):
+        return "lm_head"
+    stack, _, layer, *rest = name.split(".")
+    if "relative_attention_bias" in rest or "Attention" not in name and "Dense" not in name:
+        return None
+    return f"{stack}.{layer}.{'attention' if 'Dense' not in name else 'wo' if 'wo' in rest else 'feed_forward'}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_of_a_model_belongs_to_its_group(tiny_t5, name: str) -> None:
+    kind, sizes = MODELS[name]
+    model = tiny_t5(kind, **sizes)
+    found = {weight: group_of(weight) for weight, _ in model.named_parameters()}
+    assert found == {weight: expected_group(weight) for weight in found}
+    assert {group_of(f"{weight}.T") for weight in found} == set(found.values()), "as products have it"
+    norms = {weight for weight, group in found.items() if group is None}
+    assert norms and all("norm" in weight or "relative" in weight for weight in norms)
+    assert all(Recipe("x", kept=(group,)) for group in found.values() if group)
+
+
+def three(stack: str, layer: int) -> list[str]:
+    return [f"{stack}.{layer}.{kind}" for kind in ("attention", "feed_forward", "wo")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_of_the_graphs_belongs_to_a_group(tiny_t5, name: str) -> None:
+    kind, sizes = MODELS[name]
+    model = tiny_t5(kind, **sizes)
+    weights, dims = t5_weights(model), T5Dims.of(model)
+    counted = {
+        stack: Counter(group_of(product.weight) for product in products(graph))
+        for stack, graph in (("encoder", encoder_graph(weights)), ("decoder", decoder_graph(weights)))
+    }
+    expected = {"encoder": Counter(), "decoder": Counter({"lm_head": 1})}
+    for layer in range(dims.encoder_layers):
+        expected["encoder"] |= dict(zip(three("encoder", layer), (4, 1 + dims.gated, 1), strict=True))
+    for layer in range(dims.decoder_layers):
+        expected["encoder"][f"decoder.{layer}.attention"] = 2  # keys and values of the source
+        expected["decoder"] |= dict(zip(three("decoder", layer), (6, 1 + dims.gated, 1), strict=True))
+    assert counted == expected
+
+
+NOBODYS = ["", "lm_head", "encoder.block.0", "encoder.final_layer_norm.weight", "encoder.embed_tokens.weight",
+           "constant_3", "decoder.block.0.layer.2.layer_norm.weight",
+           "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight.by_distance"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOBODYS)
+def test_what_belongs_to_none(name: str) -> None:
+    assert group_of(name) is None

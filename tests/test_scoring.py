@@ -1,0 +1,153 @@
+"""Scores for gates and sweeps: they are what plain numpy and the evaluation sets say, and they move."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_export import export_t5, histories
+from test_export import teacher_forced as torch_logits
+
+from t5accel import quality
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.text import text_to_text
+from t5accel.errors import ExportError, InputError, ModelUnavailableError
+from t5accel.graphs.probe import Example
+from t5accel.graphs.quantize import quantize_export
+from t5accel.scoring import agreement, text_quality
+
+
+@pytest.fixture(scope="module")
+def examples(padded_batch) -> list[Example]:
+    """Two, of different sizes."""
+    ids, mask = padded_batch
+    new = histories(6, 1, 9)[:, 0]
+    return [Example(ids, mask, new), Example(ids[:2, :4], mask[:2, :4], new[2:4])]
+
+
+def changed(model: Any, change: Callable[[Any], Any]) -> Any:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        change(other)
+    return other
+
+
+def by_numpy(one: Any, other: Any, examples: list[Example]) -> dict[str, float]:
+    """The same from transformers' logits, in plain words."""
+    equal, divergences = [], []
+    for ids, mask, given in examples:
+        p, q = (torch_logits(model, ids, mask, given[:, None])[:, 0].astype(np.float64) for model in (one, other))
+        equal += (p.argmax(-1) == q.argmax(-1)).ravel().tolist()
+        p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (p, q))
+        divergences += (p * np.log(p / q)).sum(-1).ravel().tolist()
+    return {"agreement": 100 * np.mean(equal), "closeness": -np.mean(divergences)}
+
+
+# Agreement
+
+
+def test_a_model_agrees_with_itself(exported, examples) -> None:
+    for kind in ("deeper-decoder", "umt5"):
+        scores = agreement(exported(kind), examples, threads=1)(exported(kind))
+        assert scores == {"agreement": 100.0, "closeness": pytest.approx(0, abs=1e-12)}
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "mt5"])
+def test_agreement_as_numpy_has_it(tiny_t5, exported, examples, tmp_path: Path, kind: str) -> None:
+    def blur(model: Any) -> None:
+        wo = model.decoder.block[-1].layer[-1].DenseReluDense.wo.weight
+        wo += 0.05 * torch.randn(wo.shape, generator=torch.Generator().manual_seed(0))
+
+    other = changed(tiny_t5(kind), blur)
+    export_t5(other, tmp_path / "other")
+    expected = by_numpy(tiny_t5(kind), other, examples)
+    assert 20 < expected["agreement"] < 100 and expected["closeness"] < -1e-4
+    actual = agreement(exported(kind), examples, threads=1)(tmp_path / "other")
+    assert actual["agreement"] == pytest.approx(expected["agreement"], abs=0.1)
+    assert actual["closeness"] == pytest.approx(expected["closeness"], rel=1e-2)
+
+
+def test_closeness_moves_before_a_token_does(tiny_t5, exported, examples, tmp_path: Path) -> None:
+    scores = []
+    for number, size in enumerate((1e-4, 1e-3, 1e-1)):
+
+        def warm(model: Any, size: float = size) -> None:
+            model.decoder.final_layer_norm.weight *= 1 - size
+
+        export_t5(changed(tiny_t5(), warm), tmp_path / str(number))
+        scores.append(agreement(exported(), examples, threads=1)(tmp_path / str(number)))
+    assert [score["agreement"] for score in scores] == [100, 100, 100], "the order of the tokens is the same"
+    assert 0 > scores[0]["closeness"] > scores[1]["closeness"] > scores[2]["closeness"]
+
+
+def test_agreement_of_other_precisions(exported, examples, tmp_path: Path) -> None:
+    scores = agreement(exported(), examples, threads=1)
+    found = []
+    for name in ("int8", "int4"):
+        quantize_export(exported(), tmp_path / name, name)
+        found.append(scores(tmp_path / name))
+    assert found[0]["agreement"] > found[1]["agreement"] and 0 > found[0]["closeness"] > 5 * found[1]["closeness"]
+    assert scores(str(tmp_path / "int8")) == found[0], "asked again, the same"
+
+
+def test_numbers_that_are_none_do_not_agree(tiny_t5, exported, examples, tmp_path: Path) -> None:
+    def spoil(model: Any) -> None:
+        model.decoder.final_layer_norm.weight[0] = torch.nan
+
+    export_t5(changed(tiny_t5(), spoil), tmp_path / "nan")
+    assert np.isnan(agreement(exported(), examples, threads=1)(tmp_path / "nan")["closeness"])
+
+
+def test_agreement_needs_something_to_look_at(exported, padded_batch, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no examples: give at least one"):
+        agreement(exported(), [])
+    with pytest.raises(ExportError, match="holds no manifest"):
+        agreement(tmp_path, [Example(*padded_batch, histories(6, 1, 3)[:, 0])])
+    for wrong in (histories(5, 1, 3)[:, 0], histories(6, 1, 3), np.full((6, 2), 300), np.full((6, 2), 0.5)):
+        with pytest.raises(InputError):
+            agreement(exported(), [Example(*padded_batch, wrong)])
+
+
+# Texts
+
+
+def test_text_quality_is_that_of_the_evaluation_sets(mini, exported_mini) -> None:
+    model, tokenizer = mini
+    backend = TorchEager(model)
+    texts = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences)
+    expected = quality.evaluate(texts, limit=2)
+    scores = text_quality(limit=2, threads=1)(exported_mini)
+    assert scores == {"bleu": pytest.approx(expected.translation.bleu), "rougeL": pytest.approx(
+        expected.summaries.all.rougeL), "exact_match": pytest.approx(expected.questions.all.exact_match)}  # fmt: skip
+    assert scores["bleu"] > 5 and scores["rougeL"] > 20
+
+
+@pytest.mark.parametrize(("names", "keys"), [(["questions"], {"exact_match"}), (["translation"], {"bleu"}),
+                                             (["summaries"], {"rougeL"})], ids=str)  # fmt: skip
+def test_the_sets_that_are_asked_for(exported_mini, names: list[str], keys: set[str]) -> None:
+    assert text_quality(names=names, limit=1, threads=1, batch_size=2)(str(exported_mini)).keys() == keys
+
+
+def test_a_model_that_says_something_else_has_less(mini, exported_mini, tmp_path: Path) -> None:
+    def spoil(model: Any) -> None:
+        for block in model.decoder.block:
+            block.layer[1].EncDecAttention.v.weight.zero_()  # it does not see the source
+
+    export_t5(changed(mini[0], spoil), tmp_path / "deaf", tokenizer=mini[1])
+    score = text_quality(names=["translation"], limit=4, threads=1)
+    assert score(exported_mini)["bleu"] > 2 * score(tmp_path / "deaf")["bleu"]
+
+
+def test_texts_need_a_tokenizer_and_a_set(exported, exported_mini) -> None:
+    with pytest.raises(ModelUnavailableError, match="tokenizer.json"):
+        text_quality(limit=1)(exported())
+    for options, message in ((dict(names=["chess"]), "chess"), (dict(limit=0), "limit"), (dict(names=[]), "names"),
+                             (dict(batch_size=0), "batch_size"), (dict(threads=0), "threads")):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            text_quality(**options)(exported_mini)

@@ -1,0 +1,293 @@
+"""Changing finished graphs: products are found, nodes replaced, unread ones dropped, and a broken graph refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t5accel.errors import ExportError
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.surgery import Product, check, products, prune, rebuild, sort
+
+WEIGHT = np.array([[1, 2], [3, 4], [5, 7]], dtype=np.float32)  # (K, N) = (3, 2)
+X = np.array([[1, -2, 0.5], [0, 3, 4]], dtype=np.float32)
+
+
+def run(graph: GraphBuilder, **feeds: np.ndarray) -> list[np.ndarray]:
+    """All outputs, by ONNX Runtime."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(
+        graph.proto().SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, feeds)
+
+
+def operators(graph: GraphBuilder) -> list[str]:
+    return [node.op_type for node in graph.nodes]
+
+
+def two_nodes(transposed: bool = False) -> GraphBuilder:
+    """``z`` is minus ``x`` (N, 3) times a weight."""
+    graph = GraphBuilder("two")
+    x = graph.input("x", "float32", ["N", 3])
+    stored = np.ascontiguousarray(WEIGHT.T) if transposed else WEIGHT
+    weight = graph.weight("w", stored)
+    y = graph.op("MatMul", x, graph.op("Transpose", weight, perm=[1, 0]) if transposed else weight, output="y")
+    graph.output(graph.op("Neg", y, output="z"), "float32", ["N", 2])
+    return graph
+
+
+def branches() -> GraphBuilder:
+    """``z`` (3,) is ``a + w`` if ``yes``, else ``-b``; ``a`` is twice ``x``, ``b`` its square, ``c`` for nobody."""
+    graph = GraphBuilder("branches")
+    x, yes = graph.input("x", "float32", [3]), graph.input("yes", "bool", [])
+    graph.op("Add", x, x, output="a")
+    graph.op("Mul", x, x, output="b")
+    graph.op("Abs", "b", output="c")
+    then, otherwise = graph.branch("then"), graph.branch("otherwise")
+    then.output(then.op("Add", "a", then.weight("w", WEIGHT[:, 0]), output="z_then"), "float32", [3])
+    otherwise.output(otherwise.op("Neg", "b", output="z_otherwise"), "float32", [3])
+    graph.choose(yes, then, otherwise, ["z"])
+    graph.output("z", "float32", [3])
+    graph.weight("nobody's", WEIGHT)
+    return graph
+
+
+# Products
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_is_found(transposed: bool) -> None:
+    graph = two_nodes(transposed)
+    (found,) = products(graph)
+    assert found == Product(graph.nodes[-2], "w", transposed)
+    np.testing.assert_array_equal(run(graph, x=X)[0], -X @ WEIGHT)
+
+
+def test_what_is_no_product_with_a_weight() -> None:
+    graph = GraphBuilder("none")
+    x = graph.input("x", "float32", [3, 3])
+    graph.op("MatMul", x, x)
+    graph.op("MatMul", graph.weight("left", WEIGHT.T), x)
+    graph.op("MatMul", x, graph.weight("vector", WEIGHT[:, 0]))
+    graph.op("MatMul", x, graph.weight("stack", np.zeros((2, 3, 4), np.float32)))
+    graph.op("MatMul", x, graph.op("Transpose", x, perm=[1, 0]))
+    graph.op("MatMul", x, graph.op("Neg", graph.weight("w", WEIGHT)))
+    graph.op("Add", x, graph.weight("same", np.eye(3, dtype=np.float32)))
+    assert products(graph) == []
+    graph.op("MatMul", x, "w")
+    graph.op("MatMul", x, graph.op("Transpose", graph.weight("flipped", WEIGHT.T), perm=[1, 0]))
+    graph.op("MatMul", x, "w")
+    assert [(product.weight, product.transposed) for product in products(graph)] == [
+        ("w", False), ("flipped", True), ("w", False)
+    ]  # fmt: skip
+
+
+# Other nodes in the place of one
+
+
+def test_nodes_are_put_in_the_place_of_one() -> None:
+    graph = two_nodes()
+    before = run(graph, x=X)
+
+    def in_two_halves(graph: GraphBuilder, node: onnx.NodeProto) -> bool:
+        if node.op_type != "MatMul":
+            return False
+        halves = [
+            graph.op("MatMul", node.input[0], graph.weight(f"half.{sign}", sign * WEIGHT / 2)) for sign in (3, -1)
+        ]
+        graph.op("Add", *halves, output=node.output[0])
+        return True
+
+    rebuild(graph, in_two_halves)
+    assert operators(graph) == ["MatMul", "MatMul", "Add", "Neg"] and graph.weights.keys() == {"half.3", "half.-1"}
+    np.testing.assert_allclose(run(graph, x=X), before)
+
+
+def test_nothing_changed_is_the_same_graph() -> None:
+    graph = branches()
+    nodes = list(graph.nodes)
+    rebuild(graph, lambda *_: False)
+    assert graph.nodes == [node for node in nodes if "c" not in node.output]
+
+
+CHANGES: dict[str, tuple[Callable[[GraphBuilder, onnx.NodeProto], Any], str]] = {
+    "nothing in its place": (lambda graph, node: None, "Neg:z reads y, which is made nowhere"),
+    "another name": (lambda graph, node: graph.op("Abs", "x", output="else"), "Neg:z reads y, which is made nowhere"),
+    "twice": (
+        lambda graph, node: [graph.op("Abs", "x", output="y"), graph.op("Neg", "x", output="y")],
+        "y is made twice, the second time by Neg:y",
+    ),
+    "what comes later": (lambda graph, node: graph.op("Abs", "z", output="y"), "Abs:y reads z, which is made after it"),
+    "itself": (lambda graph, node: graph.op("Abs", "y", output="y"), "Abs:y reads y, which is made after it"),
+    "no such operator": (lambda graph, node: graph.op("Nonsense", "x", output="y"), "two is not valid: .*Nonsense"),
+    "no such attribute": (lambda graph, node: graph.op("Abs", "x", output="y", axis=1), "two is not valid: .*axis"),
+    "too many inputs": (lambda graph, node: graph.op("Abs", "x", "x", output="y"), "two is not valid: .*Abs"),
+    "over an input": (lambda graph, node: graph.op("Abs", "x", output="x"), "x is made twice"),
+    "over a weight": (lambda graph, node: [graph.op("Abs", "x", output="w"), graph.op("Abs", "w", output="y")],
+                      "w is made twice, the second time by Abs:w"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_that_breaks_the_graph_is_refused(how: str) -> None:
+    change, message = CHANGES[how]
+
+    def replace(graph: GraphBuilder, node: onnx.NodeProto) -> bool:
+        if node.op_type == "MatMul":
+            change(graph, node)
+            return True
+        return False
+
+    graph = two_nodes()
+    if how in ("over an input", "over a weight"):
+        graph.output("y" if "weight" in how else "x", "float32", ["N", 3])  # so that it is read
+        graph.output("w", "float32", ["N", 3])
+    with pytest.raises(ExportError, match=message):
+        rebuild(graph, replace)
+
+
+# What nobody reads
+
+
+def test_what_nobody_reads_is_dropped() -> None:
+    graph = two_nodes()
+    for _ in range(3):  # a chain, of which only the end is read by nobody
+        graph.op("Abs", graph.nodes[-1].output[0])
+    graph.op("MatMul", "x", graph.weight("extra", WEIGHT))
+    graph.op("QuickGelu", "y", domain="com.microsoft")
+    before = run(two_nodes(), x=X)
+    prune(graph)
+    assert operators(graph) == ["MatMul", "Neg"] and list(graph.weights) == ["w"] and graph.opsets == {"": 20}
+    check(graph)
+    np.testing.assert_array_equal(run(graph, x=X), before)
+
+
+def test_sets_of_operators_that_are_used_stay() -> None:
+    graph = two_nodes()
+    graph.output(graph.op("QuickGelu", "z", domain="com.microsoft", output="u"), "float32", ["N", 2])
+    prune(graph)
+    assert graph.opsets == {"": 20, "com.microsoft": 1}
+    check(graph)
+    assert len(run(graph, x=X)) == 2
+
+
+def test_what_a_branch_reads_stays() -> None:
+    graph = branches()
+    prune(graph)
+    assert operators(graph) == ["Add", "Mul", "If"] and list(graph.weights) == ["w"]
+    check(graph)
+    x = X[0]
+    np.testing.assert_array_equal(run(graph, x=x, yes=np.array(True))[0], 2 * x + WEIGHT[:, 0])
+    np.testing.assert_array_equal(run(graph, x=x, yes=np.array(False))[0], -(x**2))
+
+
+def test_of_several_outputs_one_is_enough() -> None:
+    graph = GraphBuilder("split")
+    graph.op_of_many("Split", [graph.input("x", "float32", [4]), graph.constant([1, 3])], ["first", "rest"])
+    graph.op("Abs", "first")
+    graph.output(graph.op("Neg", "rest", output="z"), "float32", [3])
+    prune(graph)
+    assert operators(graph) == ["Split", "Neg"]
+    check(graph)
+
+
+# What is checked
+
+
+def test_good_graphs_pass() -> None:
+    for graph in (two_nodes(), two_nodes(transposed=True), branches()):
+        check(graph)
+        onnx.checker.check_model(graph.proto(), full_check=True)
+
+
+def test_an_optional_input_may_be_left_out() -> None:
+    graph = GraphBuilder("clip")
+    graph.output(
+        graph.op("Clip", graph.input("x", "float32", [3]), "", graph.constant(np.float32(1)), output="y"),
+        "float32",
+        [3],
+    )
+    check(graph)
+    assert run(graph, x=X[0])[0].tolist() == [1, -2, 0.5]
+
+
+@pytest.mark.parametrize("name", ["z", "y", "nothing"])
+def test_outputs_that_nothing_makes(name: str) -> None:
+    graph = two_nodes()
+    graph.nodes = [node for node in graph.nodes if name not in node.output]
+    graph.output("nothing", "float32", ["N"])
+    with pytest.raises(
+        ExportError, match="Neg:z reads y, which is made nowhere" if name == "y" else "makes its output"
+    ):
+        check(graph)
+
+
+def test_branches_are_looked_into() -> None:
+    graph = branches()
+    graph.nodes = [*graph.nodes[1:], graph.nodes[0]]
+    with pytest.raises(ExportError, match="If:z reads a, which is made after it"):
+        check(graph)
+    graph.nodes.pop()
+    with pytest.raises(ExportError, match="If:z reads a, which is made nowhere"):
+        check(graph)
+    graph = branches()
+    del graph.weights["w"]
+    with pytest.raises(ExportError, match="If:z reads w, which is made nowhere"):
+        check(graph)
+
+
+def test_weights_of_any_size_are_checked_without_being_copied() -> None:
+    """A model of more than 2 GB cannot be serialised, which is what the checker does with it."""
+    graph = GraphBuilder("large")
+    huge = np.broadcast_to(np.float32(0), (40_000, 20_000))  # 3.2 GB, if anyone looked
+    y = graph.op("MatMul", graph.input("x", "float32", ["N", 40_000]), graph.weight("w", huge))
+    graph.output(y, "float32", ["N", 20_000])
+    check(graph)
+    graph.output("nothing", "float32", ["N"])
+    with pytest.raises(ExportError, match="nothing makes its output nothing"):
+        check(graph)
+
+
+# The order
+
+
+@settings(deadline=None, max_examples=40)
+@given(order=st.permutations(range(4)))
+def test_any_order_is_put_right(order: list[int]) -> None:
+    graph, feeds = branches(), dict(x=X[0], yes=np.array(True))
+    expected, nodes = run(graph, **feeds), list(graph.nodes)
+    graph.nodes = [nodes[number] for number in order]
+    sort(graph)
+    check(graph)
+    assert sorted(map(str, graph.nodes)) == sorted(map(str, nodes))
+    np.testing.assert_array_equal(run(graph, **feeds), expected)
+
+
+def test_circles_are_named() -> None:
+    graph = GraphBuilder("circle")
+    x = graph.input("x", "float32", [3])
+    graph.op("Add", x, "c", output="a")
+    graph.op("Neg", "a", output="b")
+    graph.op("Abs", "b", output="c")
+    graph.output(graph.op("Neg", x, output="y"), "float32", [3])
+    with pytest.raises(ExportError, match="Graph circle: .* wait for each other") as caught:
+        sort(graph)
+    assert all(name in str(caught.value) for name in ("Add:a", "Neg:b", "Abs:c")) and "Neg:y" not in str(caught.value)
+    with pytest.raises(ExportError, match="Add:a reads c, which is made after it"):
+        check(graph)
+
+
+def test_a_circle_through_a_branch() -> None:
+    graph = branches()
+    graph.nodes[0].input[1] = "z"  # of a, which the If reads
+    with pytest.raises(ExportError, match="wait for each other"):
+        sort(graph)
