@@ -38,6 +38,7 @@ from t5accel.peers import (
     standings,
     table,
 )
+from t5accel.scoreboard import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "random:t5-small"
@@ -86,14 +87,6 @@ def measured_before(path: Path, conditions: dict[str, Any]) -> list[dict[str, An
     return []
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """In one piece."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
 def main() -> None:
     """Start every system, measure cell by cell, and show how we stand."""
     parser = argparse.ArgumentParser(description="Measure our engine beside its peers.")
@@ -125,7 +118,7 @@ def main() -> None:
                 workers = start_all(stack, args.build, threads)
             taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
             rows += measure_cell(cell, taking_part, rounds=args.rounds)
-            write(args.json, content(conditions, rows))
+            write_json(args.json, content(conditions, rows))
     show(rows, args.plot or args.json.with_suffix(".png"))
 
 

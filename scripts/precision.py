@@ -1,13 +1,12 @@
 """Measure every recipe of the ladder: quality on the bundled model, speed and bytes at t5-small's size, and the sweep.
 
-`data/results/precision.json` is a recorded run. A row of quality and a row of speed belong together by a recipe's hash.
+`data/results/precision.json` is where a recorded run belongs. A row of quality and a row of speed belong together by a
+recipe's hash.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -32,6 +31,7 @@ from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.probe import Example
 from t5accel.graphs.recipes import RECIPES, Recipe, Scheme
 from t5accel.graphs.sensitivity import sweep
+from t5accel.scoreboard import write_json
 from t5accel.scoring import agreement, text_quality
 from t5accel.timing import Candidate, Work, compare
 
@@ -84,9 +84,9 @@ def examples(folder: Path, rows: int = 24) -> list[Example]:
 
 
 def convert(folder: Path, out: Path, recipe: Recipe, given: list[Example]) -> dict[str, int]:
-    """Write a copy; the bytes of all files, and of each graph where its weights lie inside."""
-    manifest = convert_export(folder, out, recipe, examples=given)
-    return {name: entry["size_bytes"] for name, entry in manifest.files.items() if not name.endswith(".json")}
+    """Write a copy; the bytes of its graphs and weights, by file."""
+    convert_export(folder, out, recipe, examples=given)
+    return _files(out)
 
 
 def quality_rows() -> Iterator[dict[str, Any]]:
@@ -221,10 +221,7 @@ def main() -> None:
         "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/precision.py", "rows": rows,
     }  # fmt: skip
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.json.with_name(args.json.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, args.json)
+    write_json(args.json, content)
     print(f"{len(rows)} rows in {args.json}")
 
 

@@ -1,13 +1,11 @@
 """Fine-tune the bundled model with rounded weights, and without as a control, and score both in integers.
 
-`data/results/quantization-aware.json` is a recorded run.
+`data/results/quantization-aware.json` is where a recorded run belongs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +19,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.quantize import quantize_export
 from t5accel.graphs.recipes import as_recipe
+from t5accel.scoreboard import write_json
 from t5accel.scoring import text_quality
 from t5accel.students.mixture import Mixture, evaluation_sources
 from t5accel.students.pairs import read_pairs, split_pairs
@@ -73,10 +72,7 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/quantization_aware.py",
         "recipe": recipe.to_json(), "learning_rate": args.learning_rate, "rows": rows,
     }  # fmt: skip
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.json.with_name(args.json.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, args.json)
+    write_json(args.json, content)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def script() -> Any:
 def test_rows_of_other_conditions_are_put_aside_and_kept(script: Any, tmp_path: Path, capsys):
     path, conditions = tmp_path / "rows.json", {"commit": "abc", "rounds": 3}
     assert script.measured_before(path, conditions) == []
-    script.write(path, script.content(conditions, [row(OURS, [1], GRID[1]), row(OURS, [1], GRID[0])]))
+    script.write_json(path, script.content(conditions, [row(OURS, [1], GRID[1]), row(OURS, [1], GRID[0])]))
     there = script.measured_before(path, conditions)
     assert [cell_of(entry) for entry in there] == [GRID[0], GRID[1]]
     before = path.read_text(encoding="utf-8")
