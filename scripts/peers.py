@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,14 +23,16 @@ from tqdm import tqdm
 from t5accel import machine
 from t5accel.bench import commit
 from t5accel.checkpoints import load_t5
-from t5accel.errors import PeerError
+from t5accel.errors import InputError, PeerError
 from t5accel.heat_map import plot_standings
 from t5accel.peers import (
     GRID,
     OPTIMUM,
     OURS_GENERATE,
     QUICK,
+    REFERENCE,
     SYSTEMS,
+    Cell,
     System,
     Worker,
     cell_of,
@@ -64,13 +67,29 @@ def start(system: System, build: Path, threads: int) -> Worker:
     )  # fmt: skip
 
 
-def start_all(stack: ExitStack, build: Path, threads: int) -> dict[System, Worker]:
-    """Every system's worker; the stack closes them."""
+def start_all(stack: ExitStack, systems: Sequence[System], build: Path, threads: int) -> dict[System, Worker]:
+    """The systems' workers; the stack closes them."""
     workers = {}
-    for system in tqdm(SYSTEMS, desc="starting", unit="system"):
+    for system in tqdm(systems, desc="starting", unit="system"):
         workers[system] = start(system, build, threads)
         stack.callback(workers[system].close)
     return workers
+
+
+def chosen_cells(wanted: str | None, grid: Sequence[Cell]) -> list[Cell]:
+    """The cells of the grid, or the one that was asked for."""
+    cells = [cell for cell in grid if wanted in (None, f"{cell.batch},{cell.source_tokens},{cell.beams}")]
+    if not cells:
+        raise InputError(f"--cell is {wanted!r}; give batch, source tokens and beams of the grid, as in 32,512,4.")
+    return cells
+
+
+def chosen_systems(wanted: Sequence[str] | None) -> list[System]:
+    """All systems, or those that were asked for and the reference."""
+    unknown = {*(wanted or ())} - {system.name for system in SYSTEMS}
+    if unknown:
+        raise InputError(f"--systems has {sorted(unknown)}; there are {[system.name for system in SYSTEMS]}.")
+    return [system for system in SYSTEMS if not wanted or system.name in (REFERENCE, *wanted)]
 
 
 def measured_before(path: Path, conditions: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,28 +113,30 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="where the heat map goes; by default beside the rows")
     parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="environments and converted models")
     parser.add_argument("--quick", action="store_true", help="a corner of the grid, a few minutes")
+    parser.add_argument("--cell", help="one cell alone: its batch, source tokens and beams, as in 32,512,4")
+    parser.add_argument("--systems", nargs="*", help="some systems alone, by name; the reference is one in any case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs per cell (3)")
     parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this (60)")
     args = parser.parse_args()
+    cells, systems = chosen_cells(args.cell, QUICK if args.quick else GRID), chosen_systems(args.systems)
     threads, started = machine.cpu_threads(), time.perf_counter()
     args.build.mkdir(parents=True, exist_ok=True)
     save_model(args.build / "model")
     conditions = {"machine": machine.facts(), "commit": commit(), "threads": threads, "model": MODEL,
                   "rounds": args.rounds}  # fmt: skip
     with ExitStack() as stack:
-        workers = start_all(stack, args.build, threads)
+        workers = start_all(stack, systems, args.build, threads)
         versions = {f"{system.name}: {name}": v for system, w in workers.items() for name, v in w.versions.items()}
         conditions["versions"] = machine.versions() | versions
         rows = measured_before(args.json, conditions)
         done = {cell_of(row) for row in rows}
-        cells = [cell for cell in (QUICK if args.quick else GRID) if cell not in done]
-        for cell in tqdm(cells, desc="measuring", unit="cell"):
+        for cell in tqdm([cell for cell in cells if cell not in done], desc="measuring", unit="cell"):
             if time.perf_counter() - started > args.minutes * 60:
                 print(f"{args.minutes:g} minutes are over: the same command measures the other cells.")
                 break
             if psutil.virtual_memory().available < SHORT_OF_MEMORY * psutil.virtual_memory().total:
                 stack.close()  # processes keep what the cells before took
-                workers = start_all(stack, args.build, threads)
+                workers = start_all(stack, systems, args.build, threads)
             taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
             rows += measure_cell(cell, taking_part, rounds=args.rounds)
             write_json(args.json, content(conditions, rows))
@@ -126,8 +147,8 @@ def content(conditions: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str,
     """The file of results: rows in the order of the grid."""
     order = {cell: number for number, cell in enumerate(GRID)}
     rows = sorted(rows, key=lambda row: order[cell_of(row)])
-    return {**conditions, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/peers.py",
-            "rows": rows}  # fmt: skip
+    command = " ".join(["python scripts/peers.py", *sys.argv[1:]])
+    return {**conditions, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": command, "rows": rows}
 
 
 def show(rows: list[dict[str, Any]], picture: Path) -> None:

@@ -58,6 +58,8 @@ def _panel(axes: Axes, board: Sequence[Standing]) -> None:
         row, column = batches.index(standing.cell.batch), sources.index(standing.cell.source_tokens)
         logs[row, column] = np.log(standing.ratio) / np.log(WIDEST)
         axes.text(column, row, f"{standing.ratio:.2f}x\n{standing.peer}", ha="center", va="center", fontsize=9)
+    for row, column in np.argwhere(np.isnan(logs)):
+        axes.text(column, row, "not measured", ha="center", va="center", fontsize=9, color="0.4")
     axes.imshow(logs, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.75)
     axes.set_xticks(range(len(sources)), sources)
     axes.set_yticks(range(len(batches)), batches)
