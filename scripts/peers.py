@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -122,6 +123,7 @@ def main() -> None:
     threads, started = machine.cpu_threads(), time.perf_counter()
     args.build.mkdir(parents=True, exist_ok=True)
     save_model(args.build / "model")
+    chosen = [*(["--cell", args.cell] if args.cell else []), *(["--systems", *args.systems] if args.systems else [])]
     conditions = {"machine": machine.facts(), "commit": commit(), "threads": threads, "model": MODEL,
                   "rounds": args.rounds}  # fmt: skip
     with ExitStack() as stack:
@@ -139,15 +141,15 @@ def main() -> None:
                 workers = start_all(stack, systems, args.build, threads)
             taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
             rows += measure_cell(cell, taking_part, rounds=args.rounds)
-            write_json(args.json, content(conditions, rows))
+            write_json(args.json, content(conditions, rows, chosen))
     show(rows, args.plot or args.json.with_suffix(".png"))
 
 
-def content(conditions: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The file of results: rows in the order of the grid."""
+def content(conditions: dict[str, Any], rows: list[dict[str, Any]], chosen: Sequence[str] = ()) -> dict[str, Any]:
+    """The file of results: rows in the order of the grid; the command says which part of it was ``chosen``."""
     order = {cell: number for number, cell in enumerate(GRID)}
     rows = sorted(rows, key=lambda row: order[cell_of(row)])
-    command = " ".join(["python scripts/peers.py", *sys.argv[1:]])
+    command = shlex.join(["python", "scripts/peers.py", *chosen])
     return {**conditions, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": command, "rows": rows}
 
 

@@ -12,13 +12,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from t5accel.errors import ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.lively import RANDOM_SIZES, T5_LIKE, random_t5
+from t5accel.lively import CLASS_PREFIXES, RANDOM_SIZES, T5_LIKE, random_t5
+from t5accel.narrow import load_narrow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,8 +111,9 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
     Args:
-        name: ``"mini"`` (bundled), ``"random:t5-small"`` and other sizes in ``RANDOM_SIZES`` (seeded, offline), a
-            folder written by ``save_pretrained``, or a hub id such as ``"google-t5/t5-small"``.
+        name: ``"mini"`` (bundled), ``"random:t5-small"`` and other
+            sizes in ``RANDOM_SIZES`` (seeded, offline), a folder written by ``save_pretrained``, or a hub id such as
+            ``"google-t5/t5-small"``.
         seed: of the random weights; ignored otherwise.
 
     Raises:
@@ -180,13 +183,17 @@ def _hub_resolves() -> bool:
 
 def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    _require_t5(AutoConfig.from_pretrained(where, **options), where)
+    config = AutoConfig.from_pretrained(where, **options)
+    _require_t5(config, where)
     with _no_loading_bar():
-        model, report = AutoModelForSeq2SeqLM.from_pretrained(
-            where, dtype=torch.float32, output_loading_info=True, **options
-        )
+        load = AutoModelForSeq2SeqLM.from_pretrained
+        if getattr(config, "layer_widths", None):
+            name = f"{CLASS_PREFIXES[config.model_type]}ForConditionalGeneration"
+            load = partial(load_narrow, getattr(transformers, name))
+        model, report = load(where, dtype=torch.float32, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
         raise ModelUnavailableError(f"{where} is incomplete: it lacks {len(missing)} weights, such as {missing[0]}.")

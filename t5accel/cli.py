@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from t5accel.cli_training import training
 from t5accel.errors import InputError, T5AccelError
 
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 cache = typer.Typer(no_args_is_help=True, help="The exports that accelerate() keeps in the user's cache folder.")
 app.add_typer(cache, name="cache")
+app.add_typer(training)
 
 
 class Runtime(StrEnum):
@@ -189,61 +191,6 @@ def course(
 
     runs, board = run_course(notebooks, out)
     typer.echo(f"\n{summary(runs)}\n\n{board}\n\nExecuted copies and scoreboard.html: {out}")
-
-
-@app.command()
-def train(
-    pairs: Annotated[Path, typer.Option(help="UTF-8, one 'English<TAB>French' pair a line.")],
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints, log and the finished model.")],
-    steps: Annotated[int, typer.Option(help="May be raised later; the run goes on.")] = 6500,
-    seed: int = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
-    prolong: Annotated[bool, typer.Option(help="Go back to before the learning rate fell, then on.")] = False,
-) -> None:
-    """Reproduce the bundled model; interrupted, the same command goes on."""
-    import torch
-
-    from t5accel import machine
-    from t5accel.students import train as training
-
-    config = training.TrainConfig(steps=steps, seed=seed)
-    torch.set_num_threads(threads or machine.cpu_threads())
-    if prolong:
-        training.read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
-        training.prolong(out)
-    typer.echo(f"Wrote {training.reproduce(pairs, out, config, device=device)}")
-
-
-@app.command()
-def evaluate(
-    model: ModelOption = "mini",
-    pairs: Annotated[Path | None, typer.Option(help="Score the sentences held out of this file, too.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Rows per length bucket or half. Default: all.")] = None,
-) -> None:
-    """Score a model on the bundled evaluation sets, greedily."""
-    from json import dumps
-
-    from t5accel import quality
-    from t5accel.backends.torch_eager import TorchEager
-    from t5accel.checkpoints import load_t5
-    from t5accel.decoding.greedy import greedy
-    from t5accel.decoding.text import text_to_text
-    from t5accel.students.validate import held_out_quality
-
-    t5, tokenizer = load_t5(model)
-    backend = TorchEager(t5)
-    generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask).sequences)
-    held_out = held_out_quality(generate, pairs) if pairs else None
-    report = quality.evaluate(generate, limit=limit)
-    typer.echo(report)
-    if held_out:
-        typer.echo(f"held-out pairs   {held_out.sentences}  BLEU {held_out.bleu:.1f}  chrF {held_out.chrf:.1f}")
-    if json:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"model": model, **report.to_json(), "held_out": held_out.to_json() if held_out else None}
-        json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @app.command()

@@ -11,7 +11,8 @@ from t5accel.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-T5_LIKE = ("t5", "mt5", "umt5")
+CLASS_PREFIXES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}  # of transformers' classes
+T5_LIKE = tuple(CLASS_PREFIXES)
 
 # Configurations of published checkpoints (google-t5/*, google/flan-t5-*, google/mt5-small): what shapes a model.
 _T5 = dict(vocab_size=32128, d_kv=64, feed_forward_proj="relu", tie_word_embeddings=True)
@@ -53,7 +54,7 @@ def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreT
         raise InputError(f"sizes is {sizes!r}; give keyword arguments of T5Config, as RANDOM_SIZES holds them.")
     if not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 2**63:
         raise InputError(f"seed is {seed!r}; give an integer from 0 to 2**63 - 1.")
-    prefix = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[kind]
+    prefix = CLASS_PREFIXES[kind]
     sizes = {"decoder_start_token_id": 0, "dropout_rate": 0.0, "tie_word_embeddings": kind != "mt5", **sizes}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(operator.index(seed))  # torch.manual_seed would also seed the GPUs

@@ -134,7 +134,7 @@ class Worker:
             self.process.stdin.flush()
         except BrokenPipeError as error:  # it has ended, perhaps for want of memory
             self.process.wait()
-            raise PeerError(f"{self.process.args[:3]} ended with exit status {self.process.returncode}.") from error
+            raise PeerError(f"{self._name} ended with exit status {self.process.returncode}.") from error
         answer = self._read()
         return Answer(answer["seconds"], np.array(answer["tokens"]))
 
@@ -150,8 +150,13 @@ class Worker:
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": self.log.read_text(errors="replace")[-2000:]}
         if "error" in answer:
-            raise PeerError(f"{self.process.args[:3]} failed:\n{answer['error']}")
+            raise PeerError(f"{self._name} failed:\n{answer['error']}")
         return answer
+
+    @property
+    def _name(self) -> str:
+        """What was started, without the paths of this machine."""
+        return " ".join(Path(part).name for part in self.process.args[:3])
 
 
 def measure_cell(cell: Cell, systems: Mapping[System, Generate], *, rounds: int, seed: int = 0) -> list[dict[str, Any]]:

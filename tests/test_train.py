@@ -42,7 +42,8 @@ from t5accel.students.optimise import (
     use_pooled_dropout,
 )
 from t5accel.students.pairs import joined, read_pairs, split_pairs, tidy
-from t5accel.students.train import TrainConfig, new_model, prolong, reproduce, steps_from, train
+from t5accel.students.resumable import prolong
+from t5accel.students.train import TrainConfig, new_model, reproduce, steps_from, train
 from t5accel.students.vocabulary import ALPHABET, train_tokenizer
 from t5accel.tasks import TRANSLATE
 

@@ -68,11 +68,15 @@ class Generated:
         sequences: (N, L) int64, without the decoder's start token, right-padded with the pad id.
         scores: (N,) float, for beams the numbers of transformers' ``sequences_scores``; ``None`` where there are none.
         decoder_calls: how often the decoder ran.
+        drafted: how many tokens were guessed before the decoder saw them, by `lookup` or `speculative`.
+        accepted: how many of these turned out right.
     """
 
     sequences: np.ndarray
     decoder_calls: int
     scores: np.ndarray | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 def as_batch(input_ids: Any, attention_mask: Any = None, *, pad_token_id: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, Generated, State
 from t5accel.decoding.request import Request
+from t5accel.decoding.steps import Step, Steps
 
 
 def greedy(
@@ -48,35 +50,59 @@ def greedy(
     >>> greedy(Counter(), [[3]], max_new_tokens=8).sequences.tolist()
     [[1, 2, 3, 4, 5]]
     """
+    return greedy_steps(
+        backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+        decoder_input_ids=decoder_input_ids,
+    ).generated()  # fmt: skip
+
+
+def greedy_steps(
+    backend: Backend,
+    input_ids: Any,
+    attention_mask: Any,
+    *,
+    max_new_tokens: int,
+    min_new_tokens: int,
+    decoder_input_ids: Any,
+) -> Steps:
+    """`greedy`, step by step; the arguments are checked at once.
+
+    >>> class Counter:
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def start(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
+    >>> found = greedy_steps(Counter(), [[3]], None, max_new_tokens=8, min_new_tokens=0, decoder_input_ids=[[3]])
+    >>> [step.tokens.tolist() for step in found.steps]
+    [[4], [5]]
+    """
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids,
     )  # fmt: skip
-    ids, prefix = request.ids, request.prefix
+    return Steps(request.prefix[:, 1:], backend.pad_token_id, _steps(backend, request))
+
+
+def _steps(backend: Backend, request: Request) -> Iterator[Step]:
     next_tokens = getattr(backend, "next_tokens", None) or partial(_next_tokens, backend)
-    state = backend.start(backend.encode(ids, request.mask))
-    columns = [prefix[:, 1:]]  # grows as it goes: max_new_tokens may be far more than is ever needed
-    active = np.arange(len(ids))  # which row of the result each row of the state writes to
-    unfinished = np.ones(len(ids), dtype=bool)
-    step_input, length = prefix, 0
-    while length < request.max_new_tokens:
+    state = backend.start(backend.encode(request.ids, request.mask))
+    active = np.arange(len(request.ids))  # which row of the result each row of the state writes to
+    is_open = np.ones(len(active), dtype=bool)  # those that have ended stay in the state until half of it has
+    step_input, length = request.prefix, 0
+    while True:
         forbidden = backend.eos_token_id if length < request.min_new_tokens else None
         tokens = next_tokens(state, step_input[:, None, :], forbidden=forbidden)[:, 0]
-        tokens = np.where(unfinished[active], tokens, backend.pad_token_id)
-        column = np.full((len(ids), 1), backend.pad_token_id, dtype=np.int64)
-        column[active, 0] = tokens
-        columns.append(column)
+        yield Step(active[is_open], tokens[is_open])
         length += 1
-        unfinished[active[tokens == backend.eos_token_id]] = False
-        left = unfinished[active]
-        if not left.any():
-            break
-        if 2 * left.sum() <= len(active):
-            kept = np.flatnonzero(left)
+        is_open &= tokens != backend.eos_token_id
+        left = np.count_nonzero(is_open)
+        if not left or length == request.max_new_tokens:
+            return
+        if 2 * left <= len(active):
+            kept = np.flatnonzero(is_open)
             backend.keep(state, kept)
-            active, tokens = active[kept], tokens[kept]
-        step_input = tokens[:, None]
-    return Generated(np.concatenate(columns, axis=1), decoder_calls=length)
+            active, tokens, is_open = active[kept], tokens[kept], is_open[kept]
+        step_input = np.where(is_open, tokens, backend.pad_token_id)[:, None]
 
 
 def likeliest(logits: np.ndarray, forbidden: int | None = None) -> np.ndarray:

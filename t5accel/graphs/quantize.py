@@ -18,7 +18,7 @@ from t5accel.errors import GateError, InputError
 from t5accel.graphs.conversion import Fp32Export
 from t5accel.graphs.integer_graphs import Integers, Ranges
 from t5accel.graphs.manifest import Manifest
-from t5accel.graphs.recipes import Recipe, as_recipe
+from t5accel.graphs.recipes import Recipe, Scheme, as_recipe
 
 Score = Callable[[Path], Mapping[str, float]]
 
@@ -97,10 +97,11 @@ def quantize(
     score: Score,
     max_loss: Mapping[str, float],
     groups: Iterable[str] | None = None,
+    instead: Scheme | None = None,
     ranges: Mapping[str, Ranges] | None = None,
     overwrite: bool = False,
 ) -> GateReport:
-    """Write a copy of an export in integers if it loses no more than is allowed, with as little as possible in floats.
+    """Write a copy of an export in integers if it loses no more than is allowed, with as few exceptions as possible.
 
     First the whole recipe is scored. If it loses too much, groups of weights are taken out of it in the order of
     ``groups``, one, two, four, … of them, until it passes; then as few as a bisection finds.
@@ -110,6 +111,8 @@ def quantize(
         score: from the folder of an export to named numbers, the higher the better, such as ``{"bleu": 43.9}``.
         max_loss: for each of them that shall be watched, what it may be lower than that of ``folder``.
         groups: of weights, the most sensitive first, as `sensitivity.ranked` orders them; by default none is taken out.
+        instead: the scheme of those that are taken out, such as ``Scheme()``, 8 bits, beside a recipe of 4; by default
+            they stay in floats.
 
     Raises:
         GateError: no recipe passed; it says which came closest. Nothing was written.
@@ -117,12 +120,15 @@ def quantize(
     """
     source, recipe = Fp32Export.read(folder), _with_integers(recipe)
     target = source.target(out)
-    limits = _limits(max_loss)
+    limits, order, tried = _limits(max_loss), list(groups or ()), []
+    recipe.without(order, instead=instead)  # what is no group is refused before anything is scored
     baseline = _scores(score, source.folder, limits)
-    order, tried = list(groups or ()), []
+
+    def candidate_of(count: int) -> Recipe:
+        return recipe.without(order[:count], instead=instead) if count else recipe
 
     def passes(count: int) -> bool:
-        candidate = recipe.without(order[:count]) if count else recipe
+        candidate = candidate_of(count)
         with TemporaryDirectory() as temporary:
             _converted(source, Path(temporary) / "candidate", candidate, ranges, {})
             scores = _scores(score, Path(temporary) / "candidate", limits)
@@ -133,12 +139,12 @@ def quantize(
     count = _fewest(passes, len(order))
     if count is None:
         closest = min(tried, key=lambda one: max(one.losses[name] - limits[name] for name in limits))
-        lost = ", ".join(f"{name} {closest.losses[name]:.2f} (allowed {limits[name]:g})" for name in limits)
+        lost = ", ".join(f"{name} {closest.losses[name]:.3g} (allowed {limits[name]:g})" for name in limits)
         raise GateError(
             f"Recipe {recipe.name} does not pass the gate. The closest, {closest.recipe.name}, lost {lost}. Nothing "
             "was written: allow more, quantise less, or give more groups that may stay in floats."
         )
-    chosen = next(one for one in tried if one.recipe == (recipe.without(order[:count]) if count else recipe))
+    chosen = next(one for one in tried if one.recipe == candidate_of(count))
     tried.append(tried.pop(tried.index(chosen)))
     gate = {"baseline": dict(baseline), "scores": dict(chosen.scores), "max_loss": limits}
     manifest = _converted(source, target, chosen.recipe, ranges, gate, overwrite)

@@ -141,9 +141,9 @@ class Recipe:
             return overrides[group]
         return {HEAD: self.head, EMBEDDING: self.embedding}.get(group, getattr(self, graph))
 
-    def without(self, groups: list[str] | tuple[str, ...]) -> Recipe:
-        """The same, but these groups stay in floats; ``+`` and their number are added to the name."""
-        overrides = dict(self.overrides) | dict.fromkeys(groups)
+    def without(self, groups: list[str] | tuple[str, ...], *, instead: Scheme | None = None) -> Recipe:
+        """The same, but these groups stay in floats, or take another scheme; ``+`` and their number join the name."""
+        overrides = dict(self.overrides) | dict.fromkeys(groups, instead)
         return replace(self, name=f"{self.name}+{len(groups)}", overrides=tuple(sorted(overrides.items(), key=str)))
 
     def to_json(self) -> dict[str, Any]:

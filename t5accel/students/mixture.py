@@ -7,8 +7,8 @@ Every optimiser step sees a batch of translation and some of the other tasks. A 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from t5accel.errors import InputError
@@ -94,14 +94,23 @@ CURRICULUM = (
 class Mixture:
     """Where examples come from.
 
+    Attributes:
+        pairs: translations.
+        forbidden: sources of the frozen evaluation sets, as the model reads them: never trained on.
+        joined_share: of translations that are made of several pairs.
+        curriculum: what steps are made of, phase after phase.
+        steps_per_block: batches are drawn for so many steps at a time.
+        given: by task, examples to draw from in place of fresh ones.
+
     Raises ``InputError`` unless the first phase begins at 0 and every other at a later multiple of ``steps_per_block``.
     """
 
     pairs: tuple[Pair, ...]
-    forbidden: frozenset[str] = frozenset()  # sources of the frozen evaluation sets: never trained on
+    forbidden: frozenset[str] = frozenset()
     joined_share: float = 0.2
     curriculum: tuple[Phase, ...] = CURRICULUM
     steps_per_block: int = 50
+    given: Mapping[str, Sequence[Example]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         starts = [phase.from_step for phase in self.curriculum]
@@ -224,7 +233,8 @@ def block(
     first, *rest = mixture.phase(number * steps).parts
 
     def draw(part: Part) -> list[TaskBatch]:
-        example = partial(_EXAMPLES[part.task], mixture, rng)
+        given = mixture.given.get(part.task)
+        example = partial(rng.choice, given) if given else partial(_EXAMPLES[part.task], mixture, rng)
         batches = draw_batches(example, encode, part.tokens, round(steps * part.per_step), mixture.forbidden, rng)
         return [(part.task, batch) for batch in batches]
 

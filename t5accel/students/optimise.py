@@ -8,6 +8,7 @@ at 2.5e-3 had a validation loss of 3.59 nats a token, AdamW at 1.2e-3 one of 4.3
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +62,7 @@ def use_pooled_dropout(module: torch.nn.Module) -> None:
             setattr(module, name, PooledDropout(child.p))
         else:
             use_pooled_dropout(child)
-    if type(module).__name__ == "T5Attention":
+    if type(module).__name__.endswith("T5Attention"):  # MT5's and UMT5's, too
         module.dropout = 0.0
 
 
@@ -99,20 +100,33 @@ def padded(rows: list[list[int]], value: int, device: torch.device | str = "cpu"
     return torch.tensor([row + [value] * (longest - len(row)) for row in rows], device=device)
 
 
-def batch_loss(model: torch.nn.Module, batch: Batch, smoothing: float) -> tuple[torch.Tensor, int]:
-    """Summed cross-entropy in nats over the labels of a batch, and their number."""
-    device = next(model.parameters()).device
+def model_inputs(batch: Batch, device: torch.device | str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What a T5 is given for a batch, and its labels (B, T), padded with `IGNORED`.
+
+    >>> inputs, labels = model_inputs(([[5, 1]], [[7, 8, 1]]), "cpu")
+    >>> inputs["decoder_input_ids"].tolist(), labels.tolist()
+    ([[0, 7, 8]], [[7, 8, 1]])
+    """
     input_ids, labels = padded(batch[0], 0, device), padded(batch[1], IGNORED, device)
     decoder_input_ids = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1].clamp(min=0)], dim=1)
     mask = (input_ids != 0).long()
+    return {"input_ids": input_ids, "attention_mask": mask, "decoder_input_ids": decoder_input_ids}, labels
+
+
+def batch_loss(model: torch.nn.Module, batch: Batch, smoothing: float) -> tuple[torch.Tensor, int]:
+    """Summed cross-entropy in nats over the labels of a batch, and their number."""
+    device = next(model.parameters()).device
+    inputs, labels = model_inputs(batch, device)
     with torch.autocast(device.type, torch.bfloat16):
-        logits = model(
-            input_ids=input_ids, attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
-        ).logits
-    loss = torch.nn.functional.cross_entropy(
+        logits = model(**inputs, use_cache=False).logits
+    return cross_entropy(logits, labels, smoothing), sum(map(len, batch[1]))
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Summed over the labels that count: logits (B, T, V), labels (B, T)."""
+    return torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
     )
-    return loss, sum(map(len, batch[1]))
 
 
 def optimiser_step(
@@ -122,7 +136,8 @@ def optimiser_step(
     weights: tuple[float, ...],
     *,
     factor: float,
-    smoothing: float,
+    smoothing: float = 0.0,
+    loss_of: Callable[[Batch], tuple[torch.Tensor, int]] | None = None,
 ) -> float:
     """One update from the weighted sum of the batches' mean losses, which is returned, in nats per token.
 
@@ -130,10 +145,11 @@ def optimiser_step(
         weights: one for each batch.
         factor: multiplies the optimisers' peak learning rates.
         smoothing: of the labels, 0 … 1.
+        loss_of: from a batch to its summed loss and the number of its labels, in place of the labels' cross-entropy.
     """
     total = 0.0
     for batch, weight in zip(batches, weights, strict=True):
-        loss, labels = batch_loss(model, batch, smoothing)
+        loss, labels = batch_loss(model, batch, smoothing) if loss_of is None else loss_of(batch)
         loss = loss * (weight / labels)
         loss.backward()
         total += loss.item()

@@ -6,18 +6,14 @@ any moment, it goes on from its last checkpoint with the batches it would have s
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from t5accel.errors import InputError
 from t5accel.students.mixture import (
@@ -38,6 +34,7 @@ from t5accel.students.optimise import (
     use_pooled_dropout,
 )
 from t5accel.students.pairs import Pair, read_pairs, split_pairs
+from t5accel.students.resumable import require_device, run_steps
 from t5accel.students.vocabulary import train_tokenizer
 from t5accel.tasks import TRANSLATE
 
@@ -134,44 +131,6 @@ def validation_losses(model: PreTrainedModel, sets: dict[str, list[Batch]]) -> d
     return losses
 
 
-class Checkpoint:
-    """What a run needs to go on: weights, optimiser states, step and configuration, in one file.
-
-    ``stable.pt`` beside it keeps the state before the learning rate fell: `prolong` goes back to it.
-    """
-
-    def __init__(self, folder: Path, config: TrainConfig, model: PreTrainedModel, optimizers: list[Any]):
-        self.file, self.stable = folder / "checkpoint.pt", folder / "stable.pt"
-        self.config, self.model, self.optimizers = asdict(config), model, optimizers
-
-    def save(self, path: Path, step: int) -> None:
-        """Write in one piece: a kill leaves either the old file or the new one."""
-        partial = path.with_suffix(".partial")
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config}
-        torch.save(state, partial)
-        os.replace(partial, path)
-
-    def resume(self, device: str) -> int:
-        """Load the last state, if there is one, and return its step (0 without)."""
-        if not self.file.is_file():
-            return 0
-        state = torch.load(self.file, map_location=device, weights_only=True)
-        if {**state["config"], "steps": 0} != {**self.config, "steps": 0}:
-            raise InputError(f"{self.file} was made with {state['config']}, not {self.config}: use another folder.")
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        return state["step"]
-
-
-def prolong(folder: Path) -> None:
-    """Put the state before the learning rate fell back in place, so that a longer run can go on from there."""
-    if not (folder / "stable.pt").is_file():
-        raise InputError(f"No {folder / 'stable.pt'}: this run has not reached its decay, just give it more steps.")
-    os.replace(folder / "stable.pt", folder / "checkpoint.pt")
-
-
 def train(
     mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[str, str]], folder: Path,
     config: TrainConfig, *, device: str = "cpu", validate_every: int = 250, save_every: int = 250,
@@ -189,51 +148,24 @@ def train(
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts)["input_ids"]
 
-    _require_device(device)
-    folder.mkdir(parents=True, exist_ok=True)
+    require_device(device)
     model = new_model(config).to(device).train()
     muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
     optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
-    checkpoint = Checkpoint(folder, config, model, optimizers)
-    step = checkpoint.resume(device)
     sets = validation_sets(held_out, encode)
-    mean, started = None, time.perf_counter()
-    with tqdm(total=config.steps, initial=step, unit="step", mininterval=5) as bar:
-        for batches in steps_from(mixture, encode, config.seed, step):
-            if step >= config.steps:
-                break
-            torch.manual_seed(config.seed * 1_000_003 + step)  # dropout too repeats after a resume
-            factor = config.factor(step)
-            weights = mixture.phase(step).weights(batches)
-            loss = optimiser_step(
-                model,
-                optimizers,
-                [batch for _, batch in batches],
-                weights,
-                factor=factor,
-                smoothing=config.label_smoothing,
-            )
-            mean = loss if mean is None else 0.98 * mean + 0.02 * loss
-            step += 1
-            bar.update()
-            bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
-            if step % validate_every == 0 or step == config.steps:
-                seconds = round(time.perf_counter() - started, 1)
-                row = {"step": step, "train_loss": round(mean, 4), **validation_losses(model, sets), "seconds": seconds}
-                with (folder / "log.jsonl").open("a") as log:
-                    log.write(json.dumps(row) + "\n")
-            if config.factor(step) < 1.0 <= factor:
-                checkpoint.save(checkpoint.stable, step)
-            if step % save_every == 0 or step == config.steps:
-                checkpoint.save(checkpoint.file, step)
+
+    def update(step: int, batches: list[TaskBatch]) -> float:
+        return optimiser_step(
+            model, optimizers, [batch for _, batch in batches], mixture.phase(step).weights(batches),
+            factor=config.factor(step), smoothing=config.label_smoothing,
+        )  # fmt: skip
+
+    run_steps(
+        folder, config, model, optimizers, batches_from=lambda step: steps_from(mixture, encode, config.seed, step),
+        update=update, validate=lambda: validation_losses(model, sets), device=device, validate_every=validate_every,
+        save_every=save_every,
+    )  # fmt: skip
     return model.eval()
-
-
-def _require_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r}: {str(error).splitlines()[0]}; give 'cpu', or 'cuda' on a GPU.") from error
 
 
 def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
@@ -254,7 +186,7 @@ def reproduce(
     """
     from transformers import AutoTokenizer
 
-    _require_device(device)
+    require_device(device)
     split = split_pairs(read_pairs(pairs_file), held_out)
     tokenizer_folder = folder / "tokenizer"
     if not (tokenizer_folder / "tokenizer.json").is_file():

@@ -1,0 +1,116 @@
+"""Distil the bundled model in all ways that the course compares, at equal budgets, and score every student.
+
+`data/results/distillation.json` is where a recorded run belongs. Runs that were interrupted go on; finished ones are
+not trained again. `--train` makes some of them, `--json` scores all that are finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from t5accel import machine
+from t5accel.accelerate import accelerate
+from t5accel.bench import commit
+from t5accel.checkpoints import load_t5
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.text import text_to_text
+from t5accel.family import family_rows
+from t5accel.scoreboard import write_json
+from t5accel.students.distill import DistillConfig, distill, student_mixture
+from t5accel.students.student_card import save_student
+from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts
+
+TEACHER = "mini"
+TEXTS = 10_000  # that the teacher writes, for the loss "sequence"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A student: what it begins with and learns from."""
+
+    name: str
+    config: DistillConfig
+
+
+def runs(steps: int, best: str, longer: int) -> list[Run]:
+    """All losses for one layer, the best one for more, and that one again with more steps."""
+    base = DistillConfig(steps=steps)
+    losses = [Run(f"1 layer, {loss}", replace(base, loss=loss)) for loss in ("labels", "logits", "hidden", "sequence")]
+    best_config = replace(base, loss=best)
+    depths = [
+        Run(f"{len(layers)} layers, {best}", replace(best_config, layers=layers)) for layers in ((0, 3), (0, 1, 3))
+    ]
+    other = [Run(f"1 layer, {best}, begun with the first", replace(best_config, layers=(0,)))]
+    return [*losses, *depths, *other, Run(f"1 layer, {best}, longer", replace(best_config, steps=longer))]
+
+
+def train(run: Run, pairs: Path, out: Path) -> None:
+    """Train one student, unless it is finished."""
+    folder = out / run.name.replace(", ", "-").replace(" ", "-")
+    if (folder / "model" / "config.json").is_file():
+        return
+    model, tokenizer = load_t5(TEACHER)
+    mixture, held_out = student_mixture(pairs)
+    if run.config.loss == "sequence":
+        file = out / "teacher.jsonl"
+        backend = accelerate(TEACHER).backend
+        write = text_to_text(
+            tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=64).sequences
+        )
+        write_teacher_texts(file, write, sources(mixture, TEXTS, run.config.seed))
+        mixture = replace(mixture, given=read_teacher_texts(file))
+    student = distill(model, tokenizer, mixture, folder, run.config, held_out=held_out)
+    save_student(
+        student, tokenizer, folder / "model", teacher=model, teacher_name=TEACHER, how="distilled",
+        command="python scripts/distillation.py", settings=asdict(run.config),
+    )  # fmt: skip
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    """The validation losses of a run."""
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    """Train what is asked for, then score what is finished."""
+    parser = argparse.ArgumentParser(description="Distil the bundled model in all ways that the course compares.")
+    parser.add_argument("pairs", type=Path, help="the file of training pairs")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--steps", type=int, default=600, help="of every run but the longer one")
+    parser.add_argument("--longer", type=int, default=4000, help="of the longer one")
+    parser.add_argument("--best", default="logits", help="the loss for more layers, and for the longer run")
+    parser.add_argument("--train", nargs="*", default=[], help="train the students of these names")
+    parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
+    args = parser.parse_args()
+    planned = runs(args.steps, args.best, args.longer)
+    unknown = {*args.train} - {run.name for run in planned}
+    if unknown:
+        parser.error(f"--train has {sorted(unknown)}; there are {[run.name for run in planned]}")
+    for run in planned:
+        if run.name in args.train:
+            train(run, args.pairs, args.out)
+    if not args.json:
+        return
+    folders = {run.name: args.out / run.name.replace(", ", "-").replace(" ", "-") for run in planned}
+    finished = {name: folder for name, folder in folders.items() if (folder / "model" / "config.json").is_file()}
+    rows = family_rows(
+        {TEACHER: TEACHER} | {name: folder / "model" for name, folder in finished.items()}, on_model=print
+    )
+    configs = {run.name: asdict(run.config) for run in planned}
+    for row in rows:
+        if row["model"] in finished:
+            row |= {"training": configs[row["model"]], "log": log(finished[row["model"]])}
+    content = {
+        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/distillation.py", "rows": rows,
+    }  # fmt: skip
+    write_json(args.json, content)
+
+
+if __name__ == "__main__":
+    main()

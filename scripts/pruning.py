@@ -1,0 +1,100 @@
+"""Prune the bundled model to several sizes and in several ways, and score what is left.
+
+`data/results/pruning.json` is where a recorded run belongs. Runs that were interrupted go on; finished ones are not
+trained again. `--train` makes some of them, `--json` scores all that are finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from t5accel import machine
+from t5accel.bench import commit
+from t5accel.checkpoints import load_t5
+from t5accel.family import family_rows
+from t5accel.scoreboard import write_json
+from t5accel.students.distill import student_mixture
+from t5accel.students.importance import WAYS
+from t5accel.students.prune import PruneConfig, prune
+from t5accel.students.student_card import save_student
+
+WHOLE = "mini"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A smaller model: what is pruned, and how."""
+
+    name: str
+    config: PruneConfig
+
+
+def runs(steps: int, best: str) -> list[Run]:
+    """At one size all ways, untrained and trained; the best way at other sizes."""
+    found = []
+    for way in WAYS:
+        if way != "movement":  # which needs training
+            found.append(Run(f"{way}, untrained", PruneConfig(heads=0.25, neurons=0.5, importance=way, steps=0)))
+        found.append(Run(way, PruneConfig(heads=0.25, neurons=0.5, importance=way, steps=steps)))
+    for heads, neurons in ((0.1, 0.25), (0.4, 0.7), (0.6, 0.85)):
+        name = f"{best}, {heads:.0%} of heads, {neurons:.0%} of neurons"
+        found.append(Run(name, PruneConfig(heads=heads, neurons=neurons, importance=best, steps=steps)))
+    return found
+
+
+def folder_of(run: Run, out: Path) -> Path:
+    """Where a run's checkpoint, log and model lie."""
+    return out / run.name.replace("%", "").replace(", ", "-").replace(" ", "-")
+
+
+def train(run: Run, pairs: Path, out: Path) -> None:
+    """Make one model, unless it is finished."""
+    folder = folder_of(run, out)
+    if (folder / "model" / "config.json").is_file():
+        return
+    model, tokenizer = load_t5(WHOLE)
+    mixture, held_out = student_mixture(pairs)
+    pruned = prune(model, tokenizer, mixture, folder, run.config, held_out=held_out)
+    save_student(
+        pruned, tokenizer, folder / "model", teacher=model, teacher_name=WHOLE, how="pruned",
+        command="python scripts/pruning.py", settings=asdict(run.config),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Make what is asked for, then score what is finished."""
+    parser = argparse.ArgumentParser(description="Prune the bundled model to several sizes and in several ways.")
+    parser.add_argument("pairs", type=Path, help="the file of training pairs")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--steps", type=int, default=600, help="of every run that trains")
+    parser.add_argument("--best", default="taylor", help="the importance for other sizes, and for the student")
+    parser.add_argument("--train", nargs="*", default=[], help="make the models of these names")
+    parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
+    args = parser.parse_args()
+    planned = runs(args.steps, args.best)
+    unknown = {*args.train} - {run.name for run in planned}
+    if unknown:
+        parser.error(f"--train has {sorted(unknown)}; there are {[run.name for run in planned]}")
+    for run in planned:
+        if run.name in args.train:
+            train(run, args.pairs, args.out)
+    if not args.json:
+        return
+    finished = {run.name: run for run in planned if (folder_of(run, args.out) / "model" / "config.json").is_file()}
+    members = {name: folder_of(run, args.out) / "model" for name, run in finished.items()}
+    rows = family_rows({WHOLE: WHOLE} | members, on_model=print)
+    for row in rows:
+        if row["model"] in finished:
+            row["pruning"] = asdict(finished[row["model"]].config)
+    content = {
+        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/pruning.py", "rows": rows,
+    }  # fmt: skip
+    write_json(args.json, content)
+
+
+if __name__ == "__main__":
+    main()

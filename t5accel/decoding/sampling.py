@@ -1,0 +1,154 @@
+"""Sampling: every next token is drawn from the model's distribution, as transformers' ``generate(do_sample=True)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from t5accel.decoding.backend import Backend, Generated, as_count
+from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
+from t5accel.decoding.request import Request
+from t5accel.decoding.steps import Step, Steps
+
+
+def sample(
+    backend: Backend,
+    input_ids: Any,
+    attention_mask: Any = None,
+    *,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    num_return_sequences: int = 1,
+    max_new_tokens: int = 64,
+    min_new_tokens: int = 0,
+    decoder_input_ids: Any = None,
+    **options: float,
+) -> Generated:
+    """Draw K answers to each source.
+
+    The K rows of a source share its cross-attention. Every row has a random generator of its own, made from the seed,
+    the source's place in the batch and the row's among the K. So the same call gives the same answers, more answers
+    leave the first ones as they are, and those to one source do not depend on what else is in the batch, but for the
+    rounding of logits.
+
+    Args:
+        backend: any runtime that satisfies `Backend`.
+        input_ids: (B, S) integers, numpy or torch.
+        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        sampling: what is changed in the distribution; by default nothing.
+        seed: at least 0.
+        num_return_sequences: K.
+        max_new_tokens: upper bound on the length L of the result.
+        min_new_tokens: the end token is forbidden before that many; equal to ``max_new_tokens`` it forces the length.
+        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; it is part of the
+            returned sequences (without the start token) and not counted as new.
+        options: the fields of `Sampling` by name, in place of one: ``sample(…, temperature=0.7, top_p=0.9)``.
+
+    Returns:
+        ``sequences`` (B * K, L) int64, the K answers to the first source, then those to the next. Rows that end early
+        are padded; sources all of whose rows have ended leave the batch as soon as half of it is done.
+
+    Raises:
+        InputError: a shape, type or bound is wrong, or an option is unknown.
+
+    >>> class Coin:  # a toy backend: 1 or 2, each as likely, without an end
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def start(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.log([[[[1e-9, 0.5, 0.5, 1e-9]]]]) + 0 * input_ids[..., None]
+    ...     def keep(self, state, sources): pass
+    >>> sample(Coin(), [[1]], seed=2, num_return_sequences=3, max_new_tokens=6).sequences.tolist()
+    [[2, 1, 2, 2, 2, 1], [2, 2, 2, 1, 2, 1], [2, 2, 2, 2, 2, 2]]
+    """
+    return sample_steps(
+        backend, input_ids, attention_mask, sampling=sampling, seed=seed, num_return_sequences=num_return_sequences,
+        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids, **options,
+    ).generated()  # fmt: skip
+
+
+def sample_steps(
+    backend: Backend,
+    input_ids: Any,
+    attention_mask: Any,
+    *,
+    sampling: Sampling | None,
+    seed: int,
+    num_return_sequences: int,
+    max_new_tokens: int,
+    min_new_tokens: int,
+    decoder_input_ids: Any,
+    **options: float,
+) -> Steps:
+    """`sample`, step by step; the arguments are checked at once.
+
+    >>> class Even:  # a toy backend: all tokens are as likely, and 3 is the end
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def start(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.zeros((*input_ids.shape, 4))
+    ...     def keep(self, state, sources): pass
+    >>> options = dict(num_return_sequences=2, max_new_tokens=3, min_new_tokens=3, decoder_input_ids=None)
+    >>> found = sample_steps(Even(), [[1]], None, sampling=None, seed=0, **options)
+    >>> [len(step.tokens) for step in found.steps]
+    [2, 2, 2]
+    """
+    sampling = as_sampling(sampling, options)
+    rows_per_source = as_count(num_return_sequences, "num_return_sequences", at_least=1)
+    request = Request.checked(
+        backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+        decoder_input_ids=decoder_input_ids, methods=("keep",),
+    )  # fmt: skip
+    draws = generators(seed, len(request.ids), rows_per_source)
+    given = np.repeat(request.prefix, rows_per_source, axis=0)
+    return Steps(given[:, 1:], backend.pad_token_id, _steps(backend, request, given, sampling, draws))
+
+
+def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.random.Generator]:
+    """A random generator for each row of each source, row by row; which one depends on the seed and the two places.
+
+    >>> one, another = generators(3, 1)[0], generators(3, 2, 5)[0]
+    >>> one.random() == another.random()
+    True
+    """
+    seed = as_count(seed, "seed", at_least=0)
+    places = [(source, row) for source in range(batch) for row in range(rows_per_source)]
+    return [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=place)) for place in places]
+
+
+def _steps(
+    backend: Backend, request: Request, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator]
+) -> Iterator[Step]:
+    pad, end = backend.pad_token_id, backend.eos_token_id
+    batch, per_source = len(request.ids), len(draws) // len(request.ids)
+    state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=per_source)
+    rows = np.arange(len(draws)).reshape(batch, per_source)  # which row of the result each one in the state is
+    is_open = np.ones(len(draws), dtype=bool)
+    history = given if sampling.repetition_penalty != 1 else None
+    step_input, length = given.reshape(batch, per_source, -1), 0
+    while True:
+        places = np.flatnonzero(is_open[rows])
+        going = rows.ravel()[places]
+        logits = backend.step(state, step_input)[:, :, -1].reshape(rows.size, -1)[places]
+        if length < request.min_new_tokens:
+            logits[:, end] = -np.inf
+        odds = probabilities(logits, None if history is None else history[going], sampling)
+        tokens = draw(odds, np.array([draws[row].random() for row in going]))
+        yield Step(going, tokens)
+        length += 1
+        is_open[going[tokens == end]] = False
+        left = is_open[rows].any(axis=1)
+        if not left.any() or length == request.max_new_tokens:
+            return
+        new = np.full(rows.size, pad, dtype=np.int64)
+        new[places] = tokens
+        if history is not None:
+            column = np.full((len(draws), 1), pad, dtype=np.int64)
+            column[rows.ravel(), 0] = new
+            history = np.concatenate([history, column], axis=1)
+        step_input = new.reshape(*rows.shape, 1)
+        if 2 * left.sum() <= len(rows):
+            kept = np.flatnonzero(left)
+            backend.keep(state, kept)
+            rows, step_input = rows[kept], step_input[kept]

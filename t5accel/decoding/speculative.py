@@ -1,0 +1,210 @@
+"""Speculative decoding: a smaller model guesses, the larger one verifies all guesses at once.
+
+Leviathan, Kalman and Matias (2023) and Chen et al. (2023) found how guesses can be drawn at random and accepted or
+replaced so that what comes out has exactly the larger model's distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5accel.decoding.backend import Backend, Generated, State, as_count
+from t5accel.decoding.distribution import Sampling, draw
+from t5accel.decoding.draft_model import Guesser, RandomGuesser, odds_after
+from t5accel.decoding.drafts import Drafts, Likeliest, verified, without_end
+from t5accel.decoding.request import Request
+from t5accel.decoding.sampling import generators
+from t5accel.decoding.steps import Step, Steps
+from t5accel.errors import InputError
+
+_SAME = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+def speculative(
+    backend: Backend,
+    draft: Backend,
+    input_ids: Any,
+    attention_mask: Any = None,
+    *,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    max_draft: int = 8,
+    max_new_tokens: int = 64,
+    min_new_tokens: int = 0,
+    decoder_input_ids: Any = None,
+) -> Generated:
+    """Generate with ``backend``, helped by the guesses of a faster model.
+
+    Without ``sampling`` the tokens are those of `greedy.greedy` on ``backend``, whatever the draft guesses: lossless up
+    to the rounding of floats, by which a call that reads several tokens differs from one that reads a single token. Two
+    tokens whose logits are equal to the last bits can change places. Precisions that also round activations are not
+    lossless: "int8-dynamic" rounds a whole call together, and for "int8" and "int4" ONNX Runtime multiplies a single
+    token by another kernel than several, unless their ``accuracy_level`` is 1. Their answers are as good, and mostly
+    the same. In which precision the draft is does not matter.
+
+    With ``sampling`` every row is distributed as `sampling.sample` would draw it. Guesses are drawn from the draft's
+    distribution q and accepted with probability min(1, p / q), p being that of ``backend``; in place of the first one
+    that is not, a token is drawn from max(0, p - q), normalised. Both are changed in the same way before that
+    (temperature, top-k, …), so a guess that p excludes is never accepted.
+
+    How long a row's next draft is depends on how its last ones did (`draft_lengths.DraftLength`). The draft has a state
+    of its own. It can go back by one call only, as every backend; therefore it reads its guesses again with each
+    further one, and keeps of them what was accepted.
+
+    Args:
+        backend: any runtime that satisfies `Backend`; its model decides.
+        draft: one of a model with the same vocabulary, which guesses.
+        input_ids: (B, S) integers, numpy or torch.
+        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        sampling: how to draw; ``None`` takes the likeliest token.
+        seed: at least 0, of the draws; each row has a generator of its own, made of the seed and its place.
+        max_draft: upper bound on the guesses for one call.
+        max_new_tokens: upper bound on the length L of the result.
+        min_new_tokens: the end token is forbidden before that many.
+        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front.
+
+    Returns:
+        ``sequences`` (B, L) int64; ``decoder_calls`` of ``backend``, not of the draft; how many tokens were ``drafted``
+        and ``accepted``.
+
+    Raises:
+        InputError: a shape, type or bound is wrong, or the two models have other vocabularies or special tokens.
+
+    >>> class Counter:  # a toy backend: the next token is the last one plus one, and 5 is the end
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 8, 0, 5, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def start(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.eye(8, dtype=np.float32)[input_ids + 1]
+    ...     def trim(self, state, accepted): pass
+    ...     def keep(self, state, sources): pass
+    >>> found = speculative(Counter(), Counter(), [[3]])
+    >>> found.sequences.tolist(), found.decoder_calls, found.drafted, found.accepted
+    ([[1, 2, 3, 4, 5]], 1, 4, 4)
+    """
+    return speculative_steps(
+        backend, draft, input_ids, attention_mask, sampling=sampling, seed=seed, max_draft=max_draft,
+        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids,
+    ).generated()  # fmt: skip
+
+
+def speculative_steps(
+    backend: Backend,
+    draft: Backend,
+    input_ids: Any,
+    attention_mask: Any,
+    *,
+    sampling: Sampling | None,
+    seed: int,
+    max_draft: int,
+    max_new_tokens: int,
+    min_new_tokens: int,
+    decoder_input_ids: Any,
+) -> Steps:
+    """`speculative`, step by step; the arguments are checked at once.
+
+    >>> class Counter:
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 8, 0, 5, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def start(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.eye(8, dtype=np.float32)[input_ids + 1]
+    ...     def trim(self, state, accepted): pass
+    ...     def keep(self, state, sources): pass
+    >>> bounds = dict(max_draft=2, max_new_tokens=9, min_new_tokens=0, decoder_input_ids=None)
+    >>> found = speculative_steps(Counter(), Counter(), [[3]], None, sampling=None, seed=0, **bounds)
+    >>> [step.tokens.tolist() for step in found.steps]
+    [[1, 2, 3], [4, 5]]
+    """
+    most = as_count(max_draft, "max_draft", at_least=1)
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise InputError(f"sampling is {sampling!r}; give a Sampling, or None for the likeliest tokens.")
+    bounds: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids,
+        methods=("trim", "keep"),
+    )  # fmt: skip
+    request = Request.checked(backend, input_ids, attention_mask, **bounds)
+    Request.checked(draft, input_ids, attention_mask, **bounds)
+    for name in _SAME:
+        theirs, ours = getattr(draft, name), getattr(backend, name)
+        if theirs != ours:
+            raise InputError(
+                f"The draft's {name} is {theirs} and the model's {ours}: give a draft that was trained with the same "
+                "tokenizer, such as a student of the model."
+            )
+    draws = generators(seed, len(request.ids))
+    return Steps(request.prefix[:, 1:], backend.pad_token_id, _steps(backend, draft, request, most, sampling, draws))
+
+
+def _steps(
+    backend: Backend,
+    draft: Backend,
+    request: Request,
+    most: int,
+    sampling: Sampling | None,
+    draws: list[np.random.Generator],
+) -> Iterator[Step]:
+    if sampling is None:
+        yield from verified(backend, request, Guesser(draft, request, most), Likeliest(backend))
+    else:
+        guesser = RandomGuesser(draft, request, most, sampling, draws)
+        yield from verified(backend, request, guesser, Rejection(backend, guesser))
+
+
+class Rejection:
+    """The `drafts.Choice` of speculative sampling.
+
+    Args:
+        backend: of the model whose distribution it shall be.
+        guesser: which drew the guesses.
+    """
+
+    def __init__(self, backend: Backend, guesser: RandomGuesser):
+        self._step, self._end, self._guesser = backend.step, backend.eos_token_id, guesser
+
+    def __call__(
+        self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
+    ) -> Drafts:
+        guesser, width = self._guesser, 1 + max(map(len, drafts))
+        logits = without_end(self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked)
+        histories = (
+            [*guesser.texts[row], *draft[:count]]
+            for row, draft in zip(rows, drafts, strict=True)
+            for count in range(width)
+        )
+        odds = odds_after(logits.reshape(-1, logits.shape[-1]), histories, guesser.sampling).reshape(logits.shape)
+        return [
+            accept(draft, [each[place] for each in guesser.odds], odds[place], guesser.draws[row])
+            for place, (row, draft) in enumerate(zip(rows, drafts, strict=True))
+        ]
+
+
+def accept(
+    draft: Sequence[int], theirs: Sequence[np.ndarray], ours: Sequence[np.ndarray], random: np.random.Generator
+) -> list[int]:
+    """How many guesses stay, and what comes after them: together distributed as if all were drawn from ``ours``.
+
+    A guess x that was drawn from q stays with probability min(1, p(x) / q(x)). Thus x comes out with probability
+    min(p(x), q(x)); what is missing of p(x) is max(0, p(x) - q(x)), and that is what replaces a guess that goes.
+
+    Args:
+        draft: m guesses.
+        theirs: for each at least, the distribution q (V,) that it was drawn from.
+        ours: m + 1 distributions p (V,) at least: at each guess, and after the last.
+        random: of this row.
+
+    Returns:
+        1 to m + 1 tokens.
+
+    >>> certain = np.eye(3)
+    >>> accept([0, 1], certain[[0, 1]], certain[[0, 2, 1]], np.random.default_rng(0))
+    [0, 2]
+    """
+    for count, guess in enumerate(draft):
+        p, q = ours[count], theirs[count]
+        if random.random() * q[guess] >= p[guess]:
+            missing = np.maximum(p - q, 0)
+            # Nothing is missing where p and q are equal but for rounding; then the guess is as good as any.
+            return [*draft[:count], int(draw(missing if missing.any() else p, random.random()))]
+    return [*draft, int(draw(ours[len(draft)], random.random()))]

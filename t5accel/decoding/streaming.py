@@ -1,0 +1,115 @@
+"""Streams: new tokens as soon as they are certain, from every algorithm that never takes one back; and their text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from t5accel.decoding.backend import Backend, as_integers
+from t5accel.decoding.greedy import greedy, greedy_steps
+from t5accel.decoding.lookup import lookup, lookup_steps
+from t5accel.decoding.sampling import sample, sample_steps
+from t5accel.decoding.speculative import speculative, speculative_steps
+from t5accel.errors import InputError
+
+_ALGORITHMS = {
+    "greedy": (greedy, greedy_steps),
+    "sample": (sample, sample_steps),
+    "lookup": (lookup, lookup_steps),
+    "speculative": (speculative, speculative_steps),
+}
+
+
+def stream(
+    backend: Backend, input_ids: Any, attention_mask: Any = None, *, algorithm: str = "greedy", **options: Any
+) -> Iterator[list[np.ndarray]]:
+    """Generate, and hand out the new tokens of each call of the decoder as they come.
+
+    Arguments are checked at once. Nothing is computed before the first chunk is asked for, nor after the last one that
+    is; whoever stops asking stops the generation.
+
+    Args:
+        backend: any runtime that satisfies `Backend`.
+        input_ids: (B, S) integers, numpy or torch.
+        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        algorithm: "greedy", "sample", "lookup" or "speculative".
+        options: of that algorithm, by name: ``stream(…, algorithm="speculative", draft=small, max_new_tokens=40)``.
+
+    Returns:
+        For each call of the decoder a list with the new tokens of every row of the result, 1-D int64 arrays, empty
+        where a row has ended. Put together row by row they are the algorithm's ``sequences`` without the padding, and
+        without ``decoder_input_ids``, if these were given. Drafts bring several tokens at once.
+
+    Raises:
+        InputError: what the algorithm raises, an unknown algorithm or option, or beam search.
+
+    >>> class Counter:  # a toy backend whose next token is the last one plus one, and 5 is the end
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def start(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
+    >>> [chunk[0].tolist() for chunk in stream(Counter(), [[3]], max_new_tokens=3)]
+    [[1], [2], [3]]
+    """
+    if algorithm in ("beam", "beam_search"):
+        raise InputError(
+            "Beam search cannot stream: which of its beams wins, and so its very first token, is not certain before "
+            f"the last step. Choose one of {', '.join(_ALGORITHMS)}."
+        )
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+        raise InputError(f"algorithm is {algorithm!r}; choose one of {', '.join(_ALGORITHMS)}.")
+    public, start = _ALGORITHMS[algorithm]
+    signature = inspect.signature(public)
+    try:
+        bound = signature.bind(backend=backend, input_ids=input_ids, attention_mask=attention_mask, **options)
+    except TypeError as error:
+        known = ", ".join(list(signature.parameters)[1:])
+        raise InputError(f"{algorithm}: {error}. It takes {known}.") from error
+    bound.apply_defaults()
+    return start(*bound.args, **bound.kwargs).chunks()
+
+
+def stream_text(tokenizer: Any, chunks: Iterable[list[np.ndarray]]) -> Iterator[str]:
+    """The text of a stream of one source, in pieces that are not taken back.
+
+    A token's text may change with what comes after it: a space before a full stop goes away, half a character becomes a
+    whole one, and a word's first token says nothing of where the word ends. What stands before the last space does not
+    change. So a piece ends with a word, and starts with the space before the next one; what is left comes in the end.
+
+    Args:
+        tokenizer: with transformers' ``batch_decode``, such as `TokenizerFile`.
+        chunks: of `stream`, for one source and one answer.
+
+    Returns:
+        Texts, none of them empty; joined they are the decoded whole.
+
+    Raises:
+        InputError: chunks of several rows, or of something else than tokens.
+
+    >>> class Letters:  # a toy tokenizer
+    ...     def batch_decode(self, ids, skip_special_tokens): return ["".join(map(chr, row)) for row in ids]
+    >>> chunks = [[np.array([ord(letter)])] for letter in "to be or"]
+    >>> list(stream_text(Letters(), chunks))
+    ['to', ' be', ' or']
+    """
+    if not callable(getattr(tokenizer, "batch_decode", None)):
+        raise InputError(f"tokenizer is {tokenizer!r:.80}; give one with batch_decode, such as TokenizerFile.")
+    tokens: list[int] = []
+    done, text = "", ""
+    for chunk in chunks:
+        if len(chunk) != 1:
+            raise InputError(f"A chunk has the tokens of {len(chunk)} rows: stream the text of one source and answer.")
+        new = as_integers(chunk[0], "a chunk", rank=1)
+        if not new.size:
+            continue
+        tokens += new.tolist()
+        (text,) = tokenizer.batch_decode([tokens], skip_special_tokens=True)
+        certain = text[: max(text.rfind(" "), 0)]
+        if len(certain) > len(done) and certain.startswith(done):
+            yield certain[len(done) :]
+            done = certain
+    if len(text) > len(done):
+        yield text[len(done) :]

@@ -1,0 +1,127 @@
+"""A training run that may be interrupted at any moment: it goes on from its last checkpoint as if nothing had been.
+
+What a step is made of is the caller's; here are the order of things, the files and the bar.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from t5accel.errors import InputError
+
+Step = TypeVar("Step")
+
+
+class RunConfig(Protocol):
+    """A frozen dataclass that decides the outcome of a run. ``steps`` may grow between runs; the rest must stay."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def factor(self, step: int) -> float:
+        """What multiplies the peak learning rates at ``step``."""
+
+
+class Checkpoint:
+    """What a run needs to go on: the states of its modules and optimisers, step and configuration, in one file.
+
+    ``stable.pt`` beside it keeps the state before the learning rate fell: `prolong` goes back to it.
+    """
+
+    def __init__(self, folder: Path, config: Any, model: torch.nn.Module, optimizers: list[Any]):
+        self.file, self.stable = folder / "checkpoint.pt", folder / "stable.pt"
+        self.config, self.model, self.optimizers = asdict(config), model, optimizers
+
+    def save(self, path: Path, step: int) -> None:
+        """Write in one piece: a kill leaves either the old file or the new one."""
+        partial = path.with_suffix(".partial")
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config}
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def resume(self, device: str) -> int:
+        """Load the last state, if there is one, and return its step (0 without)."""
+        if not self.file.is_file():
+            return 0
+        state = torch.load(self.file, map_location=device, weights_only=True)
+        if {**state["config"], "steps": 0} != {**self.config, "steps": 0}:
+            raise InputError(f"{self.file} was made with {state['config']}, not {self.config}: use another folder.")
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return state["step"]
+
+
+def prolong(folder: Path) -> None:
+    """Put the state before the learning rate fell back in place, so that a longer run can go on from there."""
+    if not (folder / "stable.pt").is_file():
+        raise InputError(f"No {folder / 'stable.pt'}: this run has not reached its decay, just give it more steps.")
+    os.replace(folder / "stable.pt", folder / "checkpoint.pt")
+
+
+def run_steps(
+    folder: Path, config: RunConfig, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *,
+    batches_from: Callable[[int], Iterator[Step]], update: Callable[[int, Step], float],
+    validate: Callable[[], dict[str, float]], device: str = "cpu", validate_every: int = 250, save_every: int = 250,
+    label: str | None = None,
+) -> None:  # fmt: skip
+    """Train until ``config.steps``, from the checkpoint in ``folder`` if there is one.
+
+    Args:
+        folder: for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``; made if it is missing.
+        model: all that is trained or has a state.
+        batches_from: the batches of this step and of those after it, without end.
+        update: takes a step's number and its batches, changes the model and returns the loss.
+        validate: losses by task, for ``log.jsonl``.
+        label: of the bar.
+
+    Raises:
+        InputError: the checkpoint was made with another configuration.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = Checkpoint(folder, config, model, optimizers)
+    step = checkpoint.resume(device)
+    mean, started = None, time.perf_counter()
+    with tqdm(total=config.steps, initial=step, desc=label, unit="step", mininterval=5) as bar:
+        for batches in batches_from(step):
+            if step >= config.steps:
+                break
+            torch.manual_seed(config.seed * 1_000_003 + step)  # dropout too repeats after a resume
+            loss = update(step, batches)
+            mean = loss if mean is None else 0.98 * mean + 0.02 * loss
+            step += 1
+            bar.update()
+            bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
+            if step % validate_every == 0 or step == config.steps:
+                seconds = round(time.perf_counter() - started, 1)
+                row = {"step": step, "train_loss": round(mean, 4), **validate(), "seconds": seconds}
+                with (folder / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(row) + "\n")
+            if config.factor(step) < 1.0 <= config.factor(step - 1):
+                checkpoint.save(checkpoint.stable, step)
+            if step % save_every == 0 or step == config.steps:
+                checkpoint.save(checkpoint.file, step)
+
+
+def require_device(device: str) -> None:
+    """Raise ``InputError`` if torch cannot put anything on this device.
+
+    >>> require_device("cpu")
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r}: {str(error).splitlines()[0]}; give 'cpu', or 'cuda' on a GPU.") from error

@@ -1,0 +1,94 @@
+"""The model card of a student, and its checkpoint: an ordinary folder that transformers and `load_t5` read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t5accel.checkpoints import T5Dims
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CARD = """---
+language: [en, fr]
+license: apache-2.0
+library_name: transformers
+tags: [t5, {tag}]
+---
+
+# {name}
+
+A student of `{teacher}`, made with t5accel ({how}). It has {parameters:.1f} million parameters, its teacher {of:.1f}.
+
+| | {teacher} | this model |
+|---|---|---|
+{sizes}
+
+## Made with
+
+```bash
+{command}
+```
+
+{settings}
+
+{loading}
+Texts, prefixes and limits are its teacher's. A license of the data that it was trained on applies to it as well.
+"""
+PLAIN = "`T5ForConditionalGeneration.from_pretrained` loads it."
+NARROW = "Its layers differ in size: load it with `t5accel.checkpoints.load_t5(folder)`, not with transformers alone."
+
+
+def save_student(
+    student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, teacher: PreTrainedModel,
+    teacher_name: str, how: str, command: str, settings: Mapping[str, Any],
+) -> Path:  # fmt: skip
+    """Write weights in fp16, tokenizer and ``README.md`` to ``folder``, which is returned.
+
+    Args:
+        student: in evaluation mode.
+        teacher: for the sizes to compare with; ``teacher_name`` is what the card calls it.
+        how: it was made, in a word: "distilled" or "pruned".
+        command: that made it.
+        settings: all others, for the card.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from t5accel.checkpoints import load_t5
+    >>> model, tokenizer = load_t5("mini")
+    >>> facts = dict(teacher_name="mini", how="copied", command="none", settings={"steps": 0})
+    >>> with TemporaryDirectory() as folder:
+    ...     made = save_student(model, tokenizer, Path(folder) / "copy", teacher=model, **facts)
+    ...     (made / "README.md").read_text(encoding="utf-8").splitlines()[7]
+    '# copy'
+    """
+    import torch
+
+    copy.deepcopy(student).to(torch.float16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    folder.joinpath("README.md").write_text(
+        CARD.format(
+            tag=how, name=folder.name, teacher=teacher_name, how=how, parameters=student.num_parameters() / 1e6,
+            of=teacher.num_parameters() / 1e6, sizes=_sizes(T5Dims.of(teacher), T5Dims.of(student)), command=command,
+            settings="\n".join(f"- {key}: {value}" for key, value in settings.items()),
+            loading=NARROW if getattr(student.config, "layer_widths", None) else PLAIN,
+        ),
+        encoding="utf-8",
+    )  # fmt: skip
+    return folder
+
+
+def _sizes(theirs: T5Dims, own: T5Dims) -> str:
+    rows = (
+        ("encoder layers", "encoder_layers"), ("decoder layers", "decoder_layers"),
+        ("heads of the encoder", "encoder_heads"), ("heads of the decoder", "decoder_heads"),
+        ("heads of cross-attention", "cross_heads"), ("neurons of the encoder", "encoder_ff"),
+        ("neurons of the decoder", "decoder_ff"),
+    )  # fmt: skip
+    return "\n".join(f"| {name} | {_shown(getattr(theirs, key))} | {_shown(getattr(own, key))} |" for name, key in rows)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,352 @@
+"""Distilling at toy size: every loss falls, an interrupted run ends as an uninterrupted one, and the student is kept.
+
+All pairs here are made up for the tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_export import histories, same_logits, teacher_forced
+from test_narrow import narrowed
+from test_train import CORPUS, PAIRS, characters, texts_of
+
+import t5accel.students.distill as module
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checkpoints import T5Dims, load_t5
+from t5accel.decoding.greedy import greedy
+from t5accel.errors import InputError
+from t5accel.graphs.export import export_t5
+from t5accel.parity import assert_varied
+from t5accel.students.distill import DistillConfig, distill, student_mixture, train_student
+from t5accel.students.mixture import Mixture, Part, Phase, block, evaluation_sources, pack
+from t5accel.students.objectives import OBJECTIVES
+from t5accel.students.optimise import PooledDropout, optimiser_step
+from t5accel.students.resumable import run_steps
+from t5accel.students.shrink import shrink_decoder
+from t5accel.students.student_card import save_student
+from t5accel.students.vocabulary import train_tokenizer
+from t5accel.tasks import TRANSLATE
+
+MIXTURE = Mixture(
+    PAIRS, joined_share=0.0, curriculum=(Phase(0, (Part("translation", 300),)),), steps_per_block=4,
+    given={"translation": [(TRANSLATE + english, french) for english, french in PAIRS[:20]]},
+)  # fmt: skip
+HELD_OUT = [(TRANSLATE + english, french) for english, french in PAIRS[-4:]]
+TOY = DistillConfig(
+    layers=(0, 2), loss="logits", steps=8, learning_rate=1e-2, matrix_learning_rate=1e-2, warmup_steps=2
+)  # fmt: skip
+NEW = histories(6, 2, 7)
+
+
+@cache
+def toy_tokenizer() -> Any:
+    return train_tokenizer(CORPUS, vocab_size=230)
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_weights(model: Any, other: Any) -> bool:
+    theirs = other if isinstance(other, dict) else other.state_dict()
+    mine = model.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _random_state_put_back():
+    """Training seeds torch; the tests around it keep their own chance."""
+    before = torch.get_rng_state()
+    yield
+    torch.set_rng_state(before)
+
+
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints after every second step; validation on the held-out pairs alone."""
+
+    def sets(held_out: list[tuple[str, str]], encode: Any) -> dict[str, Any]:
+        return {"translation": pack(encode([s for s, _ in held_out]), encode([t for _, t in held_out]), 6000)}
+
+    monkeypatch.setattr(module, "run_steps", partial(run_steps, save_every=2, validate_every=4))
+    monkeypatch.setattr(module, "validation_sets", sets)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The process is killed when it would take one more step than that."""
+    steps: list[int] = []
+
+    def killed(*arguments: Any, **options: Any) -> float:
+        if len(steps) == after:
+            raise KeyboardInterrupt
+        steps.append(1)
+        return optimiser_step(*arguments, **options)
+
+    monkeypatch.setattr(module, "optimiser_step", killed)
+
+
+def run(teacher: Any, folder: Path, config: DistillConfig = TOY, **options: Any) -> Any:
+    return distill(teacher, toy_tokenizer(), MIXTURE, folder, config, **options)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", OBJECTIVES)
+def test_each_loss_falls_and_the_teacher_stays_as_it_was(tiny_t5, tmp_path: Path, monkeypatch, loss: str) -> None:
+    teacher, losses = copy.deepcopy(tiny_t5()), []
+    before, config = stored(teacher), teacher.config.to_dict()
+
+    def noting(*arguments: Any, **options: Any) -> float:
+        losses.append(optimiser_step(*arguments, **options))
+        return losses[-1]
+
+    monkeypatch.setattr(module, "optimiser_step", noting)
+    student = run(teacher, tmp_path, replace(TOY, loss=loss, steps=16))
+    assert len(losses) == 16 and np.mean(losses[-4:]) < 0.8 * np.mean(losses[:4])
+    assert same_weights(teacher, before) and teacher.config.to_dict() == config and not teacher.training
+    assert type(student) is type(teacher) and not student.training and T5Dims.of(student).decoder_layers == 2
+    assert not same_weights(student, shrink_decoder(teacher, (0, 2)))
+    assert {weight.grad for weight in teacher.parameters()} == {None}
+
+
+def test_the_losses_lead_to_different_students(tiny_t5, tmp_path: Path) -> None:
+    students = [run(tiny_t5(), tmp_path / loss, replace(TOY, loss=loss, steps=2)) for loss in OBJECTIVES]
+    labels, logits, hidden, sequence = students
+    assert not same_weights(labels, logits) and not same_weights(logits, hidden)
+    assert same_weights(labels, sequence)  # which differ in who wrote the labels, and here that is the same
+
+
+def test_an_interrupted_run_ends_with_exactly_the_weights_of_an_uninterrupted_one(
+    tiny_t5, tmp_path: Path, monkeypatch
+) -> None:
+    often(monkeypatch)
+    config = replace(TOY, dropout=0.1)
+    teacher = tiny_t5(dropout_rate=0.1)
+    whole = run(teacher, tmp_path / "whole", config, held_out=HELD_OUT)
+    assert [row["step"] for row in log(tmp_path / "whole")] == [4, 8]
+    assert set(log(tmp_path / "whole")[0]) == {"step", "train_loss", "translation", "seconds"}
+    assert torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["config"] == asdict(config)
+
+    interrupt(monkeypatch, after=5)
+    with pytest.raises(KeyboardInterrupt):
+        run(teacher, tmp_path / "cut", config, held_out=HELD_OUT)
+    assert torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)["step"] == 4
+    interrupt(monkeypatch, after=4)
+    assert same_weights(whole, resumed := run(teacher, tmp_path / "cut", config, held_out=HELD_OUT))
+    assert same_weights(whole, run(teacher, tmp_path / "cut", config)), "a finished run is not trained on"
+    assert log(tmp_path / "cut")[-1]["translation"] == log(tmp_path / "whole")[-1]["translation"]
+    monkeypatch.setattr(module, "optimiser_step", optimiser_step)
+    assert not same_weights(resumed, run(teacher, tmp_path / "other", replace(config, seed=1)))
+
+
+def test_another_configuration_is_refused_and_the_checkpoint_kept(tiny_t5, tmp_path: Path) -> None:
+    run(tiny_t5(), tmp_path, replace(TOY, steps=1))
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    for other in (dict(seed=1), dict(loss="labels"), dict(layers=(0, 1)), dict(dropout=0.1), dict(learning_rate=1e-3)):
+        with pytest.raises(InputError, match="was made with .*use another folder"):
+            run(tiny_t5(), tmp_path, replace(TOY, steps=1, **other))
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["mt5", "umt5"])
+def test_no_dropout_means_none_in_attention_either(tiny_t5, tmp_path: Path, kind: str) -> None:
+    teacher = tiny_t5(kind, dropout_rate=0.4)
+    student = run(teacher, tmp_path, replace(TOY, steps=1)).train()
+    ids, labels = torch.tensor([[5, 6, 7, 1]]), torch.tensor([[20, 21, 1]])
+    first, second = (student(input_ids=ids, labels=labels).logits for _ in range(2))
+    assert torch.equal(first, second) and student.config.dropout_rate == 0.0
+    teacher = copy.deepcopy(teacher).train()
+    assert not torch.equal(*(teacher(input_ids=ids, labels=labels).logits for _ in range(2)))
+
+
+def test_dropout_is_the_students_own(tiny_t5, tmp_path: Path) -> None:
+    student = run(tiny_t5(), tmp_path, replace(TOY, steps=1, dropout=0.1))
+    pooled = [part for part in student.modules() if isinstance(part, PooledDropout)]
+    assert pooled and {part.p for part in pooled} == {0.1} and student.config.dropout_rate == 0.1
+    assert not any(type(part) is torch.nn.Dropout for part in student.modules())
+
+
+def test_a_narrow_student_is_trained_as_it_is(tiny_t5, tmp_path: Path, padded_batch) -> None:
+    student = narrowed(tiny_t5())
+    before = stored(student)
+    trained = train_student(student, tiny_t5(), toy_tokenizer(), MIXTURE, tmp_path / "run", replace(TOY, steps=2))
+    changed = [name for name, value in trained.state_dict().items() if not torch.equal(value, before[name])]
+    assert trained is student and set(changed) == set(before)
+    student.save_pretrained(tmp_path / "model")
+    loaded, _ = load_t5(tmp_path / "model")
+    same_logits(teacher_forced(loaded, *padded_batch, NEW), teacher_forced(student, *padded_batch, NEW))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (dict(loss="magic"), "loss is 'magic'; give one of labels, logits, hidden, sequence"),
+        (dict(loss=None), "loss is None; give"), (dict(steps=0), "steps is 0; give at least 1"),
+        (dict(steps=-5), "steps is -5; give at least 1"),
+    ],
+)  # fmt: skip
+def test_a_bad_configuration_is_refused(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        DistillConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("config", "mixture", "device", "match"),
+    [
+        (replace(TOY, layers=(0, 3)), MIXTURE, "cpu", r"layers is \(0, 3\); give different ones of 0 … 2"),
+        (replace(TOY, layers=()), MIXTURE, "cpu", "layers is"),
+        (replace(TOY, loss="sequence"), replace(MIXTURE, given={}), "cpu", "no texts of the teacher"),
+        (TOY, MIXTURE, "abacus", "device 'abacus'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_is_refused_and_nothing_written(
+    tiny_t5, tmp_path: Path, config: DistillConfig, mixture: Mixture, device: str, match: str
+) -> None:
+    with pytest.raises(InputError, match=match):
+        distill(tiny_t5(), toy_tokenizer(), mixture, tmp_path / "out", config, device=device)
+    assert not (tmp_path / "out").exists()
+
+
+# --- what a student is trained on -------------------------------------------------------------------------------------
+
+
+def test_examples_that_are_given_take_the_place_of_fresh_ones() -> None:
+    phases = (Phase(0, (Part("translation", 300), Part("questions", 1500))),)
+    given = [(TRANSLATE + f"Text {i}.", f"Texte {i}.") for i in range(9)]
+    mixture = replace(MIXTURE, curriculum=phases, given={"translation": given}, forbidden=frozenset([given[4][0]]))
+    drawn: dict[str, set[tuple[str, str]]] = {"translation": set(), "questions": set()}
+    for step in block(mixture, characters, 0, 0):
+        for task, (sources, targets) in step:
+            drawn[task] |= set(zip(texts_of(sources), texts_of(targets), strict=True))
+    assert drawn["translation"] == {*given[:4], *given[5:]}
+    assert drawn["questions"] and all(source.startswith("question: ") for source, _ in drawn["questions"])
+    assert list(block(mixture, characters, 0, 1)) == list(block(mixture, characters, 0, 1))
+
+
+def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.tsv"
+    file.write_text("".join(f"{english}\t{french}\n" for english, french in PAIRS), encoding="utf-8")
+    mixture, held_out = student_mixture(file, held_out=10)
+    assert len(held_out) == 10 and len(mixture.pairs) == len(PAIRS) - 10
+    assert all(
+        source.startswith(TRANSLATE) and (source.removeprefix(TRANSLATE), target) in PAIRS
+        for source, target in held_out
+    )
+    assert not {source for source, _ in held_out} & {TRANSLATE + english for english, _ in mixture.pairs}
+    assert mixture.forbidden == evaluation_sources() and mixture.curriculum == module.STUDENTS_MIXTURE
+    assert sum(part.weight for part in module.STUDENTS_MIXTURE[0].parts) == pytest.approx(1.0)
+    with pytest.raises(FileNotFoundError, match="tatoeba.org"):
+        student_mixture(tmp_path / "missing.tsv")
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A student, and the folder that was made of it."""
+    folder = tmp_path_factory.mktemp("student")
+    student = run(tiny_t5(), folder / "run", replace(TOY, layers=(2,), steps=4))
+    facts = dict(teacher_name="a teacher", how="distilled", command="t5accel distill --steps 4", settings={"loss": "x"})
+    return student, save_student(student, toy_tokenizer(), folder / "model", teacher=tiny_t5(), **facts)
+
+
+def test_the_student_is_an_ordinary_checkpoint_in_16_bits(kept: tuple[Any, Path], padded_batch) -> None:
+    student, folder = kept
+    assert next(student.parameters()).dtype == torch.float32
+    loaded, tokenizer = load_t5(folder)
+    assert tokenizer(PAIRS[0][0]).input_ids == toy_tokenizer()(PAIRS[0][0]).input_ids
+    plain = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = teacher_forced(copy.deepcopy(student).half().float(), *padded_batch, NEW)
+    for model in (loaded, plain):
+        assert model.config.num_decoder_layers == 1 and not hasattr(model.config, "layer_widths")
+        np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), expected)
+    assert (folder / "model.safetensors").stat().st_size < 2.2 * student.num_parameters()
+
+
+def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path], tiny_t5, tmp_path: Path) -> None:
+    student, folder = kept
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    header, text = card.removeprefix("---\n").split("---\n", 1)
+    assert "tags: [t5, distilled]" in header and "license: apache-2.0" in header
+    assert "# model\n" in text and "`a teacher`" in text and "t5accel distill --steps 4" in text and "- loss: x" in text
+    assert "| decoder layers | 3 | 1 |" in text and "| heads of the decoder | 4, 4, 4 | 4 |" in text
+    assert "`T5ForConditionalGeneration.from_pretrained` loads it." in text and "{" not in text
+    narrow = narrowed(tiny_t5())
+    facts = dict(teacher_name="a teacher", how="pruned", command="c", settings={})
+    other = save_student(narrow, toy_tokenizer(), tmp_path / "narrow", teacher=student, **facts)
+    text = (other / "README.md").read_text(encoding="utf-8")
+    assert "load_t5(folder)" in text and "| neurons of the decoder | 64 | 24, 64, 5 |" in text
+    assert T5Dims.of(load_t5(other)[0]) == T5Dims.of(narrow)
+
+
+def test_its_export_gives_its_tokens(kept: tuple[Any, Path], padded_batch, tmp_path: Path) -> None:
+    model, _ = load_t5(kept[1])
+    manifest = export_t5(kept[1], tmp_path / "export")
+    assert manifest.dims == T5Dims.of(model) and manifest.dims.decoder_layers == 1
+    options = dict(min_new_tokens=8, max_new_tokens=8)
+    expected = greedy(TorchEager(model), *padded_batch, **options).sequences
+    assert_varied(expected)
+    np.testing.assert_array_equal(greedy(OrtNumpy(tmp_path / "export"), *padded_batch, **options).sequences, expected)
+
+
+# --- the recorded comparison ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    path = Path(__file__).resolve().parents[1] / "scripts" / "distillation.py"
+    spec = importlib.util.spec_from_file_location("distillation_script", path)
+    loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("best", ["logits", "hidden", "sequence"])
+def test_the_students_of_the_comparison_have_names_of_their_own_and_equal_budgets(
+    script: Any, best: str, mini: tuple[Any, Any]
+) -> None:
+    runs: list[Any] = script.runs(10, best, 40)
+    assert len({run.name for run in runs}) == len({run.config for run in runs}) == len(runs)
+    assert {run.config.loss for run in runs} == set(OBJECTIVES)
+    assert sorted({run.config.steps for run in runs}) == [10, 40] and [run.config.steps for run in runs].count(40) == 1
+    depths = {T5Dims.of(shrink_decoder(mini[0], run.config.layers)).decoder_layers for run in runs}
+    assert depths == {1, 2, 3}
+
+
+def test_a_student_of_the_comparison_is_trained_once(script: Any, tiny_t5, tmp_path: Path, monkeypatch) -> None:
+    calls: list[Any] = []
+
+    def made(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return shrink_decoder(tiny_t5(), 1)
+
+    monkeypatch.setattr(script, "load_t5", lambda name: (tiny_t5(), toy_tokenizer()))
+    monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, HELD_OUT))
+    monkeypatch.setattr(script, "distill", made)
+    (first, *_) = script.runs(10, "logits", 40)
+    for _ in range(2):
+        script.train(first, tmp_path / "pairs.tsv", tmp_path)
+    ((_, _, mixture, folder, config),) = calls
+    assert mixture is MIXTURE and config == first.config and folder == tmp_path / "1-layer-labels"
+    assert T5Dims.of(load_t5(folder / "model")[0]).decoder_layers == 1

@@ -1,0 +1,251 @@
+"""The distribution that tokens are drawn from: transformers' own numbers in its own order, and draws that follow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from t5accel.decoding import distribution
+from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
+from t5accel.errors import InputError
+from t5accel.parity import ParityError, parity
+
+ALL = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
+EACH: dict[str, Sampling] = {
+    "nothing": Sampling(),
+    "hot": Sampling(temperature=1.9),
+    "cold": Sampling(temperature=0.3),
+    "top-k": Sampling(top_k=5),
+    "top-k of more than there are": Sampling(top_k=10**6),
+    "top-p": Sampling(top_p=0.8),
+    "a tiny top-p": Sampling(top_p=1e-6),
+    "min-p": Sampling(min_p=0.2),
+    "min-p of 1": Sampling(min_p=1.0),
+    "penalty": Sampling(repetition_penalty=1.7),
+    "reward": Sampling(repetition_penalty=0.6),
+    "all": ALL,
+}
+
+
+def reference(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """The same by transformers' classes, put together as its ``generate`` does: (R, V), (R, L) -> (R, V)."""
+    from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+    from transformers.generation import LogitsProcessorList
+
+    sizes = dict(d_model=4, d_kv=2, d_ff=4, num_heads=1, num_layers=1, vocab_size=8, decoder_start_token_id=0)
+    config = GenerationConfig(
+        do_sample=True, temperature=float(sampling.temperature), top_k=sampling.top_k, top_p=sampling.top_p,
+        min_p=sampling.min_p or None, repetition_penalty=float(sampling.repetition_penalty),
+    )  # fmt: skip
+    found = T5ForConditionalGeneration(T5Config(**sizes))._get_logits_processor(config, input_ids_seq_length=1)
+    scores = LogitsProcessorList(found)(torch.as_tensor(history), torch.as_tensor(logits, dtype=torch.float32))
+    return scores.softmax(dim=-1).double().numpy()
+
+
+def example(seed: int, rows: int = 6, vocab_size: int = 300, spread: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(size=(rows, vocab_size)) * spread).astype(np.float32)
+    return logits, rng.integers(0, vocab_size, (rows, 9))
+
+
+def check(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> None:
+    parity(probabilities(logits, history, sampling), reference(logits, history, sampling), atol=2e-6)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_equals_transformers(name: str) -> None:
+    for seed in range(4):
+        logits, history = example(seed)
+        check(logits, history, EACH[name])
+        odds = probabilities(logits, history, EACH[name])
+        assert odds.dtype == np.float64 and odds.shape == logits.shape
+        np.testing.assert_allclose(odds.sum(axis=-1), 1, atol=1e-12)
+        plain = probabilities(logits, history, Sampling())
+        if name not in ("nothing", "top-k of more than there are"):
+            assert np.abs(odds - plain).max() > 1e-3, "the option should change something"
+
+
+def edges(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> bool:
+    """Whether a token lies so near to the edge of top-p or min-p that float32's rounding may decide."""
+    before = probabilities(logits, history, Sampling(sampling.temperature, sampling.top_k, 1.0, 0.0,
+                                                     sampling.repetition_penalty))  # fmt: skip
+    sums = np.sort(before, axis=-1).cumsum(axis=-1)
+    near_p = np.abs(sums - (1 - sampling.top_p)).min() < 1e-5
+    ratio = before / before.max(axis=-1, keepdims=True)
+    return bool(near_p or np.abs(ratio - sampling.min_p).min() < 1e-5)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    seed=st.integers(0, 2**16),
+    vocab_size=st.sampled_from([2, 3, 17, 300]),
+    spread=st.sampled_from([0.1, 1.0, 8.0]),
+    sampling=st.builds(
+        Sampling, temperature=st.floats(0.2, 4), top_k=st.integers(0, 30), top_p=st.floats(0.05, 1),
+        min_p=st.floats(0, 0.9), repetition_penalty=st.floats(0.5, 3),
+    ),
+)  # fmt: skip
+def test_equals_transformers_whatever_is_asked(
+    seed: int, vocab_size: int, spread: float, sampling: Sampling
+) -> None:  # fmt: skip
+    logits, history = example(seed, vocab_size=vocab_size, spread=spread)
+    assume(not edges(logits, history, sampling))
+    check(logits, history, sampling)
+
+
+def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
+    logits = np.array([[3.0, 2.0, 2.0, 2.0, 1.0]], dtype=np.float32)
+    check(logits, np.array([[0]]), Sampling(top_k=2))
+    assert (probabilities(logits, None, Sampling(top_k=2)) > 0).tolist() == [[True, True, True, True, False]]
+
+
+def test_what_is_forbidden_stays_forbidden() -> None:
+    logits, history = example(5)
+    logits[:, 7] = -np.inf
+    history[:, 0] = 7
+    for sampling in EACH.values():
+        odds = probabilities(logits, history, sampling)
+        assert (odds[:, 7] == 0).all() and np.isfinite(odds).all()
+        check(logits, history, sampling)
+
+
+def test_extreme_temperatures() -> None:
+    logits, _ = example(1)
+    cold = probabilities(logits, None, Sampling(temperature=1e-300))
+    assert (cold.argmax(axis=1) == logits.argmax(axis=1)).all() and (cold.max(axis=1) == 1).all()
+    hot = probabilities(logits, None, Sampling(temperature=1e300))
+    np.testing.assert_allclose(hot, 1 / 300)
+
+
+def test_padding_of_the_history_does_not_count() -> None:
+    logits, history = example(2)
+    mask = np.arange(9) < np.array([9, 1, 4, 2, 8, 3])[:, None]
+    padded = probabilities(logits, history, ALL, history_mask=mask)
+    for row, real in enumerate(mask):
+        alone = probabilities(logits[row : row + 1], history[row : row + 1, real], ALL)
+        np.testing.assert_array_equal(padded[row : row + 1], alone)
+    assert np.abs(padded - probabilities(logits, history, ALL)).max() > 1e-3, "the mask should matter"
+    np.testing.assert_array_equal(probabilities(logits, history * mask + 900 * ~mask, ALL, history_mask=mask), padded)
+
+
+def test_any_axes_in_front_and_nothing_is_written_to() -> None:
+    logits, history = example(3)
+    before = logits.copy(), history.copy()
+    flat = probabilities(logits, history, ALL)
+    deep = probabilities(logits.reshape(2, 3, -1), history.reshape(2, 3, -1), ALL)
+    np.testing.assert_array_equal(deep.reshape(flat.shape), flat)
+    np.testing.assert_array_equal(probabilities(logits[0], history[0], ALL), flat[0])
+    np.testing.assert_array_equal(logits, before[0])
+    np.testing.assert_array_equal(history, before[1])
+
+
+# Broken ones fail the same check
+
+keep_nucleus, seen = distribution._keep_nucleus, distribution._seen
+BROKEN: dict[str, tuple[str, Any]] = {
+    "top-p lets one more go": ("_keep_nucleus", lambda odds, top_p: keep_nucleus(odds, top_p * 0.95)),
+    "no top-p": ("_keep_nucleus", lambda odds, top_p: None),
+    "the penalty sees the last token only": ("_seen", lambda tokens, mask, shape: seen(tokens[:, -1:], mask, shape)),
+    "the penalty sees all tokens": ("_seen", lambda tokens, mask, shape: np.ones(shape, dtype=bool)),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_distribution_is_caught(monkeypatch, broken: str) -> None:
+    check(*example(0), ALL)
+    monkeypatch.setattr(distribution, *BROKEN[broken])
+    with pytest.raises(ParityError, match="not close"):
+        check(*example(0), ALL)
+
+
+def test_the_order_matters() -> None:
+    logits, history = example(0)
+    cooled = probabilities(logits / 0.7, history, Sampling(1.0, ALL.top_k, ALL.top_p, ALL.min_p, 1.4))
+    with pytest.raises(ParityError, match="not close"):
+        parity(np.roll(cooled, 1, axis=1), reference(logits, history, ALL), atol=2e-6)
+    late = probabilities(np.log(probabilities(logits, history, Sampling(0.7, 20, 0.9, 0.05)) + 1e-300), history,
+                         Sampling(repetition_penalty=1.4))  # fmt: skip
+    with pytest.raises(ParityError, match="not close"):
+        parity(late, reference(logits, history, ALL), atol=2e-6)
+
+
+# Draws
+
+
+def test_draws_follow_the_odds() -> None:
+    odds = np.array([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
+    uniform = (np.arange(1000) + 0.5) / 1000
+    tokens = draw(np.tile(odds, (1000, 1)), uniform)
+    assert tokens.dtype == np.int64
+    assert np.bincount(tokens, minlength=6).tolist() == [0, 200, 0, 500, 300, 0]
+    np.testing.assert_array_equal(draw(np.tile(odds * 7, (1000, 1)), uniform), tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from([0.0, 0.0, 1e-300, 1e-17, 0.3, 1.0, 5.0]), min_size=1, max_size=6), st.floats(0, 1))
+def test_a_token_without_odds_is_never_drawn(odds: list[float], uniform: float) -> None:
+    assume(sum(odds) > 0)
+    for number in (uniform, 0.0, np.nextafter(1.0, 0), 1.0):
+        assert odds[int(draw(np.array(odds), number))] > 0
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(temperature=0), "temperature is 0; .*greedy"),
+        (dict(temperature=-1.0), "temperature is -1.0"),
+        (dict(temperature=float("inf")), "temperature is inf"),
+        (dict(temperature=float("nan")), "temperature is nan"),
+        (dict(temperature="1"), "temperature is '1'"),
+        (dict(temperature=True), "temperature is True"),
+        (dict(repetition_penalty=0.0), "repetition_penalty is 0.0"),
+        (dict(repetition_penalty=None), "repetition_penalty is None"),
+        (dict(top_k=-1), "top_k is -1"),
+        (dict(top_k=2.0), "top_k is 2.0"),
+        (dict(top_p=0.0), "top_p is 0.0"),
+        (dict(top_p=1.01), "top_p is 1.01"),
+        (dict(top_p=[0.5]), "top_p is"),
+        (dict(min_p=-0.1), "min_p is -0.1"),
+        (dict(min_p=1.5), "min_p is 1.5"),
+        (dict(min_p=1j), "min_p is 1j"),
+    ],
+    ids=str,
+)
+def test_no_sampling(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        Sampling(**options)
+
+
+def test_a_sampling_or_its_options() -> None:
+    assert as_sampling(None, {}) == Sampling() and as_sampling(ALL, {}) is ALL
+    assert as_sampling(None, {"top_p": np.float32(0.5), "top_k": np.int64(3)}).top_k == 3
+    for given_sampling, options, match in (
+        (None, {"topk": 3}, "no option topk; .*top_k"), (ALL, {"top_k": 3}, "top_k given beside"),
+        (0.7, {}, "sampling is 0.7"), ({"top_k": 3}, {}, "sampling is {"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=match):
+            as_sampling(given_sampling, options)
+
+
+@pytest.mark.parametrize(
+    ("history", "mask", "match"),
+    [
+        (None, None, "needs the history"),
+        (np.zeros((5, 2), dtype=int), None, "shapes"),
+        (np.zeros((6, 2)), None, "integers"),
+        (np.zeros((6, 2), dtype=int), np.ones((6, 3)), "shapes"),
+        (np.full((6, 2), 300), None, "0 … 299"),
+        (np.full((6, 2), -1), None, "0 … 299"),
+    ],
+)
+def test_no_history(history: Any, mask: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        probabilities(example(0)[0], history, ALL, history_mask=mask)

@@ -1,0 +1,360 @@
+"""Verified drafts: whatever is guessed, the tokens are greedy search's; and each broken verification is caught."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_bound import OrtBound
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.decoding import drafts as drafts_module
+from t5accel.decoding.backend import Backend, Generated
+from t5accel.decoding.draft_lengths import LONGEST_PAUSE, DraftLength
+from t5accel.decoding.drafts import Drafts, Likeliest, verified
+from t5accel.decoding.encoder_cache import EncoderCache
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.histories import Histories
+from t5accel.decoding.request import Request
+from t5accel.decoding.steps import Steps
+from t5accel.parity import assert_varied
+
+ONE_THREAD = SessionSettings(threads=1)
+
+
+class Machine:
+    """A toy backend that mostly copies its source: what comes next depends on the source and on every token so far.
+
+    So a token too many or too few in a history changes what follows. Tokens are 2 … 11, 0 is padding, 1 the end.
+
+    Args:
+        copies: how often the token comes that follows the last one in the source.
+        ends: how often the end comes.
+        seed: of everything else.
+
+    Attributes:
+        calls: the shape (n, T) of what each step read, and the names of the other calls.
+    """
+
+    vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 1, 0
+
+    def __init__(self, copies: float = 0.8, ends: float = 0.05, seed: int = 0):
+        self.copies, self.ends, self.seed = copies, ends, seed
+        self.calls: list[Any] = []
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[list[int]]:
+        self.calls.append("encode")
+        return [ids[mask == 1].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
+
+    def start(self, source: list[list[int]], rows_per_source: int = 1) -> dict[str, Any]:
+        return {"sources": source, "pasts": [[[] for _ in range(rows_per_source)] for _ in source], "last": 0}
+
+    def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
+        self.calls.append((len(input_ids), input_ids.shape[2]))
+        assert len(input_ids) == len(state["sources"])
+        logits = np.empty((*input_ids.shape, self.vocab_size), dtype=np.float32)
+        for b, source in enumerate(state["sources"]):
+            for k, past in enumerate(state["pasts"][b]):
+                for t, token in enumerate(input_ids[b, k].tolist()):
+                    past.append(token)
+                    logits[b, k, t] = self.next(source, past)
+        state["last"] = input_ids.shape[2]
+        return logits
+
+    def next(self, source: list[int], past: list[int]) -> np.ndarray:
+        random = np.random.default_rng(zlib.crc32(np.array([self.seed, *source, -1, *past]).tobytes()))
+        logits = random.normal(size=self.vocab_size)
+        logits[:2] = -5
+        follows = [after for token, after in zip(source, source[1:], strict=False) if token == past[-1]]
+        if follows and random.random() < self.copies:
+            logits[follows[0]] += 20
+        if random.random() < self.ends:
+            logits[self.eos_token_id] = 50
+        return logits
+
+    def trim(self, state: dict[str, Any], accepted: np.ndarray) -> None:
+        self.calls.append("trim")
+        for pasts, counts in zip(state["pasts"], np.asarray(accepted).tolist(), strict=True):
+            for past, count in zip(pasts, counts, strict=True):
+                assert 0 <= count <= state["last"]
+                del past[len(past) - state["last"] + count :]
+        state["last"] = 0
+
+    def keep(self, state: dict[str, Any], sources: np.ndarray) -> None:
+        self.calls.append("keep")
+        for name in ("sources", "pasts"):
+            state[name] = [state[name][source] for source in sources]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        return [call for call in self.calls if isinstance(call, tuple)]
+
+
+def sources(seed: int, batch: int, longest: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """Padded sources of the machine and their mask, (B, S)."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, longest, batch)
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    return rng.integers(2, 12, mask.shape) * mask, mask
+
+
+class Oracle:
+    """A drafter that knows the answers (N, L) and says the truth, but not always.
+
+    Args:
+        answers: what greedy search finds, without a prefix.
+        truth: how often a guess is right.
+        seed: of the lengths and the lies.
+    """
+
+    def __init__(self, answers: np.ndarray, truth: float = 0.75, seed: int = 0, most: int = 6):
+        self.answers, self.truth, self.most = answers, truth, most
+        self.random, self.at = np.random.default_rng(seed), [0] * len(answers)
+        self.highest = int(answers.max())
+
+    def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+        drafts = []
+        for row, room in zip(rows, rooms, strict=True):
+            count = min(int(self.random.integers(0, self.most + 1)), room)
+            draft = self.answers[row, self.at[row] : self.at[row] + count].copy()
+            lies = self.random.random(draft.size) >= self.truth
+            draft[lies] = self.random.integers(0, self.highest + 1, lies.sum())
+            drafts.append(draft.tolist())
+        return drafts
+
+    def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
+        for row, answer in zip(rows, found, strict=True):
+            self.at[row] += len(answer)
+
+    def keep(self, places: np.ndarray) -> None:
+        pass
+
+
+def by_drafts(backend: Backend, ids: np.ndarray, mask: np.ndarray, drafter: Any, **options: Any) -> Generated:
+    request = Request.checked(backend, ids, mask, **options)
+    steps = verified(backend, request, drafter, Likeliest(backend))
+    return Steps(request.prefix[:, 1:], backend.pad_token_id, steps).generated()
+
+
+def check_equals_greedy(
+    backend: Backend, ids: np.ndarray, mask: np.ndarray, *, truth: float = 0.75, seed: int = 0, **options: Any
+) -> Generated:
+    """Drafts of this quality change nothing; returns what was found with them."""
+    expected = greedy(backend, ids, mask, **options).sequences
+    begin = np.shape(options.get("decoder_input_ids", [[]]))[1]
+    found = by_drafts(backend, ids, mask, Oracle(expected[:, begin:], truth, seed), **options)
+    np.testing.assert_array_equal(found.sequences, expected)
+    assert 0 <= found.accepted <= found.drafted
+    return found
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    seed=st.integers(0, 2**16), batch=st.integers(1, 6), truth=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+    ends=st.sampled_from([0.0, 0.05, 0.3]), longest=st.integers(1, 25), data=st.data(),
+)  # fmt: skip
+def test_whatever_is_guessed_the_tokens_are_greedy_searchs(
+    seed: int, batch: int, truth: float, ends: float, longest: int, data: st.DataObject
+) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=longest, min_new_tokens=data.draw(st.integers(0, longest)))
+    if data.draw(st.booleans(), "prefix"):
+        options["decoder_input_ids"] = np.random.default_rng(seed).integers(2, 12, (batch, 3))
+    found = check_equals_greedy(Machine(ends=ends, seed=seed), *sources(seed, batch), truth=truth, seed=seed, **options)
+    event("accepted" if found.accepted else "nothing accepted")
+    event("rejected" if found.drafted > found.accepted else "nothing rejected")
+
+
+def test_right_guesses_save_calls_and_wrong_ones_cost_none() -> None:
+    batch = sources(1, 5)
+    options: dict[str, Any] = dict(max_new_tokens=40, min_new_tokens=40)
+    alone = greedy(Machine(), *batch, **options)
+    assert_varied(alone.sequences)
+    wrong, half, right = (check_equals_greedy(Machine(), *batch, truth=t, **options) for t in (0.0, 0.75, 1.0))
+    assert wrong.decoder_calls > 30 and wrong.accepted < wrong.drafted / 5
+    assert 0 < half.accepted < half.drafted and half.decoder_calls < wrong.decoder_calls
+    assert right.accepted == right.drafted and right.decoder_calls < 20
+    assert alone.drafted == alone.accepted == 0
+
+
+def test_the_end_inside_a_draft_ends_a_row() -> None:
+    answers = np.array([[2, 3, 1, 4, 5], [2, 2, 2, 2, 2]])
+
+    class Fixed(Machine):
+        def next(self, source: list[int], past: list[int]) -> np.ndarray:
+            return np.eye(12)[answers[source[0] - 2, len(past) - 1]]
+
+    class All(Oracle):
+        def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+            return [answers[row, self.at[row] :][:room].tolist() for row, room in zip(rows, rooms, strict=True)]
+
+    machine = Fixed()
+    found = by_drafts(machine, np.array([[2], [3]]), np.ones((2, 1), dtype=int), All(answers), max_new_tokens=5)
+    assert found.sequences.tolist() == [[2, 3, 1, 0, 0], [2, 2, 2, 2, 2]]
+    assert found.decoder_calls == 1 and machine.calls == ["encode", (2, 5)], "nothing is left to be cut or kept"
+    assert (found.drafted, found.accepted) == (8, 7), "what was guessed after the end is of no use"
+    later = by_drafts(
+        Fixed(), np.array([[2], [3]]), np.ones((2, 1), dtype=int), All(answers), max_new_tokens=5, min_new_tokens=3
+    )  # fmt: skip
+    assert later.sequences[0, 2] != 1, "the end is forbidden there, whatever is guessed"
+
+
+def test_rows_that_have_ended_leave() -> None:
+    machine = Machine(ends=0.12)
+    found = check_equals_greedy(machine, *sources(3, 12), truth=0.9, max_new_tokens=30)
+    lengths = (found.sequences != 0).sum(axis=1)
+    assert len(set(lengths)) > 4
+    second = max(place for place, call in enumerate(machine.calls) if call == "encode")  # after greedy search's own
+    calls = machine.calls[second:]
+    widths = [call[0] for call in calls if isinstance(call, tuple)]
+    assert len(set(widths)) > 2 and "trim" in calls and "keep" in calls
+
+
+# On runtimes
+
+BACKENDS: dict[str, Callable[[Any, Any], Any]] = {
+    "TorchEager": lambda model, folder: TorchEager(model),
+    "TorchEager uncached": lambda model, folder: TorchEager(model, use_cache=False),
+    "OrtNumpy": lambda model, folder: OrtNumpy(folder, settings=ONE_THREAD),
+    "OrtBound": lambda model, folder: OrtBound(folder, settings=ONE_THREAD),
+    "EncoderCache": lambda model, folder: EncoderCache(OrtNumpy(folder, settings=ONE_THREAD)),
+}
+RUNS: list[dict[str, Any]] = [
+    dict(max_new_tokens=16),
+    dict(max_new_tokens=12, min_new_tokens=12),
+    dict(max_new_tokens=9, decoder_input_ids=np.random.default_rng(5).integers(3, 300, (6, 3))),
+]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_equals_greedy_on_every_backend(tiny_t5, exported, kind: str, padded_batch, name: str) -> None:
+    backend = BACKENDS[name](tiny_t5(kind), exported(kind))
+    for options in RUNS:
+        found = check_equals_greedy(backend, *padded_batch, **options)
+        assert_varied(found.sequences)
+        assert 0 < found.accepted < found.drafted, "rows should accept some guesses and not all"
+
+
+def test_equals_greedy_where_rows_end_by_themselves(tiny_t5, padded_batch) -> None:
+    free = greedy(TorchEager(tiny_t5()), *padded_batch, max_new_tokens=14).sequences
+    for end in np.unique(free[:, 2:10])[:8].tolist():
+        model = tiny_t5(eos_token_id=end)
+        found = check_equals_greedy(TorchEager(model), *padded_batch, seed=end, max_new_tokens=14)
+        assert (found.sequences == end).any()
+
+
+# Broken verification fails the same check
+
+
+def accepts_one_more(draft: list[int], likeliest: list[int]) -> list[int]:
+    count = len(agreed(draft, likeliest)) - 1
+    return [*draft[: count + 1], likeliest[min(count + 1, len(likeliest) - 1)]]
+
+
+def keeps_the_wrong_guess(draft: list[int], likeliest: list[int]) -> list[int]:
+    found = agreed(draft, likeliest)
+    return [*found[:-1], draft[len(found) - 1]] if len(found) <= len(draft) else found
+
+
+def keeps_all(self: Machine, state: Any, accepted: np.ndarray) -> None:
+    pass
+
+
+def keeps_one_less(self: Any, state: Any, accepted: np.ndarray) -> None:
+    trim(self, state, np.maximum(accepted - 1, 0))
+
+
+def keeps_as_many_of_all(self: Any, state: Any, accepted: np.ndarray) -> None:
+    trim(self, state, np.full_like(accepted, accepted.max()))
+
+
+agreed, trim, mask_of, trimmed = drafts_module._agreed, TorchEager.trim, Histories.mask, Histories.trimmed
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "accepts a guess too many": (drafts_module, "_agreed", accepts_one_more),
+    "the token after a wrong guess is the guess": (drafts_module, "_agreed", keeps_the_wrong_guess),
+    "nothing is cut": (TorchEager, "trim", keeps_all),
+    "one too many is cut": (TorchEager, "trim", keeps_one_less),
+    "all rows keep as many": (TorchEager, "trim", keeps_as_many_of_all),
+    "unequal pasts are not masked": (Histories, "mask", lambda self: np.ones((*self.shape, self.width), dtype=int)),
+    "rows keep the wrong sources": (
+        TorchEager, "keep", lambda self, state, kept: keep(self, state, np.arange(len(kept))),
+    ),
+}  # fmt: skip
+keep = TorchEager.keep
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_verification_is_caught(tiny_t5, padded_batch, monkeypatch, broken: str) -> None:
+    # an end that half of the rows reach early, in two orders: one whose finished rows do not happen to come last
+    free = greedy(TorchEager(tiny_t5()), *padded_batch, max_new_tokens=14).sequences
+    common = {token: (free[:, 1:9] == token).any(axis=1).sum() for token in np.unique(free).tolist()}
+    backend = TorchEager(tiny_t5(eos_token_id=max(common, key=common.get)))
+    batches = [padded_batch, tuple(array[::-1].copy() for array in padded_batch)]
+    expected = [greedy(backend, *batch, max_new_tokens=14).sequences for batch in batches]
+
+    def check() -> None:
+        for batch, sequences in zip(batches, expected, strict=True):
+            for seed in range(3):
+                found = by_drafts(backend, *batch, Oracle(sequences, seed=seed), max_new_tokens=14)
+                np.testing.assert_array_equal(found.sequences, sequences)
+
+    check()
+    monkeypatch.setattr(*BROKEN[broken])
+    with pytest.raises(AssertionError, match="Mismatched elements|not equal|shapes"):
+        check()
+
+
+# The length of drafts
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 40), st.lists(st.floats(0, 1), max_size=60))
+def test_the_length_stays_within_its_bounds(most: int, rights: list[float]) -> None:
+    length, paused = DraftLength(most), 0
+    for right in rights:
+        count = length.next()
+        assert 0 <= count <= most
+        paused = 0 if count else paused + 1
+        assert paused <= LONGEST_PAUSE
+        if count:
+            length.learn(count, int(right * count))
+
+
+def test_what_cannot_be_guessed_is_hardly_guessed_at() -> None:
+    length, tries, guesses = DraftLength(16), 0, 0
+    for _ in range(64):
+        if count := length.next():
+            tries, guesses = tries + 1, guesses + count
+            length.learn(count, 0)
+    assert tries <= 7 and guesses <= 10
+    drafts = 0
+    for _ in range(LONGEST_PAUSE + 8):  # and then all of it is right
+        if count := length.next():
+            drafts = count
+            length.learn(count, count)
+    assert drafts == 16
+
+
+def test_backends_without_next_tokens_and_with_it_agree(tiny_t5, exported, padded_batch) -> None:
+    backend = OrtNumpy(exported(), settings=ONE_THREAD)
+    asked: list[int] = []
+
+    class Counted(Likeliest):
+        def __init__(self, backend: Any):
+            super().__init__(backend)
+            first = self._next_tokens
+            self._next_tokens = lambda *a, **o: (asked.append(1), first(*a, **o))[1]
+
+    expected = greedy(backend, *padded_batch, max_new_tokens=12).sequences
+    request = Request.checked(backend, *padded_batch, max_new_tokens=12)
+    silent = Oracle(expected, most=0)
+    steps = verified(backend, request, silent, Counted(backend))
+    found = Steps(request.prefix[:, 1:], 0, steps).generated()
+    np.testing.assert_array_equal(found.sequences, expected)
+    assert len(asked) == found.decoder_calls == 12 and found.drafted == 0

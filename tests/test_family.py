@@ -1,0 +1,112 @@
+"""A family side by side: a row for each member and recipe, equal before it is timed. No speed is asserted here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import t5accel.family as module
+from t5accel import tasks
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checkpoints import T5Dims, load_t5
+from t5accel.errors import InputError
+from t5accel.family import family_rows
+from t5accel.graphs.recipes import RECIPES
+from t5accel.lively import random_t5
+from t5accel.parity import ParityError
+from t5accel.students.gates import Gates
+from t5accel.students.prune import remove
+from t5accel.students.shrink import shrink_decoder
+
+TINY = dict(vocab_size=6000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2)
+QUICK = dict(rounds=2, source_tokens=6, new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def tiny(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of a tiny model with the bundled one's tokenizer, and of what pruning left of it."""
+    folders = tuple(tmp_path_factory.mktemp("tiny") / name for name in ("whole", "pruned"))
+    model = random_t5(TINY, seed=1)
+    kept = {name: those[: len(those) // 2] for name, those in Gates(model).kept().items()}
+    for saved, folder in zip((model, remove(model, kept)), folders, strict=True):
+        saved.save_pretrained(folder)
+        mini[1].save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def rows(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[dict[str, Any]]]:
+    """The bundled model and what shrinking makes of it, without any training."""
+    folder = tmp_path_factory.mktemp("student") / "student"
+    shrink_decoder(mini[0], [1, 2]).save_pretrained(folder)
+    mini[1].save_pretrained(folder)
+    said: list[str] = []
+    return said, family_rows({"teacher": "mini", "student": folder}, limit=1, on_model=said.append, **QUICK)
+
+
+def test_there_is_a_row_for_each_member_and_recipe(rows: Any, mini: tuple[Any, Any]) -> None:
+    said, found = rows
+    assert said == ["teacher", "student"]
+    assert [(row["model"], row["recipe"]) for row in found] == [
+        ("teacher", "fp32"), ("teacher", "int8"), ("student", "fp32"), ("student", "int8"),
+    ]  # fmt: skip
+    assert [row["hash"] for row in found] == 2 * [RECIPES["fp32"].hash, RECIPES["int8"].hash]
+    assert [len(row["dims"]["decoder_heads"]) for row in found] == [4, 4, 2, 2]
+    assert tuple(found[0]["dims"]["encoder_ff"]) == T5Dims.of(mini[0]).encoder_ff
+    assert json.loads(json.dumps(found)) is not None
+
+
+def test_sizes_and_times_stand_beside_each_other(rows: Any) -> None:
+    teacher, quantized, student, both = rows[1]
+    assert teacher["size_bytes"] > student["size_bytes"] > quantized["size_bytes"] > both["size_bytes"]
+    assert teacher["weights_per_step"] == quantized["weights_per_step"] > student["weights_per_step"]
+    assert teacher["size_bytes"] > 4 * 8.8e6
+    assert teacher["ratio"] is None
+    for row in rows[1]:
+        assert (row["batch"], row["source_tokens"], row["new_tokens"]) == (1, 6, 3) and row["threads"] >= 1
+        assert len(row["latency_s"]) == 2 and min(row["latency_s"]) > 0
+        assert row["tokens_per_s"] == pytest.approx(2 * 3 / sum(row["latency_s"]))
+    for row in rows[1][1:]:
+        expected = [a / b for a, b in zip(teacher["latency_s"], row["latency_s"], strict=True)]
+        assert row["ratio"]["samples"] == pytest.approx(expected) and row["ratio"]["median"] > 0
+
+
+def test_the_quality_of_each_row_is_its_own(rows: Any) -> None:
+    qualities = [row["quality"] for row in rows[1]]
+    assert {quality["limit"] for quality in qualities} == {1}
+    count = len(tasks.rows("translation", limit=1))
+    assert all(quality["translation"]["rows"] == count for quality in qualities)
+    scores = [quality["translation"]["chrf"] for quality in qualities]
+    best, worst = min(scores[:2]), max(scores[2:])
+    assert best > 2 * worst, "the bundled model translates, half of its decoder without training does not"
+
+
+def test_pruned_members_are_measured_like_any_other(tiny: tuple[Path, Path]) -> None:
+    found = family_rows({"whole": str(tiny[0]), "pruned": tiny[1]}, recipes=["fp32"], limit=0, **QUICK)
+    assert [row["dims"]["decoder_ff"] for row in found] == [(32, 32), (16, 16)]
+    assert found[0]["size_bytes"] > found[1]["size_bytes"] and [row["quality"] for row in found] == [None, None]
+
+
+def test_an_export_that_is_not_equal_is_not_measured(tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    other = random_t5(TINY, seed=2)
+    timed: list[Any] = []
+    monkeypatch.setattr(module, "compare", lambda *given, **options: timed.append(given))
+    monkeypatch.setattr(module, "TorchEager", lambda model: TorchEager(other))
+    with pytest.raises(ParityError):
+        family_rows({"whole": tiny[0], "pruned": tiny[1]}, limit=0, **QUICK)
+    assert not timed
+
+
+def test_too_few_members_and_one_without_a_tokenizer_are_refused(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    for members, recipes in (({}, ["fp32", "int8"]), ({"mini": "mini"}, ["fp32"]), ({"mini": "mini"}, []),
+                             ({"mini": "mini"}, ["fp32", "fp32"])):  # fmt: skip
+        with pytest.raises(InputError, match="There is nothing to compare: give two members"):
+            family_rows(members, recipes=recipes)
+    load_t5(tiny[0])[0].save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"mute \(.*\) has no tokenizer"):
+        family_rows({"whole": tiny[0], "mute": tmp_path}, recipes=["fp32"], limit=0, **QUICK)
+    with pytest.raises(InputError, match="fp64"):
+        family_rows({"whole": tiny[0]}, recipes=["fp32", "fp64"], limit=0, **QUICK)

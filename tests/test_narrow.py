@@ -1,0 +1,184 @@
+"""T5s whose layers differ in width: saved, loaded, generating as transformers' own do, refused if they are wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from silence import quiet
+from test_export import histories, same_logits, teacher_forced
+from transformers import DynamicCache, EncoderDecoderCache
+
+from t5accel.checkpoints import T5Dims, load_t5
+from t5accel.errors import InputError, ModelUnavailableError
+from t5accel.narrow import KINDS, parts, resize, widths
+from t5accel.parity import ParityError, assert_varied
+
+NARROW = ["deeper-decoder", "gated-untied", "mt5", "umt5"]
+SIZES: dict[str, list[int]] = dict(
+    encoder_heads=[3, 1], decoder_heads=[1, 4, 2], cross_heads=[2, 1, 3], encoder_ff=[40, 8], decoder_ff=[24, 64, 5]
+)
+FULL = dict(encoder_heads=[4] * 2, decoder_heads=[4] * 3, cross_heads=[4] * 3, encoder_ff=[64] * 2, decoder_ff=[64] * 3)
+OWN_BIAS = "decoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
+NEW = histories(6, 2, 7)
+
+
+def narrowed(model: Any, sizes: dict[str, list[int]] = SIZES) -> Any:
+    """A copy of these sizes that holds the beginnings of the model's matrices; biases that it had none of are drawn."""
+    small = copy.deepcopy(model)
+    resize(small, sizes)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, _, name, module in parts(small):
+            old = model.get_submodule(name)
+            for key, weight in module.named_parameters():
+                if key.startswith("relative") and not hasattr(old, "relative_attention_bias"):
+                    weight.normal_(generator=generator)
+                else:
+                    weight.copy_(old.get_parameter(key)[: weight.shape[0], : weight.shape[1]])
+    return small.eval()
+
+
+def generated(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> np.ndarray:
+    """What transformers' own generate() writes; with a cache unless ``use_cache`` is false."""
+    if options.get("use_cache", True):  # transformers sizes its own by the encoder's depth
+        options.setdefault("past_key_values", EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    ids, mask = torch.as_tensor(ids), torch.as_tensor(mask)
+    return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=8, **options).numpy()
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_a_narrow_model_is_saved_and_loaded(tiny_t5, padded_batch, tmp_path: Path, kind: str) -> None:
+    whole = tiny_t5(kind)
+    model, at = narrowed(whole), tmp_path / "once"
+    expected = teacher_forced(model, *padded_batch, NEW)
+    with pytest.raises(ParityError):
+        same_logits(teacher_forced(whole, *padded_batch, NEW), expected)
+    for folder in (at, tmp_path / "twice"):
+        model.save_pretrained(folder)
+        with quiet() if kind == "deeper-decoder" else nullcontext():  # of untied heads transformers 5 always speaks
+            model, tokenizer = load_t5(folder)
+        assert tokenizer is None and type(model) is type(whole) and not model.training
+        assert widths(model) == SIZES == model.config.layer_widths
+        np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), expected)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == [type(whole).__name__]
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_sizes_are_read_layer_by_layer(tiny_t5, kind: str) -> None:
+    whole, model = tiny_t5(kind), narrowed(tiny_t5(kind))
+    assert widths(whole) == FULL and not hasattr(whole.config, "layer_widths")
+    dims = T5Dims.of(model)
+    assert {name: list(getattr(dims, name)) for name in KINDS} == SIZES
+    assert (dims.d_kv, dims.d_model, dims.tied) == (12, 32, T5Dims.of(whole).tied)
+    names = [name for _, _, name, _ in parts(model)]
+    assert len(names) == len(set(names)) == 2 * 2 + 3 * 3
+    assert all(model.get_submodule(name) is module for _, _, name, module in parts(model))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("kind", NARROW)
+def test_generate_with_its_cache_and_without(tiny_t5, padded_batch, kind: str, beams: int) -> None:
+    model = narrowed(tiny_t5(kind))
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with_cache = generated(model, *padded_batch, num_beams=beams, past_key_values=cache)
+    assert_varied(with_cache)
+    np.testing.assert_array_equal(with_cache, generated(model, *padded_batch, num_beams=beams, use_cache=False))
+    held = [layer.keys.shape[1] for layer in cache.self_attention_cache.layers]
+    assert held == SIZES["decoder_heads"]
+    assert [layer.keys.shape[1] for layer in cache.cross_attention_cache.layers] == SIZES["cross_heads"]
+
+
+def test_generate_with_the_cache_that_transformers_makes(tiny_t5, padded_batch) -> None:
+    sizes = SIZES | dict(encoder_heads=[3, 1, 2], encoder_ff=[40, 8, 16])
+    model = narrowed(tiny_t5(num_layers=3), sizes)
+    for beams in (1, 3):
+        own = generated(model, *padded_batch, num_beams=beams, past_key_values=None)
+        assert_varied(own)
+        np.testing.assert_array_equal(own, generated(model, *padded_batch, num_beams=beams, use_cache=False))
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@pytest.mark.parametrize("kind", NARROW)
+def test_every_layer_has_position_biases_of_its_own(tiny_t5, padded_batch, kind: str, stack: str) -> None:
+    model = narrowed(tiny_t5(kind))
+    before = teacher_forced(model, *padded_batch, NEW)
+    attention = getattr(model, stack).block[1].layer[0].SelfAttention
+    assert attention.relative_attention_bias.weight.shape == (32, SIZES[f"{stack}_heads"][1])
+    with torch.no_grad():
+        attention.relative_attention_bias.weight.mul_(-1.0)
+    with pytest.raises(ParityError):
+        same_logits(teacher_forced(model, *padded_batch, NEW), before)
+
+
+def test_a_narrow_model_can_be_trained(tiny_t5, padded_batch) -> None:
+    model = narrowed(tiny_t5()).train()
+    ids, mask = map(torch.as_tensor, padded_batch)
+    model(input_ids=ids, attention_mask=mask, labels=torch.as_tensor(NEW[:, 0].copy())).loss.backward()
+    without = [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()]
+    assert without == []
+
+
+def test_new_matrices_are_of_the_old_ones_type_and_a_second_time_adds_no_hook(tiny_t5) -> None:
+    model = copy.deepcopy(tiny_t5()).to(torch.bfloat16)
+    for sizes in (SIZES, FULL):
+        resize(model, sizes)
+        assert widths(model) == sizes == model.config.layer_widths
+        assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+        hooks = [len(m._forward_pre_hooks) for kind, _, _, m in parts(model) if kind.endswith("heads")]
+        assert hooks == [1] * 8
+
+
+WRONG: list[Any] = [
+    None, 5, [], {}, "encoder_heads", {**SIZES, "more": [1]}, {k: v for k, v in SIZES.items() if k != "cross_heads"},
+    *({**SIZES, "decoder_heads": wrong} for wrong in ([1, 4], [1, 4, 2, 2], [], 4, "142", None, {1: 1, 2: 2, 3: 3})),
+    *({**SIZES, "encoder_ff": [40, wrong]} for wrong in (0, -8, 1.5, True, "8", None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", WRONG, ids=str)
+def test_wrong_widths_are_refused_and_change_nothing(tiny_t5, sizes: Any) -> None:
+    model = copy.deepcopy(tiny_t5())
+    with pytest.raises(InputError, match="layer_widths.* is .*; give"):
+        resize(model, sizes)
+    assert widths(model) == FULL and not hasattr(model.config, "layer_widths")
+
+
+@pytest.fixture
+def saved(tiny_t5, tmp_path: Path) -> Path:
+    """The folder of a narrow model."""
+    narrowed(tiny_t5()).save_pretrained(tmp_path / "narrow")
+    return tmp_path / "narrow"
+
+
+@pytest.mark.parametrize("name", [OWN_BIAS, "encoder.block.1.layer.1.DenseReluDense.wo.weight"])
+def test_a_missing_weight_is_not_made_up(saved: Path, name: str) -> None:
+    weights = load_file(saved / "model.safetensors")
+    del weights[name]
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnavailableError, match=f"incomplete: it lacks 1 weights, such as {name}"):
+        load_t5(saved)
+
+
+def test_widths_that_are_not_those_of_the_weights_are_refused(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    for kind, sizes, error in (
+        ("decoder_heads", [2, 4, 2], ModelUnavailableError), ("decoder_ff", [24, 64, 6], ModelUnavailableError),
+        ("decoder_ff", [24, 64], InputError), ("encoder_heads", [0, 1], InputError),
+    ):  # fmt: skip
+        changed = {**config, "layer_widths": {**config["layer_widths"], kind: sizes}}
+        (saved / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(error, match="narrow cannot be loaded|layer_widths"):
+            load_t5(saved)
+
+
+def test_transformers_alone_does_not_take_it_for_an_ordinary_model(saved: Path, tiny_t5) -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        type(tiny_t5()).from_pretrained(saved)

@@ -1,0 +1,139 @@
+"""What the teacher writes: sources as training draws them, and a file that goes on after any interruption."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_train import PAIRS
+
+import t5accel.students.teacher_texts as module
+from t5accel.errors import InputError
+from t5accel.students.mixture import Mixture
+from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts
+from t5accel.tasks import SUMMARIZE, TRANSLATE
+
+MIXTURE = Mixture(PAIRS)
+WANTED = [("translation", f"{TRANSLATE}Text {'x' * (i % 7)} {i}.") for i in range(23)] + [
+    ("questions", "question: Où\u2028est-il\u2029? context: « Là »\n\tet là."),
+    ("summaries", SUMMARIZE + "\u0085 \U0001f600 \"q\""),
+]  # fmt: skip
+
+
+class Teacher:
+    """Writes each source backwards, and remembers what it was asked; ``patience``: after so many batches it fails."""
+
+    def __init__(self, patience: int | None = None):
+        self.batches: list[list[str]] = []
+        self.patience = patience
+
+    def __call__(self, texts: list[str]) -> list[str]:
+        if len(self.batches) == self.patience:
+            raise KeyboardInterrupt
+        self.batches.append(texts)
+        return [text[::-1] for text in texts]
+
+    @property
+    def asked(self) -> list[str]:
+        return [text for batch in self.batches for text in batch]
+
+
+def lines(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_bytes().split(b"\n") if line]
+
+
+EXPECTED = {
+    task: {(source, source[::-1]) for other, source in WANTED if other == task} for task in {task for task, _ in WANTED}
+}
+
+
+def check_complete(file: Path) -> None:
+    found = read_teacher_texts(file)
+    assert {task: set(examples) for task, examples in found.items()} == EXPECTED
+    assert sum(map(len, found.values())) == len(WANTED), "nothing is written twice"
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once() -> None:
+    found = sources(MIXTURE, 200, seed=0)
+    assert len(found) == len(set(found)) == 200
+    counts = Counter(task for task, _ in found)
+    assert counts.keys() == module.SHARES.keys()
+    assert all(abs(counts[task] - 2 * share) < 25 for task, share in module.SHARES.items())
+    starts = {"translation": TRANSLATE, "summaries": SUMMARIZE, "questions": "question: "}
+    assert all(source.startswith(starts[task]) for task, source in found)
+    assert found == sources(MIXTURE, 200, seed=0) and found[:50] == sources(MIXTURE, 50, seed=0)
+    assert found != sources(MIXTURE, 200, seed=1)
+
+
+def test_no_source_is_one_of_the_evaluation_sets() -> None:
+    found = sources(MIXTURE, 60, seed=0)
+    forbidden = frozenset(source for _, source in found[::2])
+    assert {source.split(":")[0] for source in forbidden} >= {"translate English to French", "question"}
+    again = sources(replace(MIXTURE, forbidden=forbidden), 60, seed=0)
+    assert len(again) == 60 and not {source for _, source in again} & forbidden
+
+
+def test_more_sources_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARES", {"translation": 1})
+    mixture = replace(MIXTURE, pairs=PAIRS[:3], joined_share=0.0)
+    assert {source for _, source in sources(mixture, 3, seed=0)} == {TRANSLATE + english for english, _ in PAIRS[:3]}
+    with pytest.raises(InputError, match="Of 4 different sources only 3 were found: ask for fewer"):
+        sources(mixture, 4, seed=0)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_source_is_written_once_in_batches_of_alike_lengths(tmp_path: Path) -> None:
+    teacher, file = Teacher(), tmp_path / "new" / "teacher.jsonl"
+    write_teacher_texts(file, teacher, WANTED, batch_size=4)
+    assert [len(batch) for batch in teacher.batches] == [4] * 6 + [1]
+    lengths = list(map(len, teacher.asked))
+    assert lengths == sorted(lengths) and sorted(teacher.asked) == sorted(source for _, source in WANTED)
+    check_complete(file)
+    assert all(set(line) == {"task", "source", "target"} for line in lines(file))
+    again = Teacher()
+    write_teacher_texts(file, again, WANTED)
+    assert not again.batches
+    check_complete(file)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40, 300])
+def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "teacher.jsonl"
+    write_teacher_texts(file, Teacher(), WANTED[:12], batch_size=4)
+    before = file.read_bytes()
+    file.write_bytes(before[:-cut])  # 1: the end of the line alone
+    teacher = Teacher()
+    write_teacher_texts(file, teacher, WANTED, batch_size=4)
+    lost = 0 if cut == 1 else 12 - before[:-cut].count(b"\n")
+    assert len(teacher.asked) == len(WANTED) - 12 + lost and len(set(teacher.asked)) == len(teacher.asked)
+    check_complete(file)
+
+
+def test_what_was_written_before_an_interruption_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GROUP", 8)
+    file = tmp_path / "teacher.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        write_teacher_texts(file, Teacher(patience=5), WANTED, batch_size=4)
+    assert {line["source"] for line in lines(file)} == {source for _, source in WANTED[:16]}
+    teacher = Teacher()
+    write_teacher_texts(file, teacher, WANTED, batch_size=4)
+    assert set(teacher.asked) == {source for _, source in WANTED[16:]}
+    check_complete(file)
+
+
+def test_a_missing_file_and_one_without_texts_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "teacher.jsonl"
+    with pytest.raises(InputError, match="No teacher's texts at .*teacher.jsonl: let write_teacher_texts"):
+        read_teacher_texts(file)
+    for content in (b"", b"\n\n", b'{"task": "transl'):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match="teacher.jsonl holds no texts: delete it"):
+            read_teacher_texts(file)
