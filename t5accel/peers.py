@@ -119,6 +119,7 @@ class Worker:
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None):
         self.log = log
+        self._name = " ".join(Path(part).name for part in command[:3])  # without the paths of this machine
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
@@ -152,11 +153,6 @@ class Worker:
         if "error" in answer:
             raise PeerError(f"{self._name} failed:\n{answer['error']}")
         return answer
-
-    @property
-    def _name(self) -> str:
-        """What was started, without the paths of this machine."""
-        return " ".join(Path(part).name for part in self.process.args[:3])
 
 
 def measure_cell(cell: Cell, systems: Mapping[System, Generate], *, rounds: int, seed: int = 0) -> list[dict[str, Any]]:
