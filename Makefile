@@ -41,10 +41,10 @@ course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5
 	@$(VENV_V5) -m t5accel course --out build/course-v5
 
 test: .venv/.stamp ## Run the tests on transformers 4.57 (notebooks are checked, not run)
-	@$(VENV) -m pytest -q
+	@$(VENV) -m pytest -q -n logical --dist worksteal
 
 test-v5: .venv-v5/.stamp ## Run the same tests on transformers 5.x, in an environment of their own
-	@$(VENV_V5) -m pytest -q
+	@$(VENV_V5) -m pytest -q -n logical --dist worksteal
 
 lab: .venv/.stamp ## Open JupyterLab on the notebooks
 	@$(VENV) -m jupyter lab notebooks/

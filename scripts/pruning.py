@@ -21,19 +21,20 @@ from t5accel.students.importance import WAYS
 from t5accel.students.prune import PruneConfig, prune
 from t5accel.students.student_card import save_student
 
-WHOLE = "mini"
+WHOLE, STUDENT = "mini", "mini-d1"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A smaller model: what is pruned, and how."""
+    """A smaller model: how, and what of."""
 
     name: str
     config: PruneConfig
+    of: str = WHOLE
 
 
 def runs(steps: int, best: str) -> list[Run]:
-    """At one size all ways, untrained and trained; the best way at other sizes."""
+    """At one size all ways, untrained and trained; the best way at other sizes, and for the distilled student."""
     found = []
     for way in WAYS:
         if way != "movement":  # which needs training
@@ -42,7 +43,8 @@ def runs(steps: int, best: str) -> list[Run]:
     for heads, neurons in ((0.1, 0.25), (0.4, 0.7), (0.6, 0.85)):
         name = f"{best}, {heads:.0%} of heads, {neurons:.0%} of neurons"
         found.append(Run(name, PruneConfig(heads=heads, neurons=neurons, importance=best, steps=steps)))
-    return found
+    together = PruneConfig(heads=0.25, neurons=0.5, importance=best, steps=2 * steps)
+    return [*found, Run(f"{STUDENT}, {best}", together, of=STUDENT)]
 
 
 def folder_of(run: Run, out: Path) -> Path:
@@ -55,11 +57,11 @@ def train(run: Run, pairs: Path, out: Path) -> None:
     folder = folder_of(run, out)
     if (folder / "model" / "config.json").is_file():
         return
-    model, tokenizer = load_t5(WHOLE)
+    (teacher, tokenizer), (model, _) = load_t5(WHOLE), load_t5(run.of)
     mixture, held_out = student_mixture(pairs)
-    pruned = prune(model, tokenizer, mixture, folder, run.config, held_out=held_out)
+    pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, held_out=held_out)
     save_student(
-        pruned, tokenizer, folder / "model", teacher=model, teacher_name=WHOLE, how="pruned",
+        pruned, tokenizer, folder / "model", teacher=model, teacher_name=run.of, how="pruned",
         command="python scripts/pruning.py", settings=asdict(run.config),
     )  # fmt: skip
 
@@ -69,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Prune the bundled model to several sizes and in several ways.")
     parser.add_argument("pairs", type=Path, help="the file of training pairs")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
-    parser.add_argument("--steps", type=int, default=600, help="of every run that trains")
+    parser.add_argument("--steps", type=int, default=300, help="of every run that trains")
     parser.add_argument("--best", default="taylor", help="the importance for other sizes, and for the student")
     parser.add_argument("--train", nargs="*", default=[], help="make the models of these names")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
@@ -88,7 +90,8 @@ def main() -> None:
     rows = family_rows({WHOLE: WHOLE} | members, on_model=print)
     for row in rows:
         if row["model"] in finished:
-            row["pruning"] = asdict(finished[row["model"]].config)
+            run = finished[row["model"]]
+            row |= {"pruning": asdict(run.config), "from": run.of}
     content = {
         "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/pruning.py", "rows": rows,

@@ -98,7 +98,8 @@ def prune(
     neurons: Annotated[float, typer.Option(help="The share of all feed-forward neurons that is removed.")] = 0.5,
     importance: Annotated[str, typer.Option(help="magnitude, taylor or movement.")] = "taylor",
     steps: Annotated[int, typer.Option(help="Of training, while ever more is removed; 0: none.")] = 1000,
-    loss: Annotated[str, typer.Option(help="labels, logits or hidden: from the whole model.")] = "logits",
+    loss: Annotated[str, typer.Option(help="labels, logits or hidden: from the teacher.")] = "logits",
+    teacher: Annotated[str | None, typer.Option(help="Default: the whole model.")] = None,
     seed: int = 0,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -107,7 +108,7 @@ def prune(
     import torch
 
     from t5accel import machine
-    from t5accel.students.distill import DistillConfig, student_mixture
+    from t5accel.students.distill import student_mixture
     from t5accel.students.prune import PruneConfig
     from t5accel.students.prune import prune as run
     from t5accel.students.student_card import save_student
@@ -115,11 +116,12 @@ def prune(
     torch.set_num_threads(threads or machine.cpu_threads())
     config = PruneConfig(
         heads=heads, neurons=neurons, importance=importance, steps=steps,
-        training=DistillConfig(loss=loss, seed=seed),
+        training=replace(PruneConfig().training, loss=loss, seed=seed),
     )  # fmt: skip
     whole, tokenizer = _with_tokenizer(model)
+    of = None if teacher is None else _with_tokenizer(teacher)[0]
     mixture, held_out = student_mixture(pairs)
-    student = run(whole, tokenizer, mixture, out, config, held_out=held_out, device=device)
+    student = run(whole, tokenizer, mixture, out, config, teacher=of, held_out=held_out, device=device)
     folder = save_student(
         student, tokenizer, out / "model", teacher=whole, teacher_name=model, how="pruned", command=_command(),
         settings=asdict(config),

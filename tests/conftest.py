@@ -15,6 +15,15 @@ import pytest
 from t5accel.checkpoints import load_t5
 from t5accel.lively import random_t5
 
+
+def pytest_configure() -> None:
+    """A worker of pytest-xdist keeps to one core: two that each use all of them wait for each other."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})  # before torch counts them
+
+
 TINY: dict[str, Any] = dict(
     vocab_size=300,
     d_model=32,

@@ -5,6 +5,7 @@ What they call is tested in its own module; `train` and `evaluate` are tested wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from test_cli import call, refused
 
 import t5accel.students.distill as module
+import t5accel.students.prune as pruning
 import t5accel.students.teacher_texts as texts
 from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.lively import random_t5
 from t5accel.narrow import widths
+from t5accel.students.distill import DistillConfig
 from t5accel.students.mixture import Part, Phase
 from t5accel.students.teacher_texts import read_teacher_texts
 
@@ -55,6 +58,14 @@ def pairs(tmp_path: Path) -> Path:
     path = tmp_path / "pairs.tsv"
     path.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1040)), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, teacher: Path) -> Path:
+    """The folder of a model with fewer words than the others."""
+    load_t5(teacher)[1].save_pretrained(tmp_path / "stranger")
+    random_t5({**SIZES, "vocab_size": 600}).save_pretrained(tmp_path / "stranger")
+    return tmp_path / "stranger"
 
 
 def written(result: Any, folder: Path) -> Any:
@@ -171,7 +182,27 @@ def test_prune_writes_a_narrow_model_that_loads(
     assert (out / "checkpoint.pt").exists() == (steps > 0)
 
 
-def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, pairs: Path, tmp_path: Path) -> None:
+def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(
+    teacher: Path, pairs: Path, tmp_path: Path, monkeypatch
+) -> None:
+    seen = []
+
+    def noting(model: Any, tokenizer: Any, mixture: Any, folder: Path, config: Any, *, teacher: Any, **_: Any) -> Any:
+        seen.append((config.training, teacher))
+        return model
+
+    monkeypatch.setattr(pruning, "prune", noting)
+    options = ("prune", "--pairs", pairs, "--out", tmp_path / "out", "--model", teacher, "--threads", 1, "--seed", 5)
+    assert call(*options, "--loss", "hidden").exit_code == 0 and call(*options, "--teacher", "mini").exit_code == 0
+    (training, nobody), (_, mini) = seen
+    assert training == replace(pruning.PruneConfig().training, loss="hidden", seed=5) and nobody is None
+    assert training.matrix_learning_rate < DistillConfig().matrix_learning_rate
+    assert mini.config.vocab_size == 6000
+
+
+def test_prune_refuses_what_it_cannot_do_and_writes_nothing(
+    teacher: Path, stranger: Path, pairs: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     options = ("prune", "--pairs", pairs, "--out", out, "--model", teacher, "--threads", 1)
     assert "importance is 'luck'; give one of magnitude, taylor, movement" in refused(*options, "--importance", "luck")
@@ -181,5 +212,7 @@ def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, pairs
     assert "with movement at least 2" in refused(*options, "--steps", 0, "--importance", "movement")
     assert "The loss is 'magic'" in refused(*options, "--loss", "magic")
     assert "no texts of the teacher" in refused(*options, "--loss", "sequence", "--importance", "magnitude")
+    assert "'nope'" in refused(*options, "--teacher", "nope")
+    assert "give a teacher of the same" in refused(*options, "--teacher", stranger)
     assert "device 'abacus'" in refused(*options, "--device", "abacus")
     assert not out.exists()

@@ -386,6 +386,14 @@ def test_without_steps_all_is_removed_at_once_and_nothing_trained(tiny_t5, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_left_learns_from_the_whole_model_or_from_another_teacher(tiny_t5, tmp_path: Path) -> None:
+    model, other = tiny_t5(), tiny_t5(seed=2)
+    by_itself, told = (run(model, tmp_path / name, **given) for name, given in (("a", {}), ("b", {"teacher": model})))
+    by_another = run(model, tmp_path / "c", teacher=other)
+    assert same_weights(by_itself, told) and widths(by_another) == widths(told)
+    assert not same_weights(by_another, told)
+
+
 @pytest.mark.parametrize(
     "config", [dict(steps=1), dict(steps=3, every=25), dict(steps=4, rising=1.0, every=3)], ids=str
 )

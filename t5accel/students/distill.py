@@ -125,14 +125,19 @@ def train_student(
     """Train a student that is already there, in place; the other arguments are those of `distill`.
 
     Args:
-        student: of the teacher's vocabulary.
+        student: of the teacher's vocabulary, and with the loss "hidden" of its ``d_model``.
         gates: gather their gradients in every step; their state belongs to the run's.
         before_step: is called with the number of each step.
         recorded: the configuration that the checkpoint is of, where that says more than ``config``.
 
     Raises:
-        InputError: the texts of the teacher are missing, or the checkpoint was made with another configuration.
+        InputError: the texts of the teacher are missing, the sizes differ, or the checkpoint was made with another
+            configuration.
     """
+    for size in ("vocab_size", "d_model") if config.loss == "hidden" else ("vocab_size",):
+        own, theirs = getattr(student.config, size), getattr(teacher.config, size)
+        if own != theirs:
+            raise InputError(f"{size} of the student is {own}, of the teacher {theirs}: give a teacher of the same.")
     if config.loss == "sequence" and not mixture.given:
         raise InputError(
             "The loss is 'sequence' and the mixture has no texts of the teacher: give read_teacher_texts()."

@@ -110,7 +110,7 @@ class PruneConfig:
     every: int = 25
     multiple_of: int = 32
     examine: int = 24
-    training: DistillConfig = DistillConfig()
+    training: DistillConfig = DistillConfig(learning_rate=1e-3, matrix_learning_rate=2.5e-3)  # it knows much already
 
     def __post_init__(self) -> None:
         if self.importance not in WAYS:
@@ -147,14 +147,15 @@ class PruneConfig:
 
 def prune(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mixture: Mixture, folder: Path, config: PruneConfig, *,
-    held_out: list[tuple[str, str]] = (), device: str = "cpu",
+    teacher: PreTrainedModel | None = None, held_out: list[tuple[str, str]] = (), device: str = "cpu",
 ) -> PreTrainedModel:  # fmt: skip
-    """Remove heads and neurons, train what is left with the whole model as its teacher, and return it, on the CPU.
+    """Remove heads and neurons, train what is left, and return it, on the CPU.
 
     Args:
         model: a T5-like model; it is not changed.
         mixture: what is trained on, and what importance is measured with.
         folder: for the checkpoint and the log; one that is there is gone on from.
+        teacher: whose probabilities are learnt, of the same vocabulary; by default the whole model.
         held_out: (source, target) texts for the validation loss.
         device: ``"cpu"`` or ``"cuda"``.
 
@@ -183,7 +184,7 @@ def prune(
     gates.to(device)
     with gated(student, gates):
         train_student(
-            student, model, tokenizer, mixture, folder, replace(config.training, steps=config.steps),
+            student, teacher or model, tokenizer, mixture, folder, replace(config.training, steps=config.steps),
             held_out=held_out, device=device, gates=gates, before_step=before_step, recorded=config,
         )  # fmt: skip
     return remove(student, gates.kept())
