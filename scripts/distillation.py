@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("pairs", type=Path, help="the file of training pairs")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--steps", type=int, default=600, help="of every run but the longer one")
-    parser.add_argument("--longer", type=int, default=4000, help="of the longer one")
+    parser.add_argument("--longer", type=int, default=7000, help="of the longer one")
     parser.add_argument("--best", default="logits", help="the loss for more layers, and for the longer run")
     parser.add_argument("--train", nargs="*", default=[], help="train the students of these names")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("pairs", type=Path, help="the file of training pairs")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--steps", type=int, default=300, help="of every run that trains")
-    parser.add_argument("--best", default="taylor", help="the importance for other sizes, and for the student")
+    parser.add_argument("--best", default="movement", help="the importance for other sizes, and for the student")
     parser.add_argument("--train", nargs="*", default=[], help="make the models of these names")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
     args = parser.parse_args()

@@ -19,7 +19,7 @@ from t5accel.decoding.backend import as_count
 from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
 from t5accel.scoreboard import Results, Row
-from t5accel.techniques import REFERENCE, TECHNIQUES, Generate, Subject, Technique
+from t5accel.techniques import REFERENCE, TECHNIQUES, Generate, Subject, Technique, choose
 from t5accel.timing import Candidate, Latency, Work, compare
 
 
@@ -46,10 +46,11 @@ class BenchConfig:
                 as_count(getattr(self, name), name, at_least=at_least)
 
 
-def bench(config: BenchConfig, *, techniques: Sequence[Technique] = TECHNIQUES, command: str = "") -> Results:
+def bench(config: BenchConfig, *, techniques: Sequence[Technique] | None = None, command: str = "") -> Results:
     """Prove the techniques equal on one batch, then time them interleaved, and score them on the bundled model.
 
-    Those in other numbers than fp32 do not have to be equal: their rows say how many tokens they share.
+    Those in other numbers than fp32, and students, do not have to be equal: their rows say how many tokens they share.
+    By default all techniques are measured that there are for this model.
 
     Raises:
         ParityError: two techniques in fp32 do not give the same tokens; nothing is timed then.
@@ -58,6 +59,7 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] = TECHNIQUES, 
     """
     import torch
 
+    techniques = choose([], model=config.model) if techniques is None else techniques
     names = [technique.name for technique in techniques]
     if REFERENCE not in names:
         raise InputError(f"The techniques {names} lack the reference, {REFERENCE!r}.")
@@ -71,12 +73,12 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] = TECHNIQUES, 
         batch=config.batch, source_tokens=config.source_tokens, new_tokens=config.new_tokens, threads=threads
     )  # fmt: skip
 
-    generators = {technique.name: technique.build(subject) for technique in techniques}
+    generators = {technique.name: technique.build(technique.measured_on(subject)) for technique in techniques}
     outputs = {name: g(ids, mask, config.new_tokens, config.new_tokens) for name, g in generators.items()}
     expected = outputs[REFERENCE]
     quality.assert_varied(expected)
     for technique in techniques:
-        if technique.recipe.name == "fp32":
+        if technique.exact:
             quality.parity(outputs[technique.name], expected, atol=0)
 
     def candidate(name: str) -> Candidate:
@@ -105,7 +107,8 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] = TECHNIQUES, 
                 precision=technique.recipe.name, recipe=technique.recipe.hash, batch=config.batch, beams=1,
                 source_tokens=config.source_tokens, new_tokens=config.new_tokens, threads=threads,
                 latency_s=latency.samples_s, tokens_per_s=config.batch * config.new_tokens / latency.median_s,
-                bytes_on_disk=technique.bytes_on_disk(subject), base_memory_bytes=base, peak_memory_bytes=peak,
+                bytes_on_disk=technique.bytes_on_disk(technique.measured_on(subject)), base_memory_bytes=base,
+                peak_memory_bytes=peak,
                 quality=_quality(generators[technique.name], subject.tokenizer, config), reference=REFERENCE,
                 ratio=None if ratio is None else {**asdict(ratio), "samples": list(ratio.samples)},
                 equality=_equality(outputs[technique.name], expected),
@@ -155,7 +158,7 @@ def _generate_once(config: BenchConfig, name: str, ids: np.ndarray, mask: np.nda
     if "torch" in libraries:
         libraries["torch"].set_num_threads(threads)
     base = machine.resident_memory_bytes()
-    subject = Subject(config.model, config.seed, threads)
+    subject = technique.measured_on(Subject(config.model, config.seed, threads))
     technique.build(subject)(ids, mask, config.new_tokens, config.new_tokens)
     return base, machine.peak_memory_bytes()
 

@@ -166,7 +166,7 @@ def bench(
     from t5accel.bench import bench as measure_all
     from t5accel.techniques import choose
 
-    chosen = choose(technique or [])
+    chosen = choose(technique or [], model=model)
     boards = []
     for count in new_tokens:
         config = BenchConfig(
@@ -179,6 +179,37 @@ def bench(
             replace(boards[-1], rows=tuple(row for board in boards for row in board.rows)).write(json)
     if plot:
         scoreboard.plot(boards[-1].rows, plot)
+
+
+@app.command()
+def advise(
+    model: ModelOption = "mini",
+    task: Annotated[str | None, typer.Option(help="translation, summaries or questions. Default: all.")] = None,
+    matters: Annotated[str, typer.Option(help="latency, throughput, memory or quality.")] = "latency",
+    batch: Annotated[int | None, typer.Option(help="Texts at a time. Default: 1, for throughput 32.")] = None,
+    beams: Annotated[int, typer.Option(help="1: greedy search.")] = 1,
+    source_tokens: Annotated[int, typer.Option(help="Of a typical source.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Of a typical answer.")] = 64,
+    max_loss: Annotated[
+        list[str] | None, typer.Option(help="What a score may lose, as in bleu=0.5. Default: 1 of each of the task.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
+    results: Annotated[
+        list[Path] | None, typer.Option(help="More results: a file of `bench --json`, or a folder of such.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure on this machine first; takes minutes.")] = False,
+) -> None:
+    """Recommend a configuration, with the measured rows that it rests on."""
+    from t5accel.advice.need import Need, parse_limits
+    from t5accel.advice.text import report
+    from t5accel.advise import recommend
+
+    need = Need(
+        model=model, task=task, matters=matters, batch=batch, beams=beams, source_tokens=source_tokens,
+        new_tokens=new_tokens, max_loss=parse_limits(max_loss or []), device=device, threads=threads,
+    )  # fmt: skip
+    typer.echo(report(recommend(need, results=results or [], measure=measure)))
 
 
 @app.command()

@@ -72,7 +72,9 @@ class Technique:
         build: takes the subject and returns the function that is timed.
         bytes_on_disk: of the weights, in the form that it loads.
         libraries: what it imports; the memory that these take by themselves is measured apart.
-        recipe: in which numbers. One in fp32 has to give the reference's tokens, others are asked how many they share.
+        recipe: in which numbers.
+        student: a smaller model that takes the subject's place, if any; ``teacher`` is the subject that it was made of,
+            and it is measured beside that one only.
     """
 
     name: str
@@ -81,6 +83,17 @@ class Technique:
     bytes_on_disk: Callable[[Subject], int]
     libraries: tuple[str, ...] = ("torch", "transformers")
     recipe: Recipe = RECIPES["fp32"]
+    student: str | None = None
+    teacher: str = "mini"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it has to give the reference's tokens; others are asked how many they share."""
+        return self.recipe.name == "fp32" and self.student is None
+
+    def measured_on(self, subject: Subject) -> Subject:
+        """The subject, or the student in its place."""
+        return subject if self.student is None else Subject(self.student, subject.seed, subject.threads)
 
 
 def weight_bytes(subject: Subject) -> int:
@@ -162,8 +175,10 @@ TECHNIQUES = (
 )  # fmt: skip
 
 
-def choose(parts: Sequence[str]) -> tuple[Technique, ...]:
+def choose(parts: Sequence[str], *, model: str = "mini") -> tuple[Technique, ...]:
     """The techniques whose name holds one of ``parts``, and the reference; all without parts.
+
+    Those of students are chosen for their teacher's ``model`` alone.
 
     Raises ``InputError`` for a part that no name holds.
 
@@ -173,4 +188,5 @@ def choose(parts: Sequence[str]) -> tuple[Technique, ...]:
     for part in parts:
         if not any(part in technique.name for technique in TECHNIQUES):
             raise InputError(f"No technique is called {part!r}; there are {[t.name for t in TECHNIQUES]}.")
-    return tuple(t for t in TECHNIQUES if not parts or t.name == REFERENCE or any(part in t.name for part in parts))
+    named = (t for t in TECHNIQUES if not parts or t.name == REFERENCE or any(part in t.name for part in parts))
+    return tuple(t for t in named if t.student is None or t.teacher == model)

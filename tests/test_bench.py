@@ -12,6 +12,7 @@ import t5accel.bench as module
 import t5accel.techniques
 from t5accel import machine, tasks
 from t5accel.bench import BenchConfig, bench, random_batch
+from t5accel.checkpoints import BUNDLED
 from t5accel.errors import InputError, UnequalWorkError
 from t5accel.lively import random_t5
 from t5accel.parity import ParityError
@@ -238,8 +239,19 @@ def test_every_technique_finds_its_subject_alone(tiny):
         assert technique.recipe.name != "fp32" or (output == expected).all()
 
 
+def test_students_are_measured_in_their_teachers_place_and_beside_nobody_else():
+    students = [technique for technique in TECHNIQUES if technique.student]
+    assert {technique.student for technique in students} == BUNDLED.keys() - {"mini"}
+    assert set(TECHNIQUES) - set(choose([], model="random:t5-small")) == set(students)
+    subject = Subject("mini", 0, 1)
+    for technique in students:
+        assert not technique.exact and technique.measured_on(subject) == Subject(technique.student, 0, 1)
+        assert technique.student in technique.name and technique.teacher == "mini"
+    assert next(technique for technique in TECHNIQUES if not technique.student).measured_on(subject) is subject
+
+
 def test_techniques_are_chosen_by_a_part_of_their_name():
     assert [technique.name for technique in choose(["bound"])] == [REFERENCE, BOUND.name]
-    assert choose([]) == TECHNIQUES
+    assert choose([]) == choose([], model="mini") == TECHNIQUES
     with pytest.raises(InputError, match="No technique is called 'TensorFlow'"):
         choose(["TensorFlow"])

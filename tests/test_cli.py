@@ -12,12 +12,15 @@ import torch
 from test_scoreboard import RESULTS
 from typer.testing import CliRunner
 
+import t5accel.advise
 import t5accel.bench
 import t5accel.checkpoints
 import t5accel.course
 import t5accel.doctor
 import t5accel.students.train as training
 import t5accel.students.validate as validate
+from t5accel.advice.evidence import Record
+from t5accel.advice.need import Need
 from t5accel.bench import BenchConfig
 from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
@@ -63,7 +66,8 @@ def refused(*arguments: object) -> str:
 
 
 def test_these_are_the_commands():
-    assert {"bench", "course", "distill", "doctor", "evaluate", "export", "prune", "run", "train"} <= set(COMMANDS)
+    others = {"distill", "doctor", "evaluate", "export", "prune", "run", "train"}
+    assert {"advise", "bench", "course", *others} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -185,7 +189,7 @@ def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_p
     )  # fmt: skip
     assert (result.exit_code, result.stdout) == (0, table(RESULTS.rows) + "\n")
     ((config, command, techniques),) = measured
-    assert techniques == choose([])
+    assert techniques == choose([], model="random:t5-small")
     assert config == BenchConfig("random:t5-small", 2, 3, 4, 5, 6, 7, peak_memory=False)
     assert command == "t5accel bench --batch 2"
     assert Results.read(rows) == RESULTS and "<svg" in picture.read_text()
@@ -231,6 +235,47 @@ def test_bench_refuses_bad_limits_models_and_pictures(measured, tmp_path):
 
 def test_bench_refuses_an_unknown_model():
     assert "'nope'" in refused("bench", "--model", "nope", "--threads", 1)
+
+
+# --- advise -----------------------------------------------------------------------------------------------------------
+
+
+def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_path):
+    calls = []
+
+    def recommend(need, *, results, measure):
+        calls.append((need, results, measure))
+        return t5accel.advise.advise(need, Record(), weights=None, here={})
+
+    monkeypatch.setattr(t5accel.advise, "recommend", recommend)
+    result = call(
+        "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
+        "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",
+        "cuda", "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--measure",
+    )  # fmt: skip
+    assert result.exit_code == 0 and result.stdout.startswith("me/mine, questions, for throughput: batch 3, 2 beams")
+    limits = {"exact_match": 0.5, "bleu": 2.0}
+    need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, limits, "cuda", 7)
+    assert calls == [(need, [tmp_path, Path("mine.json")], True)]
+    assert call("advise").exit_code == 0 and calls[1] == (Need(), [], False)
+
+
+def test_advise_recommends_for_the_bundled_model_from_recorded_rows():
+    result = call("advise", "--task", "translation")
+    assert result.exit_code == 0 and 'model = accelerate("mini"' in result.stdout
+    assert re.search(r"^\*  [\w-]+, our loop .* \d+\.\d\dx ", result.stdout, re.MULTILINE)
+    assert re.search(r"with cache, [\w-]+\.json, row \d+; quality", result.stdout)
+
+
+def test_advise_refuses_bad_options_models_and_places(tmp_path):
+    assert "task is 'poems'; give one of translation" in refused("advise", "--task", "poems")
+    assert "matters is 'speed'" in refused("advise", "--matters", "speed")
+    assert "batch is 0" in refused("advise", "--batch", 0)
+    assert "--max-loss is 'little'" in refused("advise", "--max-loss", "little")
+    assert "some of bleu" in refused("advise", "--max-loss", "chrf=1")
+    assert "'nope'" in refused("advise", "--model", "nope")
+    assert "No results at" in refused("advise", "--results", tmp_path / "nowhere.json")
+    assert "Only greedy search" in refused("advise", "--beams", 2, "--measure")
 
 
 # --- course -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The built wheel carries the model and the evaluation sets, and works away from the checkout."""
+"""The built wheel carries the model, the evaluation sets and the recorded results, and works away from the checkout."""
 
 import hashlib
 import os
@@ -48,6 +48,7 @@ def test_it_carries_what_load_t5_needs(wheel: Path) -> None:
     expected = {"t5accel/py.typed"}
     expected |= {f"t5accel/data/mini-t5/{name}" for name in ("model.safetensors", "config.json", "tokenizer.json")}
     expected |= {f"t5accel/data/eval/{name}.jsonl" for name in ("translation", "summaries", "questions")}
+    expected |= {f"t5accel/data/results/{path.name}" for path in (ROOT / "data/results").glob("*.json")}
     assert expected <= carried.keys()
     for name, digest in carried.items():
         if name.startswith("t5accel/data/"):

@@ -1,0 +1,112 @@
+"""How large a model is, from its configuration alone: nothing is loaded, and the hub is not asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from t5accel.checkpoints import BUNDLED, HUB_ALIASES, data_folder
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.graphs.contract import MANIFEST
+from t5accel.lively import RANDOM_SIZES, T5_LIKE
+from t5accel.machine import decoder_weights_per_step
+
+# Published checkpoints that have the shapes of RANDOM_SIZES.
+PUBLISHED = {f"{'google-t5' if size.startswith('t5') else 'google'}/{size}": size for size in RANDOM_SIZES}
+
+
+def weights_per_step(name: str) -> int | None:
+    """How many decoder weights a step of a model reads (`machine.decoder_weights_per_step`), by the model's name.
+
+    Args:
+        name: as `checkpoints.load_t5` knows it. A hub id is known if its sizes are published ones of ``RANDOM_SIZES``,
+            or if its configuration was downloaded before.
+
+    Returns:
+        The number, or ``None`` for a hub id whose configuration is not on this machine.
+
+    Raises:
+        UnknownModelError: the name is no model's.
+        ModelUnavailableError: a folder has no configuration, or an incomplete one.
+        NotT5Error: the configuration is of another kind.
+        InputError: the folder is an export.
+
+    >>> weights_per_step("mini"), weights_per_step("google-t5/t5-small") == weights_per_step("random:t5-small")
+    (5209344, True)
+    """
+    config = _config(name)
+    return None if config is None else decoder_weights(config, name)
+
+
+def decoder_weights(config: Mapping[str, Any], name: str = "The configuration") -> int:
+    """The same from a configuration as ``config.json`` holds it; ``layer_widths`` of a pruned model count.
+
+    Raises:
+        ModelUnavailableError: a size is missing or no positive integer; ``name`` is what the message calls it.
+        NotT5Error: it is of another kind.
+
+    >>> decoder_weights(RANDOM_SIZES["t5-small"])
+    38479360
+    """
+    kind = config.get("model_type", "t5")
+    if kind not in T5_LIKE:
+        raise NotT5Error(f"{name} is of type {kind!r}; t5accel handles {', '.join(T5_LIKE)}.")
+    needed = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+    sizes = {key: config.get(key) for key in needed}
+    sizes["num_decoder_layers"] = config.get("num_decoder_layers") or sizes["num_layers"]
+    for key, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelUnavailableError(f"{name} says {key} is {value!r}; a T5's is a whole number of 1 or more.")
+    layers = sizes["num_decoder_layers"]
+    heads, ff = [sizes["num_heads"]] * layers, [sizes["d_ff"]] * layers
+    widths = config.get("layer_widths") or {"decoder_heads": heads, "cross_heads": heads, "decoder_ff": ff}
+    usual = "relu" if kind == "t5" else "gated-gelu"
+    return decoder_weights_per_step(
+        SimpleNamespace(
+            vocab_size=sizes["vocab_size"], d_model=sizes["d_model"], d_kv=sizes["d_kv"],
+            decoder_heads=tuple(widths["decoder_heads"]), cross_heads=tuple(widths["cross_heads"]),
+            decoder_ff=tuple(widths["decoder_ff"]),
+            gated=str(config.get("feed_forward_proj", usual)).startswith("gated-"),
+        )
+    )  # fmt: skip
+
+
+def _config(name: str) -> Mapping[str, Any] | None:
+    if name in BUNDLED:
+        return _read(data_folder() / BUNDLED[name])
+    if name.startswith("random:") and name.removeprefix("random:") in RANDOM_SIZES:
+        return RANDOM_SIZES[name.removeprefix("random:")]
+    if os.path.isdir(name):
+        if (Path(name) / MANIFEST).is_file():
+            raise InputError(f"{name} is an export: give the model that it was made from.")
+        return _read(Path(name))
+    hub_id = HUB_ALIASES.get(name, name)
+    if hub_id in PUBLISHED:
+        return RANDOM_SIZES[PUBLISHED[hub_id]]
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", hub_id, re.ASCII):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(hub_id, "config.json")
+        return _read(Path(found).parent) if isinstance(found, str) else None
+    sizes = ", ".join(f"random:{size}" for size in RANDOM_SIZES)
+    raise UnknownModelError(
+        f"No model {name!r}. Allowed: {', '.join(BUNDLED)}, {sizes}; a folder written by save_pretrained(); a hub id "
+        "such as 'google-t5/t5-small'."
+    )
+
+
+def _read(folder: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelUnavailableError(f"{folder} holds no config.json: give a folder of save_pretrained().") from error
+    except ValueError as error:
+        raise ModelUnavailableError(f"{folder / 'config.json'} cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise ModelUnavailableError(f"{folder / 'config.json'} is no configuration.")
+    return config

@@ -1,0 +1,438 @@
+"""Ladders: their rungs, the climb on a tiny model with rungs that cheat, how rows are shown. No speed is asserted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import t5accel.climb as module
+from t5accel import ladder_picture, tasks
+from t5accel.climb import GATE, SCORES, climb, judged, with_quality_of
+from t5accel.errors import InputError, UnequalWorkError
+from t5accel.ladder import WAYS, Forced, Natural, Rung, forced_rungs, natural_rungs
+from t5accel.ladder_picture import account, by_ladder, fastest, plot_ladders, table, way_to
+from t5accel.lively import random_t5
+from t5accel.parity import ParityError
+from t5accel.techniques import TECHNIQUES, Subject, graph_bytes
+
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDED = ROOT / "data/results/ladder.json"
+SIZES = dict(vocab_size=6000, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2)
+JOB = Natural(texts=3, longest=6)
+QUICK: dict[str, Any] = dict(rounds=2, threads=1, limit=0, peak_memory=False)
+BY_NAME = {rung.name: rung for rung in natural_rungs()}
+NAIVE, CACHE, INT8 = BY_NAME["naive"], BY_NAME["cache"], BY_NAME["int8"]
+LOOP = replace(BY_NAME["loop"], on="naive")
+
+
+@pytest.fixture(autouse=True)
+def _thread_count_put_back():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tiny(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model whose output varies, with the bundled one's tokenizer."""
+
+    def is_lively(seed: int) -> bool:
+        subject = Subject("tiny", seed, 1)
+        subject._loaded = random_t5(SIZES, seed=seed), None
+        ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 9))
+        rows = NAIVE.technique.build(subject)(ids, np.ones_like(ids), 6, 6).tolist()
+        return min(len({*row} - {0, 1}) for row in rows) >= 4 and rows[0] != rows[1]
+
+    folder = tmp_path_factory.mktemp("tiny")
+    random_t5(SIZES, seed=next(filter(is_lively, range(50)))).save_pretrained(folder)
+    mini[1].save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def student(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model with fewer layers."""
+    folder = tmp_path_factory.mktemp("student")
+    random_t5(SIZES | dict(num_decoder_layers=1), seed=99).save_pretrained(folder)
+    mini[1].save_pretrained(folder)
+    return str(folder)
+
+
+def altered(
+    change: Callable[[np.ndarray, int], np.ndarray], *, like: Rung = LOOP, **different: Any
+) -> tuple[Rung, Counter]:
+    """A rung whose answers go through ``change(output, call)`` with call = 1, 2, …; and how often it was called."""
+    calls: Counter[str] = Counter()
+
+    def build(subject: Subject):
+        honest = like.technique.build(subject)
+
+        def generate(*given: Any) -> np.ndarray:
+            calls["in all"] += 1
+            return change(honest(*given), calls["in all"])
+
+        return generate
+
+    return replace(like, name="a rival", technique=replace(like.technique, build=build), **different), calls
+
+
+# ---------------------------------------------------------------------------------------------------------- the rungs
+
+
+@pytest.mark.parametrize("rungs", [forced_rungs(), natural_rungs(), natural_rungs("a student")])
+def test_every_rung_adds_one_idea_to_one_below_it(rungs: tuple[Rung, ...]) -> None:
+    names = [rung.name for rung in rungs]
+    assert len(set(names)) == len(names) and names[:2] == ["naive", "cache"] and rungs[0].on is None
+    for place, rung in enumerate(rungs[1:], start=1):
+        below = rungs[names.index(rung.on, 0, place)]
+        different = [rung.technique is not below.technique, rung.model != below.model, rung.batch != below.batch]
+        assert different.count(True) == 1, f"{rung.name} adds {different.count(True)} ideas to {below.name}"
+        assert rung.technique is WAYS[rung.technique.name]
+
+
+def test_the_ways_are_those_of_the_bench_and_two_more() -> None:
+    assert len(WAYS) == len(TECHNIQUES) + 2
+
+
+def test_the_student_has_rungs_where_it_is_bundled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("t5accel.ladder.BUNDLED", {"mini": "mini-t5"})
+    assert {rung.model for rung in natural_rungs()} == {None}
+    monkeypatch.setattr("t5accel.ladder.BUNDLED", {"mini": "mini-t5", "mini-d1": "mini-t5-d1"})
+    assert {rung.model for rung in natural_rungs()} == {None, "mini-d1"}
+
+
+def test_exact_are_those_in_fp32_of_the_same_model() -> None:
+    found = {rung.name for rung in natural_rungs("a student") if rung.is_exact}
+    assert found == {"naive", "cache", "onnx", "loop", "naive, batches"}
+    assert not replace(LOOP, model="another").is_exact
+
+
+def test_a_batch_is_one_or_more() -> None:
+    with pytest.raises(InputError, match="^batch is 0"):
+        replace(LOOP, batch=0)
+
+
+def test_texts_are_drawn_by_the_seed() -> None:
+    everything = [tasks.source_text("questions", row) for row in tasks.rows("questions")]
+    drawn = Natural("questions", texts=20, seed=3).sources()
+    places = [everything.index(text) for text in drawn]
+    assert len(drawn) == 20 and places == sorted({*places})
+    assert Natural("questions", texts=20, seed=3).sources() == drawn
+    assert Natural("questions", texts=20, seed=4).sources() != drawn
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(dict(task="poems"), "unknown evaluation set"), (dict(texts=0), "^texts is 0"), (dict(longest=1.5), "^longest is"),
+     (dict(texts=201), "^texts is 201; summaries has 200")],
+)  # fmt: skip
+def test_bad_jobs_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Natural(**given)
+
+
+# ---------------------------------------------------------------------------------------------------------- the climb
+
+
+def test_a_climb_gives_a_row_for_each_rung(tiny: str, student: str) -> None:
+    rungs = [
+        NAIVE, CACHE, replace(LOOP, on="cache"), INT8, BY_NAME["lookup"],
+        Rung("batches", "3 texts at once", "loop", LOOP.technique, batch=3),
+        replace(BY_NAME["dynamic, batches"], batch=3), replace(LOOP, name="student", on="loop", model=student),
+    ]  # fmt: skip
+    said: list[str] = []
+    rows = climb(rungs, JOB, model=tiny, ladder="toy", on_rung=said.append, **QUICK)
+    assert said == [row["rung"] for row in rows] == [rung.name for rung in rungs]
+    by_rung = {row["rung"]: row for row in rows}
+    for rung, row in zip(rungs, rows, strict=True):
+        assert (row["ladder"], row["adds"], row["on"], row["batch"]) == ("toy", rung.adds, rung.on, rung.batch)
+        assert (row["model"], row["technique"]) == (rung.model or tiny, rung.technique.name)
+        assert (row["recipe"], row["hash"]) == (rung.technique.recipe.name, rung.technique.recipe.hash)
+        assert (row["texts"], row["forced"], row["threads"]) == (3, False, 1) and row["source_tokens"] > 20
+        assert len(row["latency_s"]) == 2 and min(row["latency_s"]) > 0
+        assert row["ms_per_text"] == pytest.approx(sum(row["latency_s"]) / 2 / 3 * 1e3)
+        assert row["tokens_per_s"] == pytest.approx(row["new_tokens"] / np.median(row["latency_s"]))
+        for key, other in (("factor", by_rung[rung.on or "naive"]), ("ratio", rows[0])):
+            samples = [there / here for there, here in zip(other["latency_s"], row["latency_s"], strict=True)]
+            assert row[key]["samples"] == samples
+            assert row[key]["min"] <= row[key]["median"] <= row[key]["max"]
+        assert row["peak_memory_bytes"] is row["quality"] is row["lost"] is None
+        if rung.is_exact:
+            assert (row["equal"], row["agreement"], row["inside"]) == (3, 1.0, True)
+            assert row["new_tokens"] == rows[0]["new_tokens"] > 3
+        else:
+            assert row["inside"] is None and 0 <= row["equal"] <= 3
+    sizes = {name: row["size_bytes"] for name, row in by_rung.items()}
+    assert sizes["int8"] == sizes["lookup"] < sizes["student"] < sizes["loop"] == sizes["batches"]
+    assert by_rung["student"]["equal"] == 0, "another model gives other answers"
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def shifted(out: np.ndarray, call: int) -> np.ndarray:
+    return np.concatenate([out[:, :1] % 60 + 1, out[:, 1:]], axis=1)
+
+
+def swapped(out: np.ndarray, call: int) -> np.ndarray:
+    return out[::-1]
+
+
+def shorter(out: np.ndarray, call: int) -> np.ndarray:
+    return out[:, :-1]
+
+
+def fewer(out: np.ndarray, call: int) -> np.ndarray:
+    return out[:1]
+
+
+@pytest.mark.parametrize("change", [shifted, swapped, shorter, fewer])
+def test_other_tokens_are_refused_before_anything_is_timed(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[np.ndarray, int], np.ndarray]
+) -> None:
+    rival, calls = altered(change, batch=3)
+    monkeypatch.setattr(module, "compare", lambda *_, **__: pytest.fail("timed before proven equal"))
+    with pytest.raises(ParityError):
+        climb([NAIVE, rival], JOB, model=tiny, **QUICK)
+    assert calls["in all"] == 1
+
+
+def test_integers_may_give_other_tokens_and_the_row_says_how_many(tiny: str) -> None:
+    rival, _ = altered(shifted, like=replace(INT8, on="naive"))
+    row = climb([NAIVE, rival], JOB, model=tiny, **QUICK)[1]
+    assert row["equal"] == 0 and row["agreement"] < 1 and not row["exact"]
+
+
+def test_a_model_that_says_one_thing_is_no_evidence(tiny: str) -> None:
+    dull, _ = altered(lambda out, call: np.full_like(out, 7), like=NAIVE)
+    with pytest.raises(InputError, match="degenerate output is no evidence"):
+        climb([dull, replace(LOOP, on="a rival")], JOB, model=tiny, **QUICK)
+
+
+def test_forced_work_is_checked_while_it_is_timed(tiny: str) -> None:
+    job = Forced(new_tokens=8, source_tokens=7)
+    rows = climb([NAIVE, LOOP], job, model=tiny, **QUICK)
+    assert {(row["forced"], row["texts"], row["new_tokens"], row["source_tokens"]) for row in rows} == {(True, 1, 8, 7)}
+    lazy, _ = altered(lambda out, call: out if call == 1 else out[:, :-1])
+    with pytest.raises(UnequalWorkError, match="a rival.*new_tokens is 8 and 7"):
+        climb([NAIVE, lazy], job, model=tiny, **QUICK)
+    with pytest.raises(InputError, match="^batch is 2: a forced job has one source"):
+        climb([NAIVE, replace(LOOP, batch=2)], job, model=tiny, **QUICK)
+
+
+def test_quality_is_that_of_the_rungs_own_answers() -> None:
+    sizes: set[int] = set()
+
+    def mute(out: np.ndarray, call: int) -> np.ndarray:
+        sizes.add(len(out))
+        return np.ones_like(out)
+
+    rival, _ = altered(mute, like=replace(INT8, on="loop"), batch=2)
+    rows = climb(
+        [NAIVE, LOOP, INT8, rival], Natural(texts=3, longest=4), model="mini", max_loss={"rougeL": 20.0},
+        **QUICK | dict(limit=1),
+    )  # fmt: skip
+    naive, loop, int8, mute_row = rows
+    assert naive["quality"] == loop["quality"] and naive["quality"].keys() == SCORES.keys()
+    assert naive["quality"]["rougeL"] > 20 and {*naive["lost"].values()} == {0.0}
+    assert int8["lost"] == {name: naive["quality"][name] - score for name, score in int8["quality"].items()}
+    assert mute_row["quality"]["rougeL"] == 0 and sizes == {1, 2}
+    assert [row["inside"] for row in rows] == [True, True, int8["lost"]["rougeL"] <= 20, False]
+    assert {tuple(row["max_loss"].items()) for row in rows} == {(("rougeL", 20.0),)}
+
+
+@pytest.mark.parametrize(
+    ("rungs", "max_loss", "message"),
+    [
+        ([NAIVE], GATE, "give two or more"),
+        ([NAIVE, LOOP, LOOP], GATE, "each name once"),
+        ([CACHE, LOOP], GATE, "The first rung, 'cache'"),
+        ([replace(INT8, on=None), LOOP], GATE, "The first rung, 'int8', has to be in fp32"),
+        ([NAIVE, INT8], GATE, "'int8' is on 'loop'; it has to stand on one of \\['naive'\\]"),
+        ([NAIVE, LOOP], {"speed": 1.0}, "max_loss names 'speed'; the scores are bleu"),
+    ],
+)
+def test_what_is_no_ladder_is_refused_before_a_model_is_loaded(rungs: Any, max_loss: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        climb(rungs, JOB, model="no such model", max_loss=max_loss, **QUICK)
+
+
+def test_a_gate_is_kept_to_the_point() -> None:
+    expected = {"bleu": 28.0, "rougeL": 58.0}
+    for bleu, inside in ((27.0, True), (26.9, False)):
+        found = judged({"bleu": bleu, "rougeL": 0.0}, expected, {"bleu": 1.0}, exact=False)
+        assert found["inside"] is inside and found["lost"] == {"bleu": 28.0 - bleu, "rougeL": 58.0}
+    assert judged(None, None, GATE, exact=False)["inside"] is None
+
+
+def test_the_quality_of_a_recipe_is_found_by_its_hash_and_on_the_whole_model() -> None:
+    def scored(technique: str, recipe: str, bleu: float, **different: Any) -> dict[str, Any]:
+        return {"technique": technique, "hash": recipe, "model": "mini", "batch": 1, "exact": False,
+                "quality": {"bleu": bleu}} | different  # fmt: skip
+
+    there = [scored("loop", "fp32", 28.0, exact=True), scored("loop", "8", 27.5),
+             scored("loop", "8", 20.0, model="a student"), scored("loop", "8", 21.0, batch=32)]  # fmt: skip
+    here = [scored("cache", "fp32", 0, exact=True, quality=None, inside=True), scored("loop", "8", 0, quality=None),
+            scored("loop", "4", 0, quality=None, inside=None)]  # fmt: skip
+    exact, eight, four = with_quality_of(here, there, max_loss={"bleu": 0.4})
+    assert (exact["quality"], exact["lost"], exact["inside"]) == ({"bleu": 28.0}, {"bleu": 0.0}, True)
+    assert (eight["quality"], eight["lost"], eight["inside"]) == ({"bleu": 27.5}, {"bleu": 0.5}, False)
+    assert eight["quality_of"] == "mini" and four == here[2]
+    assert with_quality_of(here, here) == here
+
+
+def test_the_memory_is_that_of_a_process_of_its_own() -> None:
+    subject = Subject("mini", 0, 1)
+    base, peak = module._memory(INT8, Natural(texts=3, longest=4), subject)
+    assert peak > base + graph_bytes(subject, "int8") / 2 and base > 1e6
+
+
+# -------------------------------------------------------------------------------------------------------- how it shows
+
+
+def shown(rung: str, on: str | None, ratio: float, **different: Any) -> dict[str, Any]:
+    """A row as `climb` makes it, with what is shown of it."""
+    return {
+        "measured": "ladder", "ladder": "a toy", "rung": rung, "adds": f"the {rung}", "on": on, "model": "mini",
+        "technique": rung, "recipe": "fp32", "hash": rung, "batch": 1, "texts": 2, "new_tokens": 80,
+        "ms_per_text": 400 / ratio, "tokens_per_s": 100 * ratio, "factor": {"median": ratio},
+        "ratio": {"median": ratio, "min": ratio * 0.9, "max": ratio * 1.1}, "size_bytes": 36e6,
+        "peak_memory_bytes": 440e6, "exact": on is None, "quality": {"bleu": 28.0, "rougeL": 58.0, "exact_match": 35.0},
+        "inside": True,
+    } | different  # fmt: skip
+
+
+TOY = [
+    shown("naive", None, 1.0),
+    shown("cache", "naive", 2.5),
+    shown("eight", "cache", 20.0, factor={"median": 8.1}),
+    shown("four", "eight", 15.0, factor={"median": 0.75}),
+    shown("student", "eight", 40.0, inside=False),
+    shown("batches", "eight", 160.0, batch=32),
+]
+
+
+def test_the_fastest_is_looked_for_inside_the_gate() -> None:
+    assert fastest(TOY)["rung"] == "eight"
+    assert fastest(TOY, at_once=True)["rung"] == "batches"
+    with pytest.raises(InputError, match="inside the gate"):
+        fastest(TOY[:-1], at_once=True)
+
+
+def test_the_way_leads_down_to_the_first_rung() -> None:
+    assert [row["rung"] for row in way_to(TOY, "batches")] == ["naive", "cache", "eight", "batches"]
+    with pytest.raises(InputError, match="no rung 'five'; there are 'naive'"):
+        way_to(TOY, "five")
+
+
+def test_the_account_shows_factors_product_and_measured() -> None:
+    assert account(TOY, "eight") == "2.50 (the cache) x 8.10 (the eight) = 20.2; measured from end to end: 20.0 times"
+
+
+def test_the_table_has_a_line_for_each_rung() -> None:
+    head, rule, *lines = table(TOY).splitlines()
+    assert len(lines) == len(TOY) and {*rule} == {"-", " "}
+    assert head.split()[-1] == "gate" and [line.split()[-1] for line in lines].count("outside") == 1
+    cells = "cache naive 1 160.0 250 2.50 2.5 36 440 28.0 58.0 35.0 inside"
+    assert lines[1].split() == cells.split()
+    bare = table([shown("naive", None, 1.0, peak_memory_bytes=None, quality=None, inside=None)]).splitlines()[-1]
+    assert bare.split()[-5:] == ["–"] * 5
+
+
+def test_rows_of_two_ladders_are_not_shown_as_one() -> None:
+    rows = [*TOY, shown("naive", None, 1.0, ladder="another")]
+    assert by_ladder(rows) == {"a toy": TOY, "another": rows[-1:]}
+    for show in (table, lambda rows: plot_ladders({"both": rows})):
+        with pytest.raises(InputError, match="2 ladders \\(a toy, another\\)"):
+            show(rows)
+    with pytest.raises(InputError, match="no ladders to draw"):
+        plot_ladders({})
+
+
+def test_the_picture_has_a_bar_for_each_rung_in_the_colour_of_its_kind(tmp_path: Path) -> None:
+    from matplotlib.colors import to_hex
+
+    figure = plot_ladders({"one": TOY, "two": TOY[:2]}, tmp_path / "new" / "ladder.png")
+    assert (tmp_path / "new" / "ladder.png").stat().st_size > 10_000
+    first, second = figure.axes
+    colours = [to_hex(bar.get_facecolor()) for bar in first.patches]
+    kinds = ["LATENCY", "LATENCY", "LATENCY", "ASIDE", "OUTSIDE", "THROUGHPUT"]
+    assert colours == [getattr(ladder_picture, kind) for kind in kinds]
+    assert [label.get_text() for label in first.get_yticklabels()] == [row["adds"] for row in TOY]
+    assert [text.get_text() for text in first.texts][:3] == ["1", "x2.50, in all 2.5", "x8.10, in all 20"]
+    ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in first.patches]
+    assert ends[2] == pytest.approx((2.5, 20.0)) and ends[5] == pytest.approx((20.0, 160.0))
+    assert len(second.patches) == 2 and first.get_xscale() == "log"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["on the way to the fastest", "tried beside it", "many texts at once", "outside the gate"]
+
+
+@pytest.fixture
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("ladder_script", ROOT / "scripts/ladder.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_the_script_climbs_all_ladders_writes_and_draws(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    climbed: list[tuple[str, Any]] = []
+
+    def fake(rungs: Any, job: Any, *, model: str, ladder: str, **options: Any) -> list[dict[str, Any]]:
+        climbed.append((model, job))
+        for rung in rungs:
+            options["on_rung"](rung.name)
+        return [
+            shown(rung.name, rung.on, 1.0 + place, ladder=ladder, model=rung.model or model, batch=rung.batch,
+                  exact=rung.is_exact, hash=rung.technique.recipe.hash, technique=rung.technique.name, forced=False)
+            | ({"quality": None} if model != "mini" else {})
+            for place, rung in enumerate(rungs)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(script, "climb", fake)
+    path, picture = tmp_path / "ladder.json", tmp_path / "ladder.png"
+    given = ["ladder.py", "--json", str(path), "--texts", "5", "--rounds", "1", "--plot", str(picture)]
+    monkeypatch.setattr(sys, "argv", given)
+    script.main()
+    assert [(model, job) for model, job in climbed] == [
+        ("mini", Natural(texts=5)), ("random:t5-small", Forced(64)), ("random:t5-small", Forced(256)),
+    ]  # fmt: skip
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert {"machine", "versions", "commit", "date", "rows"} <= content.keys()
+    assert content["command"] == "python scripts/ladder.py --texts 5 --rounds 1"
+    ladders = by_ladder(content["rows"])
+    assert [*ladders] == ["random:t5-small, 64 forced tokens", "random:t5-small, 256 forced tokens",
+                          "mini, 5 summaries at natural length"]  # fmt: skip
+    for title, rows in ladders.items():
+        assert all(row.get("quality_of", "mini") == "mini" and row["quality"] for row in rows), title
+    said = capsys.readouterr().out
+    assert said.count("one at a time: ") == 3 and said.count("many at once: ") == 1 and picture.is_file()
+    monkeypatch.setattr(sys, "argv", ["ladder.py"])
+    with pytest.raises(SystemExit):
+        script.main()
+
+
+@pytest.mark.skipif(not RECORDED.is_file(), reason="the ladders are not recorded yet")
+def test_the_recorded_ladders_are_whole_and_proven() -> None:
+    ladders = by_ladder(json.loads(RECORDED.read_text(encoding="utf-8"))["rows"])
+    expected = [[rung.name for rung in rungs] for rungs in (forced_rungs(), forced_rungs(), natural_rungs())]
+    assert [[row["rung"] for row in rows] for rows in ladders.values()] == expected
+    for rows in ladders.values():
+        for row in rows:
+            assert len(row["latency_s"]) >= 3 and row["quality"] and row["peak_memory_bytes"] > row["size_bytes"] / 2
+            assert not row["exact"] or row["equal"] == row["texts"]
+            most = row["max_loss"].items()
+            assert row["inside"] == all(row["lost"][name] <= points for name, points in most)
+        assert way_to(rows, fastest(rows)["rung"])[0]["rung"] == "naive"
