@@ -1,7 +1,8 @@
 """Measure lookup, and speculative decoding where there is a draft, against greedy search on the bundled model.
 
-Answers have their natural length: forced to go on, a model repeats itself, and guessing would win for free. Every run
-goes through the same texts of a task; it is timed whole, and with sources that were encoded beforehand.
+Answers have their natural length: forced to go on, a model repeats itself, and guessing would win for free. For that
+reason texts whose answer does not end by itself are left out. Every run goes through the same texts of a task; it is
+timed whole, and with sources that were encoded beforehand.
 `data/results/drafts.json` is where a recorded run belongs.
 """
 
@@ -38,7 +39,7 @@ from t5accel.timing import Candidate, Work, compare
 MODEL = "mini"
 PRECISIONS = ("fp32", "int8")
 BATCHES = (1, 8)
-LONGEST = 64
+LONGEST = 96  # tokens; an answer that has not ended by then is left out
 Batch = tuple[np.ndarray, np.ndarray]
 Run = Callable[[Backend, Batch], Generated]
 
@@ -49,9 +50,19 @@ def engine(model: str, precision: str) -> OrtNumpy:
     return OrtNumpy(folder, settings=SessionSettings(threads=machine.cpu_threads()))
 
 
-def batches(tokenizer: TokenizerFile, task: str, size: int, limit: int) -> list[Batch]:
-    """The first texts of each group of a task, in batches."""
+def ending(backend: Backend, tokenizer: TokenizerFile, task: str, limit: int) -> list[str]:
+    """Of the first texts of each group of a task those whose answer ends by itself."""
     texts = [tasks.source_text(task, row) for row in tasks.rows(task, limit=limit)]
+    ended = []
+    for ids, mask in batches(tokenizer, texts, 8):
+        ended += (
+            (greedy(backend, ids, mask, max_new_tokens=LONGEST).sequences == backend.eos_token_id).any(axis=1).tolist()
+        )
+    return [text for text, one in zip(texts, ended, strict=True) if one]
+
+
+def batches(tokenizer: TokenizerFile, texts: list[str], size: int) -> list[Batch]:
+    """Texts in batches, in their order."""
     tokenized = (tokenizer(texts[first : first + size]) for first in range(0, len(texts), size))
     return [(batch["input_ids"], batch["attention_mask"]) for batch in tokenized]
 
@@ -138,9 +149,10 @@ def measured(draft: str | None, limit: int, rounds: int) -> Iterator[dict[str, A
                 own, small if isinstance(own, EncoderCache) else small.backend, *batch, max_new_tokens=LONGEST
             )
         yield from call_rows(precision, backend, rounds)
+        texts = {task: ending(backend, tokenizer, task, limit) for task in tasks.NAMES}
         for size in BATCHES:
             for task in tqdm(tasks.NAMES, desc=f"{precision}, batch {size}", unit="task"):
-                given = batches(tokenizer, task, size, limit)
+                given = batches(tokenizer, texts[task], size)
                 yield from rows_of(task, precision, backend, runs, given, rounds)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -105,6 +105,43 @@ class T5Dims:
             gated=hasattr(decoder[0].layer[-1].DenseReluDense, "wi_0"),
             tied=model.lm_head.weight is model.shared.weight,
         )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "The configuration") -> T5Dims:
+        """Read the sizes from a configuration as ``config.json`` holds it; ``layer_widths`` of a pruned model count.
+
+        ``tied`` is what the configuration says. transformers 5 writes that all T5s are tied; there only `of` knows.
+
+        Args:
+            config: one of ``lively.RANDOM_SIZES``, too.
+            name: what an error calls it.
+
+        Raises:
+            NotT5Error: it is of another kind.
+            ModelUnavailableError: a size is missing or no positive integer.
+
+        >>> T5Dims.from_config(RANDOM_SIZES["t5-small"]).decoder_ff
+        (2048, 2048, 2048, 2048, 2048, 2048)
+        """
+        kind = config.get("model_type", "t5")
+        if kind not in T5_LIKE:
+            raise NotT5Error(f"{name} is of type {kind!r}; t5accel handles {', '.join(T5_LIKE)}.")
+        needed = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+        sizes = {key: config.get(key) for key in needed}
+        sizes["num_decoder_layers"] = config.get("num_decoder_layers") or sizes["num_layers"]
+        for key, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ModelUnavailableError(f"{name} says {key} is {value!r}; a T5's is a whole number of 1 or more.")
+        heads, ff = (sizes["num_heads"],), (sizes["d_ff"],)
+        below, above = sizes["num_layers"], sizes["num_decoder_layers"]
+        layers = {"encoder_heads": heads * below, "decoder_heads": heads * above, "cross_heads": heads * above,
+                  "encoder_ff": ff * below, "decoder_ff": ff * above}  # fmt: skip
+        layers |= {kind: tuple(widths) for kind, widths in (config.get("layer_widths") or {}).items()}
+        activation = str(config.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu"))
+        return cls(
+            vocab_size=sizes["vocab_size"], d_model=sizes["d_model"], d_kv=sizes["d_kv"], **layers,
+            gated=activation.startswith("gated-"), tied=config.get("tie_word_embeddings", kind == "t5"),
+        )  # fmt: skip
 
 
 def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.recipes import as_recipe
 from t5accel.timing import Candidate, Work, compare
 
+Name = TypeVar("Name")
 GRAPHS = (ENCODER, DECODER, SHORTLIST, WEIGHTS)
 
 
@@ -109,6 +110,26 @@ def family_rows(
             "ratio": None if ratio is None else {**asdict(ratio), "samples": list(ratio.samples)},
         }  # fmt: skip
     return list(rows.values())
+
+
+def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -> list[Name]:
+    """The names of those points that no other one beats in both numbers, the largest first number first.
+
+    Args:
+        points: such as (tokens a second, score): more is better, in both.
+        level: first numbers that differ by no more than this share count as equal.
+
+    >>> pareto({"whole": (1.0, 90.0), "small": (2.0, 80.0), "bad": (1.5, 70.0), "hardly faster": (2.01, 60.0)})
+    ['small', 'whole']
+    """
+    found: list[Name] = []
+    for name in sorted(points, key=points.__getitem__, reverse=True):
+        first, second = points[name]
+        if not found or second > points[found[-1]][1]:
+            if found and points[found[-1]][0] <= (1 + level) * first:
+                found.pop()
+            found.append(name)
+    return found
 
 
 def _quality(engine: OrtNumpy, folder: Path, limit: int | None) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -21,7 +23,10 @@ from t5accel.decoding import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.lively import RANDOM_SIZES, random_t5
 from t5accel.parity import assert_varied
+from t5accel.students.gates import Gates
+from t5accel.students.prune import remove
 
+V5 = int(transformers.__version__.split(".")[0]) >= 5
 # Parameters of the published checkpoints (a tied head counted once), so that our table is checked against the world.
 PUBLISHED = {
     "t5-small": 60_506_624,
@@ -183,6 +188,25 @@ def test_dims_are_read_off_the_weights_layer_by_layer(tiny_t5) -> None:
     assert dims.encoder_heads == (4, 3) and dims.decoder_heads == (4, 2, 4) and dims.cross_heads == (4, 4, 1)
     assert dims.encoder_ff == (40, 64) and dims.decoder_ff == (64, 64, 24)
     assert (dims.vocab_size, dims.d_model, dims.d_kv) == (300, 32, 12)
+
+
+def test_dims_from_a_configuration_are_those_of_its_weights(tiny_t5, kind: str) -> None:
+    def from_config(model):
+        dims = T5Dims.from_config(model.config.to_dict())
+        return replace(dims, tied=T5Dims.of(model).tied) if V5 else dims  # there a configuration always says True
+
+    model = tiny_t5(kind)
+    assert from_config(model) == T5Dims.of(model)
+    narrow = remove(model, {name: every[1:] for name, every in Gates(model).kept().items()})
+    dims = from_config(narrow)
+    assert dims == T5Dims.of(narrow) and dims.decoder_ff != T5Dims.of(model).decoder_ff
+
+
+def test_dims_from_a_configuration_of_another_kind_or_without_sizes() -> None:
+    with pytest.raises(NotT5Error, match="bert.json is of type 'bert'"):
+        T5Dims.from_config({"model_type": "bert"}, "bert.json")
+    with pytest.raises(ModelUnavailableError, match="says d_kv is None"):
+        T5Dims.from_config({key: value for key, value in RANDOM_SIZES["t5-small"].items() if key != "d_kv"})
 
 
 @pytest.mark.parametrize("thing", [None, "mini", 5, torch.nn.Linear(1, 1)])

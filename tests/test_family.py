@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import t5accel.family as module
@@ -13,7 +14,7 @@ from t5accel import tasks
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.errors import InputError
-from t5accel.family import family_rows
+from t5accel.family import family_rows, pareto
 from t5accel.graphs.recipes import RECIPES
 from t5accel.lively import random_t5
 from t5accel.parity import ParityError
@@ -110,3 +111,21 @@ def test_too_few_members_and_one_without_a_tokenizer_are_refused(tiny: tuple[Pat
         family_rows({"whole": tiny[0], "mute": tmp_path}, recipes=["fp32"], limit=0, **QUICK)
     with pytest.raises(InputError, match="fp64"):
         family_rows({"whole": tiny[0]}, recipes=["fp32", "fp64"], limit=0, **QUICK)
+
+
+def test_nothing_on_the_frontier_is_beaten_and_all_else_is() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        points = {number: tuple(point) for number, point in enumerate(rng.integers(1, 8, (12, 2)).tolist())}
+        found = pareto(points, level=0.0)
+        assert [points[name] for name in found] == sorted({points[name] for name in found}, reverse=True)
+        for point in points.values():
+            beaten = any(other != point and other[0] >= point[0] and other[1] >= point[1] for other in points.values())
+            assert (point in [points[name] for name in found]) != beaten
+    assert pareto({}) == []
+
+
+def test_first_numbers_that_are_as_good_as_equal_leave_the_better_second_one() -> None:
+    assert pareto({"a": (1.01, 5.0), "b": (1.0, 6.0), "c": (0.5, 5.5)}) == ["b"]
+    assert pareto({"a": (1.03, 5.0), "b": (1.0, 6.0)}) == ["a", "b"]
+    assert pareto({"a": (1.03, 5.0), "b": (1.0, 6.0)}, level=0.05) == ["b"]

@@ -7,13 +7,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from t5accel.checkpoints import BUNDLED, HUB_ALIASES, data_folder
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.checkpoints import BUNDLED, HUB_ALIASES, T5Dims, data_folder
+from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
 from t5accel.graphs.contract import MANIFEST
-from t5accel.lively import RANDOM_SIZES, T5_LIKE
+from t5accel.lively import RANDOM_SIZES
 from t5accel.machine import decoder_weights_per_step
 
 # Published checkpoints that have the shapes of RANDOM_SIZES.
@@ -53,27 +52,7 @@ def decoder_weights(config: Mapping[str, Any], name: str = "The configuration") 
     >>> decoder_weights(RANDOM_SIZES["t5-small"])
     38479360
     """
-    kind = config.get("model_type", "t5")
-    if kind not in T5_LIKE:
-        raise NotT5Error(f"{name} is of type {kind!r}; t5accel handles {', '.join(T5_LIKE)}.")
-    needed = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
-    sizes = {key: config.get(key) for key in needed}
-    sizes["num_decoder_layers"] = config.get("num_decoder_layers") or sizes["num_layers"]
-    for key, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelUnavailableError(f"{name} says {key} is {value!r}; a T5's is a whole number of 1 or more.")
-    layers = sizes["num_decoder_layers"]
-    heads, ff = [sizes["num_heads"]] * layers, [sizes["d_ff"]] * layers
-    widths = config.get("layer_widths") or {"decoder_heads": heads, "cross_heads": heads, "decoder_ff": ff}
-    usual = "relu" if kind == "t5" else "gated-gelu"
-    return decoder_weights_per_step(
-        SimpleNamespace(
-            vocab_size=sizes["vocab_size"], d_model=sizes["d_model"], d_kv=sizes["d_kv"],
-            decoder_heads=tuple(widths["decoder_heads"]), cross_heads=tuple(widths["cross_heads"]),
-            decoder_ff=tuple(widths["decoder_ff"]),
-            gated=str(config.get("feed_forward_proj", usual)).startswith("gated-"),
-        )
-    )  # fmt: skip
+    return decoder_weights_per_step(T5Dims.from_config(config, name))
 
 
 def _config(name: str) -> Mapping[str, Any] | None:
