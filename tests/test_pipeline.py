@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from ids import shown
 
 from t5accel.errors import InputError
 from t5accel.pipeline import text2text
@@ -150,7 +151,7 @@ def test_a_str_for_a_str(mini) -> None:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize("texts", [[], (), iter([]), None, 5, b"Yes.", ["Yes.", None], [5], [["Yes."]], {}], ids=repr)
+@pytest.mark.parametrize("texts", [[], (), iter([]), None, 5, b"Yes.", ["Yes.", None], [5], [["Yes."]], {}], ids=shown)
 def test_no_texts(mini, texts: Any) -> None:
     with pytest.raises(InputError, match="Give a text, or a list of at least one"):
         text2text(Echo(), mini[1], texts)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ids import shown
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import greedy
@@ -84,7 +85,7 @@ def test_ids_may_come_back_as_any_array(mini, convert: Callable[[np.ndarray], An
     "texts",
     ["I am tired.", "", b"Yes.", [], (), None, 5, 0.5, [None], ["Yes.", 5], [b"Yes."], [["Yes."]], {}, iter([]),
      np.array([]), np.array([1, 2]), object(), str],
-    ids=repr,
+    ids=shown,
 )  # fmt: skip
 def test_no_list_of_texts(answer, texts: Any) -> None:
     with pytest.raises(InputError, match="non-empty list of texts"):

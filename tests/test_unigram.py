@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ids import shown
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from t5accel import unigram
@@ -344,7 +345,7 @@ def test_a_joined_piece_may_be_in_the_vocabulary(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize("text", [None, 5, b"Yes.", ["Yes."], object()], ids=repr)
+@pytest.mark.parametrize("text", [None, 5, b"Yes.", ["Yes."], object()], ids=shown)
 def test_no_text(bundled: Pair, text: Any) -> None:
     for function in (bundled[1].encode, bundled[1].tokenize):
         with pytest.raises(InputError, match="is no text"):
