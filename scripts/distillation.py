@@ -9,18 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from t5accel import machine
 from t5accel.accelerate import accelerate
-from t5accel.bench import commit
+from t5accel.bench import write_rows
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.text import text_to_text
 from t5accel.family import family_rows
-from t5accel.scoreboard import write_json
 from t5accel.students.distill import DistillConfig, distill, student_mixture
 from t5accel.students.student_card import save_student
 from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts
@@ -81,8 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Distil the bundled model in all ways that the course compares.")
     parser.add_argument("pairs", type=Path, help="the file of training pairs")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
-    parser.add_argument("--steps", type=int, default=600, help="of every run but the longer one")
-    parser.add_argument("--longer", type=int, default=7000, help="of the longer one")
+    parser.add_argument("--steps", type=int, default=400, help="of every run but the longer one")
+    parser.add_argument("--longer", type=int, default=6000, help="of the longer one")
     parser.add_argument("--best", default="logits", help="the loss for more layers, and for the longer run")
     parser.add_argument("--train", nargs="*", default=[], help="train the students of these names")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
@@ -105,11 +102,7 @@ def main() -> None:
     for row in rows:
         if row["model"] in finished:
             row |= {"training": configs[row["model"]], "log": log(finished[row["model"]])}
-    content = {
-        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/distillation.py", "rows": rows,
-    }  # fmt: skip
-    write_json(args.json, content)
+    write_rows(args.json, rows, command="python scripts/distillation.py")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +22,7 @@ from tqdm import tqdm
 from t5accel import machine, tasks
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.bench import commit
+from t5accel.bench import write_rows
 from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
@@ -33,7 +31,6 @@ from t5accel.decoding.speculative import speculative
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.recipes import RECIPES
-from t5accel.scoreboard import write_json
 from t5accel.timing import Candidate, Work, compare
 
 MODEL = "mini"
@@ -103,7 +100,7 @@ def rows_of(
                 "calls": {one: sum(x.decoder_calls for x in found[one]) for one in (reference, name)},
                 "drafted": sum(x.drafted for x in found[name]), "accepted": sum(x.accepted for x in found[name]),
                 "latency_s": {one: list(timings.latencies[one].samples_s) for one in (reference, name)},
-                "ratio": {**asdict(ratio), "samples": list(ratio.samples)},
+                "ratio": ratio.to_json(),
             }  # fmt: skip
 
 
@@ -165,11 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
     rows = list(measured(args.draft, args.limit, args.rounds))
-    content = {
-        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/drafts.py", "rows": rows,
-    }  # fmt: skip
-    write_json(args.json, content)
+    write_rows(args.json, rows, command="python scripts/drafts.py")
     for row in rows:
         if row["measured"] == "drafts":
             ratio = row["ratio"]

@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from t5accel import machine
-from t5accel.bench import commit
+from t5accel.bench import write_rows
 from t5accel.climb import GATE, climb, with_quality_of
 from t5accel.ladder import MODEL, Forced, Job, Natural, Rung, forced_rungs, natural_rungs
 from t5accel.ladder_picture import account, by_ladder, fastest, plot_ladders, table
-from t5accel.scoreboard import write_json
 
 SIZE = "random:t5-small"
 LENGTHS = (64, 256)
@@ -68,12 +65,8 @@ def main() -> None:
         parser.error("give --json to measure, or --draw to show what was measured")
     if args.json:
         rows = list(measured(args.texts, args.rounds, args.student, args.lengths))
-        content = {
-            "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"), "rows": rows,
-            "command": f"python scripts/ladder.py --texts {args.texts} --rounds {args.rounds}",
-        }  # fmt: skip
-        write_json(args.json, content)
+        command = f"python scripts/ladder.py --texts {args.texts} --rounds {args.rounds}"
+        write_rows(args.json, rows, command=command)
     ladders = by_ladder(json.loads((args.draw or args.json).read_text(encoding="utf-8"))["rows"])
     for title, own in ladders.items():
         print(f"\n{title}\n\n{table(own)}\n")

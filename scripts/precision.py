@@ -10,7 +10,6 @@ import argparse
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from t5accel import machine, tasks
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.bench import commit
+from t5accel.bench import write_rows
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.tokenizer_file import TokenizerFile
@@ -31,7 +30,6 @@ from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.probe import Example
 from t5accel.graphs.recipes import RECIPES, Recipe, Scheme
 from t5accel.graphs.sensitivity import sweep
-from t5accel.scoreboard import write_json
 from t5accel.scoring import agreement, text_quality
 from t5accel.timing import Candidate, Work, compare
 
@@ -160,7 +158,7 @@ def speed_rows(rounds: int) -> Iterator[dict[str, Any]]:
                     "measured": "speed", "model": SIZE, "batch": batch, "source_tokens": 64, "new_tokens": tokens,
                     "system": name, **(_of(recipes[name]) if name in recipes else {}), "files": files.get(name),
                     "latency_s": list(latency.samples_s), "ms_per_step": median(latency.samples_s) / tokens * 1e3,
-                    "ratio": None if ratio is None else {**asdict(ratio), "samples": list(ratio.samples)},
+                    "ratio": None if ratio is None else ratio.to_json(),
                 }  # fmt: skip
 
 
@@ -190,7 +188,7 @@ def long_row(rounds: int) -> dict[str, Any]:
     ratio = found.ratios["int4"]
     seconds = {name: list(latency.samples_s) for name, latency in found.latencies.items()}
     return {"measured": "256 new tokens", "model": SIZE, **_of(RECIPES["int4"]), "latency_s": seconds,
-            "ratio": {**asdict(ratio), "samples": list(ratio.samples)}}  # fmt: skip
+            "ratio": ratio.to_json()}  # fmt: skip
 
 
 def sweep_rows() -> Iterator[dict[str, Any]]:
@@ -219,11 +217,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
     rows = [*quality_rows(), *sweep_rows(), *speed_rows(args.rounds), long_row(args.rounds)]
-    content = {
-        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/precision.py", "rows": rows,
-    }  # fmt: skip
-    write_json(args.json, content)
+    write_rows(args.json, rows, command="python scripts/precision.py")
     print(f"{len(rows)} rows in {args.json}")
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from t5accel import machine
-from t5accel.bench import commit
+from t5accel.bench import write_rows
 from t5accel.checkpoints import load_t5
 from t5accel.family import family_rows
-from t5accel.scoreboard import write_json
 from t5accel.students.distill import student_mixture
 from t5accel.students.importance import WAYS
 from t5accel.students.prune import PruneConfig, prune
@@ -92,11 +89,7 @@ def main() -> None:
         if row["model"] in finished:
             run = finished[row["model"]]
             row |= {"pruning": asdict(run.config), "from": run.of}
-    content = {
-        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/pruning.py", "rows": rows,
-    }  # fmt: skip
-    write_json(args.json, content)
+    write_rows(args.json, rows, command="python scripts/pruning.py")
 
 
 if __name__ == "__main__":

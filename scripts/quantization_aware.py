@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from t5accel import machine
-from t5accel.bench import commit
+from t5accel.bench import write_rows
 from t5accel.checkpoints import load_t5
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.quantize import quantize_export
 from t5accel.graphs.recipes import as_recipe
-from t5accel.scoreboard import write_json
 from t5accel.scoring import text_quality
 from t5accel.students.mixture import Mixture, evaluation_sources
 from t5accel.students.pairs import read_pairs, split_pairs
@@ -67,12 +64,10 @@ def main() -> None:
             model.save_pretrained(args.save / name.replace(" ", "-"))
         rows.append({"trained": name, "steps": args.steps, "scores": scores(model, tokenizer, recipe)})
         print(rows[-1])
-    content = {
-        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python scripts/quantization_aware.py",
-        "recipe": recipe.to_json(), "learning_rate": args.learning_rate, "rows": rows,
-    }  # fmt: skip
-    write_json(args.json, content)
+    write_rows(
+        args.json, rows, command="python scripts/quantization_aware.py", recipe=recipe.to_json(),
+        learning_rate=args.learning_rate,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

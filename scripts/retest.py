@@ -12,7 +12,6 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,7 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.past_layouts import ThreeGraphs, WholeGraph
 from t5accel.backends.profile_graph import step_feeds
 from t5accel.backends.torch_eager import TorchEager, TorchState
-from t5accel.bench import commit
+from t5accel.bench import write_rows
 from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
@@ -47,7 +46,6 @@ from t5accel.graphs.layouts import export_layout
 from t5accel.graphs.optimize import optimize_export, optimized_graph
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.parity import assert_varied, parity
-from t5accel.scoreboard import write_json
 from t5accel.timing import Candidate, Comparison, Work, compare
 from t5accel.unigram import UnigramTokenizer
 
@@ -74,7 +72,7 @@ def rows_of(found: Comparison, **facts: Any) -> Iterator[Row]:
         ratio = found.ratios.get(name)
         yield {
             **facts, "system": name, "reference": found.reference, "latency_s": list(latency.samples_s),
-            "ratio": None if ratio is None else {**asdict(ratio), "samples": list(ratio.samples)},
+            "ratio": None if ratio is None else ratio.to_json(),
         }  # fmt: skip
 
 
@@ -417,12 +415,7 @@ def main() -> None:
         rows.append(row)
         ratio = f"{row['ratio']['median']:.2f}x" if row.get("ratio") else ""
         print(*(str(value) for value in row.values() if isinstance(value, str | int)), ratio, flush=True)
-    content = {
-        "machine": machine.facts(), "versions": machine.versions(), "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": f"python scripts/retest.py --rounds {args.rounds}",
-        "rows": rows,
-    }  # fmt: skip
-    write_json(args.json, content)
+    write_rows(args.json, rows, command=f"python scripts/retest.py --rounds {args.rounds}")
 
 
 if __name__ == "__main__":

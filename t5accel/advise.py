@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from t5accel import machine
@@ -137,7 +137,7 @@ def advise(
     fitting = [(speed, distance) for speed, distance in known if distance.fits]
     if not fitting:
         nearest = min(known, key=lambda one: one[1].doublings, default=None)
-        return Advice(need, weights, here, record, nearest=nearest)
+        return replace(advice, nearest=nearest)
     runs: dict[Any, list[Speed]] = {}
     for speed, _ in fitting:
         runs.setdefault(_run(speed), []).append(speed)
@@ -159,9 +159,10 @@ def advise(
             if (speed.recipe, speed.loop) not in there:
                 there.add((speed.recipe, speed.loop))
                 apart.append((_candidate(need, speed, record), distances[run]))
-    return Advice(
-        need, weights, here, record, distances[order[0]], tuple(chosen), recommended, tied,
-        _better_if_gated(need, chosen, recommended), tuple(apart), None, *_beside(advice, recommended),
+    drafts, relatives = _beside(advice, recommended)
+    return replace(
+        advice, distance=distances[order[0]], candidates=tuple(chosen), recommended=recommended, tied=tied,
+        if_gated=_better_if_gated(need, chosen, recommended), apart=tuple(apart), drafts=drafts, relatives=relatives,
     )  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ from t5accel import machine, quality
 from t5accel.decoding.backend import as_count
 from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
-from t5accel.scoreboard import Results, Row
+from t5accel.scoreboard import Results, Row, write_json
 from t5accel.techniques import REFERENCE, TECHNIQUES, Generate, Subject, Technique, choose
 from t5accel.timing import Candidate, Latency, Work, compare
 
@@ -100,7 +101,7 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] | None = None,
     for technique in techniques:
         latency: Latency = comparison.latencies[technique.name]
         ratio = comparison.ratios.get(technique.name)
-        base, peak = _memory(config, technique.name, ids, mask) if config.peak_memory else (None, None)
+        base, peak = _memory(config, technique, threads, ids, mask) if config.peak_memory else (None, None)
         rows.append(
             Row(
                 technique=technique.name, backend=technique.backend, model=config.model,
@@ -110,13 +111,13 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] | None = None,
                 bytes_on_disk=technique.bytes_on_disk(technique.measured_on(subject)), base_memory_bytes=base,
                 peak_memory_bytes=peak,
                 quality=_quality(generators[technique.name], subject.tokenizer, config), reference=REFERENCE,
-                ratio=None if ratio is None else {**asdict(ratio), "samples": list(ratio.samples)},
+                ratio=None if ratio is None else ratio.to_json(),
                 equality=_equality(outputs[technique.name], expected),
                 machine=label, versions=versions,
             )
         )  # fmt: skip
     return Results(
-        machine=cpu, versions=versions, date=datetime.now(UTC).strftime("%Y-%m-%d"), commit=commit(),
+        machine=cpu, versions=versions, date=_today(), commit=commit(),
         command=command or f"bench({config})", rows=tuple(rows),
     )  # fmt: skip
 
@@ -144,23 +145,55 @@ def _quality(generate: Generate, tokenizer: Any, config: BenchConfig) -> dict[st
     return quality.evaluate(texts, limit=config.quality_limit).to_json()
 
 
-def _memory(config: BenchConfig, technique: str, ids: np.ndarray, mask: np.ndarray) -> tuple[int | None, int | None]:
-    # A process of its own: the peak of this one would be that of the hungriest technique before.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_generate_once, config, technique, ids, mask).result()
+def _memory(config: BenchConfig, technique: Technique, threads: int, *batch: np.ndarray) -> tuple[int | None, ...]:
+    return memory_alone(technique.libraries, threads, _generate_once, config, technique.name, threads, *batch)
 
 
-def _generate_once(config: BenchConfig, name: str, ids: np.ndarray, mask: np.ndarray) -> tuple[int | None, int | None]:
-    """The memory that the libraries take, and the most that this process had after it loaded and generated once."""
+def _generate_once(config: BenchConfig, name: str, threads: int, ids: np.ndarray, mask: np.ndarray) -> None:
     technique = next(technique for technique in TECHNIQUES if technique.name == name)
-    libraries = {library: import_module(library) for library in technique.libraries}
-    threads = config.threads or machine.cpu_threads()
-    if "torch" in libraries:
-        libraries["torch"].set_num_threads(threads)
-    base = machine.resident_memory_bytes()
     subject = technique.measured_on(Subject(config.model, config.seed, threads))
     technique.build(subject)(ids, mask, config.new_tokens, config.new_tokens)
+
+
+def memory_alone(
+    libraries: Sequence[str], threads: int, once: Callable[..., Any], *given: Any
+) -> tuple[int | None, int | None]:
+    """The bytes that libraries take by themselves, and the most that a process had after it then called ``once``.
+
+    It is a process of its own: the peak of this one would be that of the hungriest technique before.
+
+    Args:
+        libraries: are imported first.
+        threads: of torch, if it is one of them.
+        once: is called with all that is ``given``; both have to be what `pickle` takes.
+
+    >>> base, peak = memory_alone(["numpy"], 1, len, [1, 2])
+    >>> base is None or base <= peak
+    True
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_used, libraries, threads, once, given).result()
+
+
+def _used(
+    libraries: Sequence[str], threads: int, once: Callable[..., Any], given: Sequence[Any]
+) -> tuple[int | None, int | None]:
+    loaded = {library: import_module(library) for library in libraries}
+    if "torch" in loaded:
+        loaded["torch"].set_num_threads(threads)
+    base = machine.resident_memory_bytes()
+    once(*given)
     return base, machine.peak_memory_bytes()
+
+
+def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], *, command: str, **more: Any) -> None:
+    """Write a file of results in one piece: rows with the machine, versions, commit, date and command they are from."""
+    about = {"machine": machine.facts(), "versions": machine.versions(), "commit": commit(), "date": _today()}
+    write_json(path, {**about, "command": command, **more, "rows": list(rows)})
+
+
+def _today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 def commit() -> str | None:

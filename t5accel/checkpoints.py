@@ -164,20 +164,21 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
     """
     text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str) or not text:
-        raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {_allowed()}")
+        raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {allowed_names()}")
     if text in BUNDLED:
         return _load_folder(data_folder() / BUNDLED[text])
     if text.startswith("random:"):
         size = text.removeprefix("random:")
         if size not in RANDOM_SIZES:
-            raise UnknownModelError(f"No random size {size!r}. {_allowed()}")
+            raise UnknownModelError(f"No random size {size!r}. {allowed_names()}")
         return random_t5(RANDOM_SIZES[size], seed=seed, kind="mt5" if size.startswith("mt5") else "t5"), None
     if os.path.isdir(text):  # unlike Path.is_dir(), it answers False to a name that is too long
         return _load_folder(Path(text))
     hub_id = HUB_ALIASES.get(text, text)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", hub_id, re.ASCII):
         return _load_hub(hub_id)
-    raise UnknownModelError(f"No model {text!r}: not bundled, not random, not a folder, not a hub id. {_allowed()}")
+    kinds = "not bundled, not random, not a folder, not a hub id"
+    raise UnknownModelError(f"No model {text!r}: {kinds}. {allowed_names()}")
 
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -262,6 +263,7 @@ def _require_t5(config: Any, name: str) -> None:
         )
 
 
-def _allowed() -> str:
+def allowed_names() -> str:
+    """A sentence for errors: what a model may be called."""
     names = ", ".join(map(repr, [*BUNDLED, *(f"random:{size}" for size in RANDOM_SIZES)]))
     return f"Allowed: {names}; a folder written by save_pretrained(); a hub id such as 'google-t5/t5-small'."

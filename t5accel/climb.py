@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial, reduce
-from importlib import import_module
-from operator import getitem
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from t5accel import machine, quality
+from t5accel.bench import memory_alone
 from t5accel.decoding.text import text_to_text
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
@@ -22,12 +19,7 @@ from t5accel.ladder import WAYS, Job, Rung
 from t5accel.techniques import Generate, Subject
 from t5accel.timing import Candidate, Ratio, Work, compare
 
-# By name the place of a score in a report, and how many points of it a rung may lose.
-SCORES = {
-    "bleu": ("translation", "bleu"), "rougeL": ("summaries", "all", "rougeL"),
-    "exact_match": ("questions", "all", "exact_match"),
-}  # fmt: skip
-GATE = {"bleu": 1.0, "rougeL": 1.0, "exact_match": 1.0}
+GATE = dict.fromkeys(quality.MAIN_SCORES, 1.0)  # how many points of a score a rung may lose
 LONGEST = 64  # tokens of an answer that is scored
 
 
@@ -49,7 +41,7 @@ def climb(
         ladder: what the rows call it; by default the model.
         rounds: of the timing.
         threads: of torch and ONNX Runtime; by default those that this process may use.
-        max_loss: points that a rung may lose, by the names of `SCORES`; others are not looked at.
+        max_loss: points that a rung may lose, by the names of `quality.MAIN_SCORES`; others are not looked at.
         limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
         peak_memory: measure it too, each rung in a process of its own.
         on_rung: is called with the name of each rung that was built and checked.
@@ -182,8 +174,8 @@ def _require_a_ladder(rungs: Sequence[Rung], max_loss: Mapping[str, float]) -> N
     for place, rung in enumerate(rungs[1:], start=1):
         if rung.on not in names[:place]:
             raise InputError(f"{rung.name!r} is on {rung.on!r}; it has to stand on one of {names[:place]}.")
-    if unknown := sorted({*max_loss} - {*SCORES}):
-        raise InputError(f"max_loss names {unknown[0]!r}; the scores are {', '.join(SCORES)}.")
+    if unknown := sorted({*max_loss} - {*quality.MAIN_SCORES}):
+        raise InputError(f"max_loss names {unknown[0]!r}; the scores are {', '.join(quality.MAIN_SCORES)}.")
 
 
 def _candidate(name: str, run: Callable[[], np.ndarray], work: Work) -> Candidate:
@@ -197,32 +189,21 @@ def _candidate(name: str, run: Callable[[], np.ndarray], work: Work) -> Candidat
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    samples = tuple(there / here for there, here in zip(above, below, strict=True))
-    return {**asdict(Ratio(samples, median(samples), min(samples), max(samples))), "samples": list(samples)}
+    return Ratio.of([there / here for there, here in zip(above, below, strict=True)]).to_json()
 
 
 def _scores(generate: Generate, subject: Subject, batch: int, limit: int | None) -> dict[str, float]:
     """Of the bundled sets, so many texts answered at once."""
     tokenizer = TokenizerFile(subject.export())
     texts = text_to_text(tokenizer, lambda ids, mask: generate(ids, mask, 0, LONGEST))
-    report = quality.evaluate(texts, batch_size=batch, limit=limit).to_json()
-    return {name: reduce(getitem, place, report) for name, place in SCORES.items()}
+    return quality.main_scores(quality.evaluate(texts, batch_size=batch, limit=limit).to_json())
 
 
 def _memory(rung: Rung, job: Job, subject: Subject) -> tuple[int | None, int | None]:
-    # A process of its own: the peak of this one would be that of the hungriest rung before.
     given = (rung.technique.name, rung.batch, job.once(rung.batch), subject.name, subject.threads)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_generate_once, *given).result()
+    return memory_alone(rung.technique.libraries, subject.threads, _do_once, *given)
 
 
-def _generate_once(technique: str, batch: int, job: Job, model: str, threads: int) -> tuple[int | None, int | None]:
-    """The memory that the libraries take, and the most that this process had after it loaded and did the job once."""
-    way = WAYS[technique]
-    libraries = {library: import_module(library) for library in way.libraries}
-    if "torch" in libraries:
-        libraries["torch"].set_num_threads(threads)
-    base = machine.resident_memory_bytes()
+def _do_once(technique: str, batch: int, job: Job, model: str, threads: int) -> None:
     subject = Subject(model, 0, threads)
-    job.answering(subject)(way.build(subject), batch)
-    return base, machine.peak_memory_bytes()
+    job.answering(subject)(WAYS[technique].build(subject), batch)

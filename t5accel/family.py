@@ -107,7 +107,7 @@ def family_rows(
         row |= {
             "batch": batch, "source_tokens": source_tokens, "new_tokens": new_tokens, "threads": threads,
             "latency_s": list(latency.samples_s), "tokens_per_s": batch * new_tokens / median(latency.samples_s),
-            "ratio": None if ratio is None else {**asdict(ratio), "samples": list(ratio.samples)},
+            "ratio": None if ratio is None else ratio.to_json(),
         }  # fmt: skip
     return list(rows.values())
 

@@ -14,13 +14,10 @@ import numpy as np
 from t5accel import tasks
 from t5accel.bench import BenchConfig, random_batch
 from t5accel.checkpoints import BUNDLED
-from t5accel.decoding.backend import Generated, as_count
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.lookup import lookup
+from t5accel.decoding.backend import as_count
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
-from t5accel.graphs.recipes import RECIPES
-from t5accel.techniques import TECHNIQUES, Generate, Subject, Technique, graph_bytes
+from t5accel.techniques import LOOKUP, TECHNIQUES, THROUGHPUT, Generate, Subject, Technique
 
 MODEL, STUDENT = "mini", "mini-d1"
 AT_ONCE = 32  # texts of a batch, where many are answered together
@@ -165,29 +162,7 @@ class Natural:
         return replace(self, texts=min(batch, self.texts))
 
 
-def _way(name: str, backend: str, precision: str, decode: Callable[..., Generated]) -> Technique:
-    """An algorithm on our engine, in integers."""
-
-    def build(subject: Subject) -> Generate:
-        from t5accel.backends.ort import OrtNumpy
-        from t5accel.backends.ort_session import SessionSettings
-
-        engine = OrtNumpy(subject.export(precision), settings=SessionSettings(threads=subject.threads))
-
-        def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
-            return decode(engine, ids, mask, min_new_tokens=shortest, max_new_tokens=longest).sequences
-
-        return generate
-
-    def bytes_on_disk(subject: Subject) -> int:
-        return graph_bytes(subject, precision)
-
-    return Technique(name, backend, build, bytes_on_disk, ("onnxruntime",), RECIPES[precision])
-
-
-LOOKUP = _way("ONNX Runtime, lookup, int8", "decoding.lookup", "int8", lookup)
-DYNAMIC = _way("ONNX Runtime, our loop, int8-dynamic", "backends.ort", "int8-dynamic", greedy)
-WAYS = {technique.name: technique for technique in (*TECHNIQUES, LOOKUP, DYNAMIC)}
+WAYS = {technique.name: technique for technique in (*TECHNIQUES, LOOKUP, THROUGHPUT)}
 
 _LOOP, _INT8 = "ONNX Runtime, our loop", WAYS["ONNX Runtime, our loop, int8"]
 _BELOW = (
@@ -232,12 +207,13 @@ def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
         Rung("lookup", "drafts copied from the source", "int8", LOOKUP),
         Rung("naive, batches", f"{AT_ONCE} texts at once, naive", "naive", _BELOW[0].technique, batch=AT_ONCE),
         Rung("batches", f"{AT_ONCE} texts at once", "int8", _INT8, batch=AT_ONCE),
-        Rung("dynamic, batches", "8 bits tuned for throughput", "batches", DYNAMIC, batch=AT_ONCE),
+        Rung("dynamic, batches", "8 bits tuned for throughput", "batches", THROUGHPUT, batch=AT_ONCE),
     ]
     if student is not None:
         rungs[7:7] = [
             Rung("student", "a student", "int8", _INT8, student),
             Rung("student, lookup", "drafts, with the student", "student", LOOKUP, student),
         ]
-        rungs.append(Rung("student, batches", "a student, in batches", "dynamic, batches", DYNAMIC, student, AT_ONCE))
+        last = ("student, batches", "a student, in batches", "dynamic, batches")
+        rungs.append(Rung(*last, THROUGHPUT, student, AT_ONCE))
     return tuple(rungs)

@@ -71,7 +71,7 @@ class System:
 
 
 OURS, OURS_GENERATE, OURS_EXACT = "t5accel", "t5accel, generate()", "t5accel, all logits"
-OURS_INT8, OURS_INT8_THROUGHPUT = "t5accel int8", "t5accel int8 for throughput"
+OURS_INT8, OURS_INT8_THROUGHPUT, OURS_INT4 = "t5accel int8", "t5accel int8 for throughput", "t5accel int4"
 OPTIMUM = "optimum-onnx"
 SYSTEMS = (
     System(REFERENCE, "eager", "transformers4"),
@@ -91,7 +91,7 @@ SYSTEMS = (
     System(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
     System(OURS_INT8, "ours-int8", "ours", "int8"),
     System(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8"),
-    System("t5accel int4", "ours-int4", "ours", "int4"),
+    System(OURS_INT4, "ours-int4", "ours", "int4"),
 )  # fmt: skip
 
 

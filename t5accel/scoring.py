@@ -49,14 +49,7 @@ def text_quality(
             TokenizerFile(folder), lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences
         )
         report = quality.evaluate(texts, names=names, limit=limit, batch_size=batch_size)
-        found = {}
-        if report.translation:
-            found["bleu"] = report.translation.bleu
-        if report.summaries:
-            found["rougeL"] = report.summaries.all.rougeL
-        if report.questions:
-            found["exact_match"] = report.questions.all.exact_match
-        return found
+        return quality.main_scores(report.to_json())
 
     return score
 

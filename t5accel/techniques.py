@@ -6,7 +6,7 @@ Each is a `Technique` in ``TECHNIQUES``; what measures them is `bench.bench`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
+from t5accel.decoding.lookup import lookup
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
 from t5accel.graphs.export_cache import cached_export
@@ -24,7 +25,7 @@ from t5accel.graphs.recipes import RECIPES, Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from t5accel.decoding.backend import Backend
+    from t5accel.decoding.backend import Backend, Generated
 
 # (input_ids (B, S), attention_mask (B, S), shortest, longest) -> new tokens (B, L), all int64 numpy
 Generate = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
@@ -121,9 +122,9 @@ def _generate(model: Any, use_cache: bool = True) -> Generate:
     return generate
 
 
-def _greedy(backend: Backend) -> Generate:
+def _decoding(backend: Backend, decode: Callable[..., Generated] = greedy) -> Generate:
     def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
-        return greedy(backend, ids, mask, min_new_tokens=shortest, max_new_tokens=longest).sequences
+        return decode(backend, ids, mask, min_new_tokens=shortest, max_new_tokens=longest).sequences
 
     return generate
 
@@ -131,15 +132,18 @@ def _greedy(backend: Backend) -> Generate:
 def _eager(subject: Subject, use_cache: bool) -> Generate:
     from t5accel.backends.torch_eager import TorchEager
 
-    return _greedy(TorchEager(subject.model, use_cache=use_cache))
+    return _decoding(TorchEager(subject.model, use_cache=use_cache))
 
 
-def _engine(subject: Subject, precision: str = "fp32", *, bound: bool = False, shortlist: bool = True) -> Generate:
+def _engine(
+    subject: Subject, precision: str = "fp32", *, bound: bool = False, shortlist: bool = True,
+    decode: Callable[..., Generated] = greedy,
+) -> Generate:  # fmt: skip
     from t5accel.backends.ort_bound import OrtBound, OrtNumpy
     from t5accel.backends.ort_session import SessionSettings
 
     settings = SessionSettings(threads=subject.threads, shortlist=shortlist)
-    return _greedy((OrtBound if bound else OrtNumpy)(subject.export(precision), settings=settings))
+    return _decoding((OrtBound if bound else OrtNumpy)(subject.export(precision), settings=settings), decode)
 
 
 def _behind_generate(subject: Subject) -> Generate:
@@ -173,6 +177,10 @@ TECHNIQUES = (
     _in("int8"),
     _in("int4"),
 )  # fmt: skip
+# Beside them, not measured by `bench`: integers for large batches, and drafts that need real texts.
+THROUGHPUT = _in("int8-dynamic")
+LOOKUP = replace(_in("int8"), name="ONNX Runtime, lookup, int8", backend="decoding.lookup",
+                 build=lambda subject: _engine(subject, "int8", decode=lookup))  # fmt: skip
 
 
 def choose(parts: Sequence[str], *, model: str = "mini") -> tuple[Technique, ...]:

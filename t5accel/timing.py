@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from statistics import median
@@ -215,6 +215,15 @@ class Ratio:
     min: float
     max: float
 
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Ratio:
+        """Of a sample for each round."""
+        return cls(tuple(samples), median(samples), min(samples), max(samples))
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json.dump` takes."""
+        return {**asdict(self), "samples": list(self.samples)}
+
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.min:.2f}–{self.max:.2f}, n={len(self.samples)})"
 
@@ -242,7 +251,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """A dict that `json.dump` takes: seconds for latencies, plain numbers for ratios."""
         latencies = {name: latency.to_json() for name, latency in self.latencies.items()}
-        ratios = {name: {**asdict(ratio), "samples": list(ratio.samples)} for name, ratio in self.ratios.items()}
+        ratios = {name: ratio.to_json() for name, ratio in self.ratios.items()}
         return {"reference": self.reference, "work": asdict(self.work), "latencies": latencies, "ratios": ratios}
 
 
@@ -279,16 +288,11 @@ def compare(
             )
     samples: dict[str, list[float]] = {name: [] for name in names}
     with _collector_paused():
-        for _ in range(warmup):
-            for candidate in candidates:
-                candidate._sample(synchronize)
+        for candidate in candidates * warmup:
+            candidate._sample(synchronize)
         for turn in range(rounds):
             for candidate in candidates if turn % 2 == 0 else candidates[::-1]:
                 samples[candidate.name].append(candidate._sample(synchronize))
     latencies = {name: Latency(tuple(seconds)) for name, seconds in samples.items()}
-    ratios = {}
-    for name in names[1:]:
-        pairs = zip(samples[reference.name], samples[name], strict=True)
-        ratio = tuple(reference_s / other_s for reference_s, other_s in pairs)
-        ratios[name] = Ratio(ratio, median(ratio), min(ratio), max(ratio))
+    ratios = {name: Ratio.of([*map(operator.truediv, samples[names[0]], samples[name])]) for name in names[1:]}
     return Comparison(reference.name, reference.work, latencies, ratios)

@@ -431,10 +431,9 @@ def test_every_ratio_stands_in_the_row_that_it_names(recorded):
 
 
 def test_the_names_that_are_read_are_those_that_are_measured():
-    from t5accel.advice.measure_now import for_throughput
-    from t5accel.techniques import TECHNIQUES
+    from t5accel.techniques import TECHNIQUES, THROUGHPUT
 
-    names = {technique.name: technique.recipe for technique in (*TECHNIQUES, for_throughput())}
+    names = {technique.name: technique.recipe for technique in (*TECHNIQUES, THROUGHPUT)}
     assert KNOWN_TECHNIQUES.keys() <= names.keys()
     ours = {system.name: system.precision for system in SYSTEMS if system.ours}
     assert KNOWN_SYSTEMS.keys() <= ours.keys()

@@ -1,25 +1,17 @@
 """The API reference is what the docstrings say now, a page for each public module, and its links lead somewhere."""
 
-import importlib.util
 import re
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from script import load_script
 from test_repository import MODULES, ROOT
 
 PUBLIC = [name for name in MODULES if not re.search(r"\._", name)]
 
 
-def load_script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-api_docs = load_script(ROOT / "scripts/api_docs.py")
+api_docs = load_script("api_docs")
 
 
 @pytest.fixture(scope="module")

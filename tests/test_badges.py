@@ -1,6 +1,5 @@
 """`make badges` on a copy of README and notebooks: right links, nothing else changed, and no trace when taken back."""
 
-import importlib.util
 import json
 import os
 import re
@@ -8,24 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import unquote
 
 import nbformat
 import pytest
+from script import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "badges.py"
 
 
-def load() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("badges", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-badges = load()
+badges = load_script("badges")
 
 
 @pytest.fixture

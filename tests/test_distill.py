@@ -6,9 +6,7 @@ All pairs here are made up for the tests.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import sys
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from script import load_script
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import narrowed
 from test_train import CORPUS, PAIRS, characters, texts_of
@@ -315,11 +314,7 @@ def test_its_export_gives_its_tokens(kept: tuple[Any, Path], padded_batch, tmp_p
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    path = Path(__file__).resolve().parents[1] / "scripts" / "distillation.py"
-    spec = importlib.util.spec_from_file_location("distillation_script", path)
-    loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
-    spec.loader.exec_module(loaded)
-    return loaded
+    return load_script("distillation")
 
 
 @pytest.mark.parametrize("best", ["logits", "hidden", "sequence"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections import Counter
@@ -14,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from script import load_script
 
 import t5accel.climb as module
 from t5accel import ladder_picture, tasks
-from t5accel.climb import GATE, SCORES, climb, judged, with_quality_of
+from t5accel.climb import GATE, climb, judged, with_quality_of
 from t5accel.errors import InputError, UnequalWorkError
 from t5accel.ladder import WAYS, Forced, Natural, Rung, forced_rungs, natural_rungs
 from t5accel.ladder_picture import account, by_ladder, fastest, plot_ladders, table, way_to
 from t5accel.lively import random_t5
 from t5accel.parity import ParityError
+from t5accel.quality import MAIN_SCORES
 from t5accel.techniques import TECHNIQUES, Subject, graph_bytes
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
@@ -243,7 +244,7 @@ def test_quality_is_that_of_the_rungs_own_answers() -> None:
         **QUICK | dict(limit=1),
     )  # fmt: skip
     naive, loop, int8, mute_row = rows
-    assert naive["quality"] == loop["quality"] and naive["quality"].keys() == SCORES.keys()
+    assert naive["quality"] == loop["quality"] and naive["quality"].keys() == MAIN_SCORES.keys()
     assert naive["quality"]["rougeL"] > 20 and {*naive["lost"].values()} == {0.0}
     assert int8["lost"] == {name: naive["quality"][name] - score for name, score in int8["quality"].items()}
     assert mute_row["quality"]["rougeL"] == 0 and sizes == {1, 2}
@@ -379,10 +380,7 @@ def test_the_picture_has_a_bar_for_each_rung_in_the_colour_of_its_kind(tmp_path:
 
 @pytest.fixture
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("ladder_script", ROOT / "scripts/ladder.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return load_script("ladder")
 
 
 def test_the_script_climbs_all_ladders_writes_and_draws(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from script import load_script
 
 from t5accel.errors import InputError, PeerError
 from t5accel.heat_map import plot_standings
@@ -225,10 +225,7 @@ def test_a_worker_says_why_it_does_not_come_up(tmp_path: Path):
 
 @pytest.fixture
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("peers_script", ROOT / "scripts/peers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("peers")
 
 
 def test_rows_of_other_conditions_are_put_aside_and_kept(script: Any, tmp_path: Path, capsys):

@@ -1,6 +1,5 @@
 """The script that measures the claims again, at toy size: its rows, and that unequal outputs are never timed."""
 
-import importlib.util
 import json
 import sys
 from collections import Counter
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from script import load_script
 
 from t5accel.parity import ParityError
 from t5accel.timing import Work
@@ -19,10 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "retest.py"
 
 @pytest.fixture(scope="module")
 def retest() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("retest", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("retest")
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[str]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import numpy as np
-
 from t5accel.advice.evidence import Record
 from t5accel.advice.need import Need
 from t5accel.advice.recorded import TECHNIQUES as KNOWN
 from t5accel.advice.recorded import read_rows
 from t5accel.bench import BenchConfig, bench
 from t5accel.errors import InputError
-from t5accel.graphs.recipes import RECIPES
-from t5accel.techniques import TECHNIQUES, Generate, Subject, Technique, choose, graph_bytes
+from t5accel.techniques import TECHNIQUES, THROUGHPUT, choose
 
 
 def measure_now(need: Need, *, rounds: int = 5) -> Record:
@@ -40,31 +37,5 @@ def measure_now(need: Need, *, rounds: int = 5) -> Record:
     )  # fmt: skip
     chosen = choose([technique.name for technique in TECHNIQUES if technique.name in KNOWN])
     if not config.peak_memory:  # which is measured of bench's own techniques alone
-        chosen = (*chosen, for_throughput())
+        chosen = (*chosen, THROUGHPUT)
     return read_rows(asdict(bench(config, techniques=chosen)), "measured now", fresh=True)
-
-
-def for_throughput() -> Technique:
-    """8 bits, as ``accelerate(…, tuned_for="throughput")`` runs them.
-
-    >>> for_throughput().name in KNOWN
-    True
-    """
-    recipe = RECIPES["int8-dynamic"]
-
-    def build(subject: Subject) -> Generate:
-        from t5accel.backends.ort import OrtNumpy
-        from t5accel.backends.ort_session import SessionSettings
-        from t5accel.decoding.greedy import greedy
-
-        backend = OrtNumpy(subject.export(recipe.name), settings=SessionSettings(threads=subject.threads))
-
-        def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
-            return greedy(backend, ids, mask, min_new_tokens=shortest, max_new_tokens=longest).sequences
-
-        return generate
-
-    return Technique(
-        f"ONNX Runtime, our loop, {recipe.name}", "backends.ort", build,
-        lambda subject: graph_bytes(subject, recipe.name), ("onnxruntime",), recipe,
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5accel.checkpoints import BUNDLED, HUB_ALIASES, T5Dims, data_folder
+from t5accel.checkpoints import BUNDLED, HUB_ALIASES, T5Dims, allowed_names, data_folder
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
 from t5accel.graphs.contract import MANIFEST
 from t5accel.lively import RANDOM_SIZES
@@ -72,11 +72,7 @@ def _config(name: str) -> Mapping[str, Any] | None:
 
         found = try_to_load_from_cache(hub_id, "config.json")
         return _read(Path(found).parent) if isinstance(found, str) else None
-    sizes = ", ".join(f"random:{size}" for size in RANDOM_SIZES)
-    raise UnknownModelError(
-        f"No model {name!r}. Allowed: {', '.join(BUNDLED)}, {sizes}; a folder written by save_pretrained(); a hub id "
-        "such as 'google-t5/t5-small'."
-    )
+    raise UnknownModelError(f"No model {name!r}. {allowed_names()}")
 
 
 def _read(folder: Path) -> Mapping[str, Any]:

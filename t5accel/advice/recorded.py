@@ -17,11 +17,12 @@ from typing import Any
 from t5accel.advice.evidence import GENERATE, OUR_LOOP, Draft, Export, Record, Relative, Scores, Setting, Source, Speed
 from t5accel.errors import InputError
 from t5accel.graphs.recipes import RECIPES
-from t5accel.peers import OURS, OURS_GENERATE, OURS_INT8, OURS_INT8_THROUGHPUT
+from t5accel.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from t5accel.peers import REFERENCE as PEERS_REFERENCE
+from t5accel.quality import MAIN_SCORES, main_scores
+from t5accel.techniques import REFERENCE
 from t5accel.timing import Ratio
 
-REFERENCE = "transformers with cache"
 # What `accelerate` gives, by the names that the measurements use; other techniques and systems are no advice of ours.
 TECHNIQUES = {
     "ONNX Runtime, generate()": GENERATE,
@@ -35,7 +36,7 @@ SYSTEMS = {
     OURS_GENERATE: ("fp32", GENERATE),
     OURS_INT8: ("int8", OUR_LOOP),
     OURS_INT8_THROUGHPUT: ("int8-dynamic", OUR_LOOP),
-    "t5accel int4": ("int4", OUR_LOOP),
+    OURS_INT4: ("int4", OUR_LOOP),
 }
 
 
@@ -206,7 +207,7 @@ def _current(name: Any, digest: Any) -> bool:
 def _ratio(samples: Sequence[float]) -> Ratio:
     if min(samples) <= 0:
         raise ValueError(f"a ratio of {min(samples)}")
-    return Ratio(tuple(samples), median(samples), min(samples), max(samples))
+    return Ratio.of(samples)
 
 
 def _per_second(setting: Setting, latency_s: Sequence[float]) -> float:
@@ -217,6 +218,5 @@ def _scores(source: Source, model: str, recipe: str, report: Mapping[str, Any] |
     """From a `quality.QualityReport` as JSON; a part of the sets is no evidence."""
     if report is None or report["limit"] is not None:
         return []
-    values = {"bleu": report["translation"]["bleu"], "rougeL": report["summaries"]["all"]["rougeL"],
-              "exact_match": report["questions"]["all"]["exact_match"]}  # fmt: skip
-    return [Scores(source, model, recipe, values)]
+    scores = main_scores(report)
+    return [Scores(source, model, recipe, {name: scores[name] for name in MAIN_SCORES})]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 STUDENTS_MIXTURE = (
     Phase(0, (Part("translation", 2000, weight=0.5), Part("summaries", 1200, 0.5, 0.2),
               Part("questions", 1500, weight=0.3))),
-    Phase(2550, (Part("translation", 1500, weight=0.35), Part("summaries", 1200, 0.5, 0.15),
+    Phase(1000, (Part("translation", 1500, weight=0.35), Part("summaries", 1200, 0.5, 0.15),
                  Part("questions", 2000, weight=0.3), Part("short questions", 1200, weight=0.2))),
 )  # fmt: skip
 
