@@ -25,7 +25,7 @@ from t5accel.narrow import load_narrow
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BUNDLED = {"mini": "mini-t5"}
+BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"}
 # Short names under which the originals are widely known.
 HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
 

@@ -43,7 +43,7 @@ class Runtime(StrEnum):
     ONNX = "onnx"
 
 
-ModelOption = Annotated[str, typer.Option(help="mini, random:t5-small, a folder, or a hub id.")]
+ModelOption = Annotated[str, typer.Option(help="mini, mini-d1, mini-d1p, random:t5-small, a folder, or a hub id.")]
 
 
 @app.command()
@@ -89,7 +89,7 @@ def run(
 
 @app.command()
 def export(
-    model: Annotated[str, typer.Argument(help="mini, random:t5-small, a folder, or a hub id.")],
+    model: Annotated[str, typer.Argument(help="mini, mini-d1, mini-d1p, random:t5-small, a folder, or a hub id.")],
     folder: Annotated[Path, typer.Argument(help="Takes the export; made if it is missing.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export that is there.")] = False,
     external_threshold_bytes: Annotated[

@@ -152,11 +152,12 @@ def _behind_generate(subject: Subject) -> Generate:
     return _generate(accelerate(subject.export(), threads=subject.threads, progress=False))
 
 
-def _in(precision: str) -> Technique:
-    """Our engine in other numbers."""
+def _in(precision: str, student: str | None = None) -> Technique:
+    """Our engine in these numbers, with the subject's own model or a student of it."""
     return Technique(
-        f"ONNX Runtime, our loop, {precision}", "backends.ort", lambda subject: _engine(subject, precision),
-        lambda subject: graph_bytes(subject, precision), _ORT, RECIPES[precision],
+        f"{student or 'ONNX Runtime'}, our loop, {precision}", "backends.ort",
+        lambda subject: _engine(subject, precision), lambda subject: graph_bytes(subject, precision), _ORT,
+        RECIPES[precision], student,
     )  # fmt: skip
 
 
@@ -176,6 +177,9 @@ TECHNIQUES = (
               lambda subject: _engine(subject, bound=True), graph_bytes, _ORT),
     _in("int8"),
     _in("int4"),
+    _in("fp32", "mini-d1"),
+    _in("int8", "mini-d1"),
+    _in("int8", "mini-d1p"),
 )  # fmt: skip
 # Beside them, not measured by `bench`: integers for large batches, and drafts that need real texts.
 THROUGHPUT = _in("int8-dynamic")

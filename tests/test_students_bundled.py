@@ -1,0 +1,137 @@
+"""The bundled students are what their cards say: small, of their recorded shape, and as good as recorded."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+from t5accel import quality
+from t5accel.accelerate import accelerate
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checkpoints import BUNDLED, T5Dims, data_folder, load_t5
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.text import text_to_text
+from t5accel.graphs.export_cache import cached_export
+from t5accel.graphs.manifest import read_manifest
+from t5accel.parity import assert_varied
+from t5accel.techniques import TECHNIQUES
+
+RECORDED = {
+    "mini-d1": ("distillation.json", "1 layer, logits, longer"),
+    "mini-d1p": ("pruning.json", "mini-d1, movement"),
+}
+STUDENTS = sorted(BUNDLED.keys() - {"mini"})
+SENTENCES = ["translate English to French: Where is my bag?", "translate English to French: I am tired.",
+             "translate English to French: She lost her red umbrella."]  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+each_student = pytest.mark.parametrize("name", STUDENTS)
+
+
+def row_of(name: str, recipe: str = "fp32") -> dict[str, Any]:
+    file, model = RECORDED[name]
+    rows = json.loads((data_folder() / "results" / file).read_text(encoding="utf-8"))["rows"]
+    (found,) = [row for row in rows if row["model"] == model and row["recipe"] == recipe]
+    return found
+
+
+def test_every_student_is_recorded_and_measured() -> None:
+    assert set(STUDENTS) == RECORDED.keys() == {technique.student for technique in TECHNIQUES} - {None}
+
+
+@each_student
+def test_it_is_small_and_of_its_recorded_shape(name: str) -> None:
+    folder = data_folder() / BUNDLED[name]
+    assert (folder / "model.safetensors").stat().st_size <= 20e6
+    dims, recorded = T5Dims.of(load_t5(name)[0]), row_of(name)["dims"]
+    assert dims.decoder_layers == 1 and dims.encoder_layers == 4
+    assert {key: list(value) if isinstance(value, tuple) else value for key, value in vars(dims).items()} == recorded
+
+
+def test_the_pruned_one_is_narrower_than_what_it_was_pruned_from() -> None:
+    whole, narrow = (T5Dims.of(load_t5(name)[0]) for name in ("mini-d1", "mini-d1p"))
+    for kind in ("encoder_heads", "decoder_heads", "cross_heads", "encoder_ff", "decoder_ff"):
+        sizes = list(zip(getattr(narrow, kind), getattr(whole, kind), strict=True))
+        assert all(0 < small <= large for small, large in sizes), kind
+    assert sum(narrow.encoder_ff) + sum(narrow.decoder_ff) <= 0.55 * (sum(whole.encoder_ff) + sum(whole.decoder_ff))
+
+
+def test_transformers_alone_loads_the_distilled_one() -> None:
+    model = T5ForConditionalGeneration.from_pretrained(data_folder() / BUNDLED["mini-d1"], dtype=torch.float32).eval()
+    ours, tokenizer = load_t5("mini-d1")
+    theirs = dict(model.named_parameters())
+    assert all(torch.equal(weight, theirs[key]) for key, weight in ours.named_parameters())
+    assert AutoTokenizer.from_pretrained(data_folder() / BUNDLED["mini-d1"]).get_vocab() == tokenizer.get_vocab()
+
+
+@each_student
+def test_it_reads_and_writes_its_teachers_tokens(name: str) -> None:
+    (_, own), (_, teachers) = load_t5(name), load_t5("mini")
+    assert own(SENTENCES)["input_ids"] == teachers(SENTENCES)["input_ids"]
+
+
+@each_student
+def test_recorded_quality_is_what_one_gets(name: str) -> None:
+    model, tokenizer = load_t5(name)
+    backend, recorded = TorchEager(model), row_of(name)["quality"]
+    generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences)
+    report = quality.evaluate(generate, names=["translation", "questions"])
+    # A near tie may fall to the other side on another processor; half a point is room for a few of them.
+    assert report.translation.bleu == pytest.approx(recorded["translation"]["bleu"], abs=0.5)
+    assert report.questions.seen.exact_match == pytest.approx(recorded["questions"]["seen"]["exact_match"], abs=2)
+
+
+def test_the_distilled_one_keeps_what_was_aimed_at_or_its_card_says_where_not() -> None:
+    rows = json.loads((data_folder() / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
+    (teacher,) = [row for row in rows if row["model"] == "mini" and row["recipe"] == "fp32"]
+    whole, own = (quality.main_scores(row["quality"]) for row in (teacher, row_of("mini-d1")))
+    kept = {name: own[name] / whole[name] for name in whole}
+    assert kept["bleu"] >= 0.9 and kept["rougeL"] >= 0.95
+    card = " ".join((data_folder() / BUNDLED["mini-d1"] / "README.md").read_text(encoding="utf-8").split())
+    assert kept["exact_match"] >= 0.95 or f"{kept['exact_match']:.0%} of its teacher's right answers" in card
+
+
+@each_student
+def test_the_export_gives_its_checkpoints_tokens(name: str) -> None:
+    model, tokenizer = load_t5(name)
+    inputs = tokenizer(SENTENCES, return_tensors="np", padding=True)
+    both = [
+        greedy(backend, inputs["input_ids"], inputs["attention_mask"], max_new_tokens=24).sequences
+        for backend in (TorchEager(model), OrtNumpy(cached_export(name)))
+    ]
+    assert_varied(both[0])
+    np.testing.assert_array_equal(*both)
+
+
+@pytest.mark.filterwarnings("ignore:This model's quality in fewer bits was not measured")
+@each_student
+def test_one_line_runs_it_in_int8(name: str) -> None:
+    model = accelerate(name, precision="int8", progress=False)
+    inputs = model.tokenizer(SENTENCES, return_tensors="pt", padding=True)
+    out = model.generate(**inputs, max_new_tokens=24, num_beams=1, do_sample=False)
+    answers = model.tokenizer.batch_decode(out, skip_special_tokens=True)
+    assert answers[0] == "Où est mon sac ?" and answers[1].startswith("Je suis fatigué")
+    small, large = (read_manifest(cached_export(name, precision=precision)) for precision in ("int8", "fp32"))
+    assert small.recipe["name"] == "int8" and small.size_bytes < 0.4 * large.size_bytes
+
+
+@each_student
+def test_its_card_tells_its_recorded_quality(name: str) -> None:
+    card = (data_folder() / BUNDLED[name] / "README.md").read_text(encoding="utf-8")
+    lines = {line.split("|")[1].strip(): line for line in card.splitlines() if line.startswith("| ")}
+    report = row_of(name)["quality"]
+    expected = {
+        "300 sentences: BLEU": report["translation"]["bleu"],
+        "200 reports: ROUGE-L": report["summaries"]["all"]["rougeL"],
+        "200 questions: exact match": report["questions"]["all"]["exact_match"],
+    }
+    for start, value in expected.items():
+        assert lines[start].split("|")[-2].strip() == f"{value:.1f}", start
+    assert "Tatoeba" in card and "CC BY 2.0 FR" in card
+    for link in re.findall(r"\]\((\.\./[^)]+)\)", card):
+        assert (data_folder() / BUNDLED[name] / link).exists(), link
