@@ -24,13 +24,13 @@ from t5accel.checkpoints import T5Dims
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.graphs.attention_bias import LOWEST, relative_position_bucket
+from t5accel.graphs.attention_bias import LOWEST
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
-from t5accel.graphs.export import LARGEST_INSIDE, export_t5, logit_scale, source_hash, t5_weights
+from t5accel.graphs.export import LARGEST_INSIDE, export_t5, source_hash, t5_weights
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
-from t5accel.graphs.t5_weights import T5Weights
+from t5accel.graphs.t5_weights import T5Weights, logit_scale, relative_position_bucket
 from t5accel.parity import ParityError, assert_varied, parity
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5

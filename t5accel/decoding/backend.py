@@ -21,7 +21,8 @@ State = Any  # the same for the decoder's state; methods that take one change it
 class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
 
-    A backend may also offer ``run_greedy(state, k)``, up to ``k`` greedy steps without returning to the host;
+    A backend may also offer ``run_greedy(state, k, *, forbidden=None) -> (B, K, n)``, n <= k greedy steps without
+    returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
     ``next_tokens(state, input_ids, *, forbidden=None)``, a ``step`` that returns the likeliest next token of each row,
     (B, K) int64, as `greedy.likeliest` would find it in the logits at the last position; and the four methods that
     `encoder_cache.EncoderCache` builds on:

@@ -12,6 +12,8 @@ from t5accel.decoding.backend import Backend, Generated, State
 from t5accel.decoding.request import Request
 from t5accel.decoding.steps import Step, Steps
 
+AT_ONCE = 16  # steps between two looks at which rows have ended, where a backend takes several without the host
+
 
 def greedy(
     backend: Backend,
@@ -24,7 +26,8 @@ def greedy(
 ) -> Generated:
     """Generate until every row ends or ``max_new_tokens`` are there.
 
-    A backend that offers ``next_tokens`` is asked for tokens, which it may find without computing all logits.
+    A backend that offers ``next_tokens`` is asked for tokens, which it may find without computing all logits; one that
+    offers ``run_greedy``, for up to `AT_ONCE` of them at once, of which those after a row's end are dropped.
 
     Args:
         backend: any runtime that satisfies `Backend`.
@@ -85,19 +88,25 @@ def greedy_steps(
 
 def _steps(backend: Backend, request: Request) -> Iterator[Step]:
     next_tokens = getattr(backend, "next_tokens", None) or partial(_next_tokens, backend)
+    run_greedy = getattr(backend, "run_greedy", None)
     state = backend.start(backend.encode(request.ids, request.mask))
     active = np.arange(len(request.ids))  # which row of the result each row of the state writes to
     is_open = np.ones(len(active), dtype=bool)  # those that have ended stay in the state until half of it has
     step_input, length = request.prefix, 0
     while True:
         forbidden = backend.eos_token_id if length < request.min_new_tokens else None
-        tokens = next_tokens(state, step_input[:, None, :], forbidden=forbidden)[:, 0]
-        yield Step(active[is_open], tokens[is_open])
-        length += 1
-        is_open &= tokens != backend.eos_token_id
-        left = np.count_nonzero(is_open)
-        if not left or length == request.max_new_tokens:
-            return
+        if run_greedy is None or not length:
+            found = next_tokens(state, step_input[:, None, :], forbidden=forbidden)
+        else:
+            bound = request.max_new_tokens if forbidden is None else request.min_new_tokens
+            found = run_greedy(state, min(bound - length, AT_ONCE), forbidden=forbidden)[:, 0]
+        for tokens in found.T:
+            yield Step(active[is_open], tokens[is_open])
+            length += 1
+            is_open &= tokens != backend.eos_token_id
+            left = np.count_nonzero(is_open)
+            if not left or length == request.max_new_tokens:
+                return
         if 2 * left <= len(active):
             kept = np.flatnonzero(is_open)
             backend.keep(state, kept)

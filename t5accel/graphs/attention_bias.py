@@ -6,7 +6,6 @@ reckoned when the graph was built.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -14,36 +13,9 @@ from onnx import TensorProto, numpy_helper
 
 from t5accel.errors import NotT5Error
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.t5_weights import T5Weights
+from t5accel.graphs.t5_weights import T5Weights, relative_position_bucket
 
 LOWEST = np.finfo(np.float32).min  # added to a score it makes the softmax ignore the position
-
-
-def relative_position_bucket(
-    distance: np.ndarray, *, bidirectional: bool, buckets: int, max_distance: int
-) -> np.ndarray:
-    """T5's bucket for each distance (key position minus query position), any shape, int64 in 0 … buckets - 1.
-
-    Half of the buckets are one distance each, the others grow with its logarithm up to ``max_distance``, and all that
-    is farther shares the last one (Raffel et al. 2020, section 2.1).
-
-    >>> distances = np.array([0, -3, -20, -500])
-    >>> relative_position_bucket(distances, bidirectional=False, buckets=32, max_distance=128).tolist()
-    [0, 3, 17, 31]
-    """
-    side = np.zeros_like(distance)
-    if bidirectional:
-        buckets //= 2
-        side, distance = (distance > 0) * buckets, np.abs(distance)
-    else:
-        distance = -np.minimum(distance, 0)
-    exact = buckets // 2
-    # In fp32, as transformers computes it: in fp64 a distance on the border of two buckets may fall into the other.
-    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact)) / np.float32(
-        math.log(max_distance / exact)
-    )
-    far = np.minimum(exact + (ratio * np.float32(buckets - exact)).astype(np.int64), buckets - 1)
-    return side + np.where(distance < exact, distance, far)
 
 
 class AttentionBiases:

@@ -21,7 +21,7 @@ from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, as_target, 
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.shortlist import head_for, shortlist_graph
 from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
-from t5accel.graphs.t5_weights import T5Weights
+from t5accel.graphs.t5_weights import T5Weights, logit_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -136,29 +136,6 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
         logit_scale=logit_scale(model),
         pruned_heads={key: tuple(sorted(getattr(a, "pruned_heads", ()))) for key, a in attentions.items()},
     )  # fmt: skip
-
-
-def logit_scale(model: PreTrainedModel) -> float:
-    """What this model multiplies the decoder's output by before its head: d_model ** -0.5 or 1.
-
-    Which one depends on the kind, on the configuration and on the release of transformers, so the model is asked.
-    """
-    from unittest.mock import patch
-
-    import torch
-    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
-    # Ones in place of the decoder's output, and in fp64, whatever the precision, the mode and the heads of the model.
-    ones = torch.ones((1, 1, model.config.d_model), dtype=torch.float64)
-    decoded = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=ones)
-    start = torch.zeros((1, 1), dtype=torch.long)
-    with (
-        torch.inference_mode(),
-        patch.object(model.decoder, "forward", lambda *_, **__: decoded),
-        patch.object(model.lm_head, "forward", lambda hidden: hidden),
-    ):
-        scaled = model(encoder_outputs=(ones,), decoder_input_ids=start, return_dict=True).logits
-    return float(scaled[0, 0, 0])
 
 
 def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:

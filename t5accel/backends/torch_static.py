@@ -1,0 +1,280 @@
+"""torch on keys and values of fixed size, with one CUDA graph for a step: many greedy steps without asking the host.
+
+On a GPU the step is captured once for each shape and replayed; the likeliest token is found on the device and read
+there by the next step. On a CPU, which has no graphs, the same steps are called one by one: there this backend is for
+tests and for comparison.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from t5accel.backends.static_decoder import LONGEST_RUN, Slot, StaticDecoder
+from t5accel.decoding.backend import as_batch, as_count
+from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BUCKETS = (64, 128, 256, 512, 1024)  # of source positions and of places for new ones; beyond, multiples of the last
+WARM_UP = 2  # steps before a graph is captured, in which libraries choose their kernels
+
+
+@dataclass(frozen=True)
+class StaticSource:
+    """The encoder's work on B sources: keys and values of each layer, (B, H_i, S, d), and the mask (B, S)."""
+
+    cross: list[tuple[torch.Tensor, torch.Tensor]]
+    mask: torch.Tensor
+    owner: Any
+
+
+@dataclass
+class StaticState:
+    """A decoder state: its source, how long each row's past is, and the memory that it has for itself.
+
+    ``lease`` gives that memory back when it is called, or when the state is gone.
+    """
+
+    source: StaticSource
+    rows: Histories
+    slot: Slot
+    owner: Any
+    lease: Any = None
+
+
+class TorchStatic:
+    """A `Backend` over a T5-like model of torch, whose keys and values lie in memory of fixed size.
+
+    A row's positions begin at its first place, so rows of unequal length need no padding, and `trim` moves nothing.
+    Memory comes in buckets of lengths and is used again by the next state of the same shape, with the graph that was
+    captured on it. States of one backend run one after the other: it is for one thread.
+
+    Args:
+        model: on a GPU or on the CPU, in fp32, bf16 or fp16; put into evaluation mode. Its weights must not change.
+        buckets: ascending lengths that memory is made for.
+        graphs: capture CUDA graphs; by default where the model is on a GPU.
+        compile: run the step through ``torch.compile``, which takes a while at the first use of each shape.
+
+    Attributes:
+        captured: how many graphs were captured.
+
+    Raises:
+        InputError: buckets are none, or graphs are asked for on a CPU.
+
+    >>> from t5accel.checkpoints import load_t5
+    >>> from t5accel.decoding.greedy import greedy
+    >>> backend = TorchStatic(load_t5("random:t5-small")[0])
+    >>> greedy(backend, [[100, 200, 1]], max_new_tokens=5).sequences.shape
+    (1, 5)
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, buckets: Sequence[int] = BUCKETS, graphs: bool | None = None,
+        compile: bool = False,
+    ):  # fmt: skip
+        self.model, self.decoder, config = model.eval(), StaticDecoder(model), model.config
+        self.device, self.vocab_size = self.decoder.device, self.decoder.dims.vocab_size
+        self.buckets = tuple(as_count(bucket, "a bucket", at_least=1) for bucket in buckets)
+        if not self.buckets or list(self.buckets) != sorted({*self.buckets}):
+            raise InputError(f"buckets is {buckets!r}; give different lengths, ascending.")
+        self.graphs = self.device.type == "cuda" if graphs is None else graphs
+        if self.graphs and self.device.type != "cuda":
+            raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
+        for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+            setattr(self, name, as_count(getattr(config, name), f"model.config.{name}", at_least=0))
+        self.captured = 0
+        self._advance = torch.compile(self.decoder.advance) if compile else self.decoder.advance
+        self._free: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
+
+    @torch.inference_mode()
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:
+        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
+        check_vocabulary(ids, self.vocab_size)
+        on_device = [torch.as_tensor(np.array(array, order="C"), device=self.device) for array in (ids, mask)]
+        encoded = self.model.encoder(input_ids=on_device[0], attention_mask=on_device[1]).last_hidden_state
+        return StaticSource(self.decoder.cross_of(encoded), on_device[1], self)
+
+    def start(self, source: StaticSource, rows_per_source: int = 1) -> StaticState:
+        if getattr(source, "owner", None) is not self:
+            raise InputError("This source was encoded by another backend: encode it with this one.")
+        rows = Histories.empty(len(source.mask), rows_per_source)
+        state = StaticState(source, rows, self._slot(*rows.shape, source, self.buckets[0]), self)
+        self._begin(state, torch.full_like(state.slot.token, self.decoder_start_token_id))
+        return state
+
+    @torch.inference_mode()
+    def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
+        hidden, shape = self._read(state, input_ids)
+        return self.decoder.logits(hidden).cpu().numpy().reshape(*shape, self.vocab_size)
+
+    @torch.inference_mode()
+    def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+        self._check_forbidden(forbidden)
+        hidden, shape = self._read(state, input_ids)
+        self._penalise(state.slot, forbidden)
+        state.slot.count.zero_()
+        self.decoder.choose(state.slot, hidden)
+        return state.slot.token.to("cpu", copy=True).numpy().reshape(shape[:2])
+
+    @torch.inference_mode()
+    def run_greedy(self, state: StaticState, k: int, *, forbidden: int | None = None) -> np.ndarray:
+        """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
+
+        The first step reads the start token, or what the last `next_tokens` or `run_greedy` chose.
+
+        Args:
+            state: gets one position for each step.
+            k: how many; no more than `LONGEST_RUN` are taken.
+            forbidden: a token that shall not be chosen.
+
+        Returns:
+            (B, K, n) int64, n <= k: what was chosen. Rows do not stop at the end token.
+
+        Raises:
+            InputError: an argument is wrong; the state is as it was.
+        """
+        self._check(state)
+        self._check_forbidden(forbidden)
+        count = min(as_count(k, "k", at_least=1), LONGEST_RUN)
+        self._make_room(state, count)
+        slot = state.slot
+        self._penalise(slot, forbidden)
+        if self.graphs and slot.graph is None:
+            self._capture(slot)
+        slot.count.zero_()
+        for _ in range(count):
+            if slot.graph is None:
+                self._advance(slot)
+            else:
+                slot.graph.replay()
+        state.rows = state.rows.appended(count)
+        return slot.chosen[:, :count].to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)
+
+    def reorder(self, state: StaticState, rows: np.ndarray) -> None:
+        self._check(state)
+        histories, flat = state.rows.reordered(rows)
+        if flat is not None:
+            self._gather(state.slot, state.slot, flat)
+        state.rows = histories
+
+    def trim(self, state: StaticState, accepted: np.ndarray) -> None:
+        """Only how long each row is changes: what is beyond is masked, and written over later."""
+        self._check(state)
+        histories, _ = state.rows.trimmed(accepted)
+        self._set_lengths(state.slot, histories)
+        state.rows = histories
+
+    def keep(self, state: StaticState, sources: np.ndarray) -> None:
+        self._check(state)
+        histories, kept = state.rows.kept(sources)
+        index = torch.as_tensor(kept, device=self.device)
+        cross = [tuple(held[index] for held in pair) for pair in state.source.cross]
+        source = StaticSource(cross, state.source.mask[index], self)
+        rows = histories.shape[1]
+        self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.slot.width)
+
+    # Memory
+
+    def _slot(self, batch: int, rows: int, source: StaticSource, width: int) -> Slot:
+        """Memory that is free or new; it is given back when the state that it is for is gone."""
+        shape = (batch, rows, self._bucket(source.mask.shape[1]), self._bucket(width))
+        free = self._free[shape]
+        slot = free.pop() if free else self.decoder.slot(
+            batch=batch, rows=rows, source=shape[2], width=shape[3])  # fmt: skip
+        self.decoder.fill(slot, source.cross, source.mask)
+        return slot
+
+    def _bucket(self, length: int) -> int:
+        last = self.buckets[-1]
+        return next((bucket for bucket in self.buckets if bucket >= length), -(-length // last) * last)
+
+    def _begin(self, state: StaticState, token: torch.Tensor) -> None:
+        state.slot.token.copy_(token)
+        state.lease = weakref.finalize(state, self._free[state.slot.shape].append, state.slot)
+
+    def _make_room(self, state: StaticState, count: int) -> None:
+        longest = int(state.rows.lengths.max()) + count
+        if longest > state.slot.width:
+            batch, rows = state.rows.shape
+            self._move(state, state.source, state.rows, np.arange(batch * rows), longest)
+
+    @torch.inference_mode()
+    def _move(
+        self, state: StaticState, source: StaticSource, histories: Histories, flat: np.ndarray, width: int
+    ) -> None:
+        """Go on with these rows in other memory; if there is none, the state is as it was."""
+        old = state.slot
+        slot = self._slot(*histories.shape, source, width)
+        self._gather(old, slot, flat)
+        state.lease()  # the old memory is free
+        state.source, state.slot, state.rows = source, slot, histories
+        self._begin(state, old.token[torch.as_tensor(flat, device=self.device)])
+        self._set_lengths(slot, histories)
+
+    @torch.inference_mode()
+    def _gather(self, old: Slot, new: Slot, flat: np.ndarray) -> None:
+        """Rows of one slot, by their numbers, into another, or into the same one."""
+        index = torch.as_tensor(flat, device=self.device)
+        for there, here in zip(old.own, new.own, strict=True):
+            for source, target in zip(there, here, strict=True):
+                target[:, :, : source.shape[2]] = source.index_select(0, index)
+        new.lengths.copy_(old.lengths[index])
+        new.token.copy_(old.token[index])
+
+    @torch.inference_mode()
+    def _set_lengths(self, slot: Slot, histories: Histories) -> None:
+        slot.lengths.copy_(torch.as_tensor(histories.lengths.ravel()))
+
+    # Steps
+
+    def _read(self, state: StaticState, input_ids: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]]:
+        self._check(state)
+        new = state.rows.check_step(input_ids, self.vocab_size)
+        count = new.shape[2]
+        self._make_room(state, count)
+        tokens = torch.as_tensor(np.array(new.reshape(-1, count), order="C"), device=self.device)
+        hidden = self.decoder.read(state.slot, tokens)
+        state.rows = state.rows.appended(count)
+        return hidden, new.shape
+
+    def _penalise(self, slot: Slot, forbidden: int | None) -> None:
+        slot.penalty.zero_()
+        if forbidden is not None:
+            slot.penalty[forbidden] = -torch.inf
+
+    def _capture(self, slot: Slot) -> None:
+        """One step as a graph. What the steps of warming up did is undone: they wrote beyond what is real."""
+        before = [tensor.clone() for tensor in (slot.lengths, slot.token)]
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                slot.lengths.copy_(before[0])
+                slot.count.zero_()
+                self._advance(slot)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        slot.lengths.copy_(before[0])
+        slot.count.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._advance(slot)
+        slot.lengths.copy_(before[0])
+        slot.token.copy_(before[1])
+        slot.graph, self.captured = graph, self.captured + 1
+
+    def _check_forbidden(self, forbidden: int | None) -> None:
+        if forbidden is not None and as_count(forbidden, "forbidden", at_least=0) >= self.vocab_size:
+            raise InputError(f"forbidden is {forbidden}; the vocabulary has {self.vocab_size} entries.")
+
+    def _check(self, state: StaticState) -> None:
+        if getattr(state, "owner", None) is not self:
+            raise InputError("This state was not started by this backend: give what its start() returned.")

@@ -1,0 +1,282 @@
+"""Memory of fixed size: numbers are transformers', and memory is used again, by one state at a time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import ATOL, BAD_CALLS, PROGRAM, check_program, logits_after_all, operations, teacher_forced
+
+from t5accel.backends.static_decoder import LONGEST_RUN
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.torch_static import BUCKETS, TorchStatic
+from t5accel.checkpoints import load_t5
+from t5accel.decoding import Backend
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.greedy import AT_ONCE, greedy
+from t5accel.decoding.lookup import lookup
+from t5accel.errors import InputError
+from t5accel.parity import assert_varied, parity
+
+SMALL = (8, 16, 32)
+
+
+def test_satisfies_the_protocol(tiny_t5) -> None:
+    assert isinstance(TorchStatic(tiny_t5()), Backend)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_chunks_give_the_logits_of_the_whole(tiny_t5, kind: str, padded_batch, rows: int) -> None:
+    model, (ids, mask) = tiny_t5(kind), padded_batch
+    new = np.random.default_rng(1).integers(3, 300, (len(ids), rows, 9))
+    expected = teacher_forced(model, ids.repeat(rows, 0), mask.repeat(rows, 0), new.reshape(-1, 9))
+    expected = expected.reshape(len(ids), rows, 9, 300)
+    assert len(np.unique(expected.argmax(-1))) > 8, "the reference should vary"
+    backend = TorchStatic(model, buckets=SMALL)  # the last chunk needs the second bucket
+    state = backend.start(backend.encode(ids, mask), rows)
+    chunks = [backend.step(state, chunk) for chunk in np.split(new, [3, 4], axis=2)]
+    assert [chunk.shape for chunk in chunks] == [(6, rows, n, 300) for n in (3, 1, 5)]
+    assert state.slot.width == 16
+    parity(np.concatenate(chunks, axis=2), expected, atol=ATOL)
+
+
+@settings(deadline=None, max_examples=20)
+@given(program=st.lists(operations, min_size=1, max_size=8), rows=st.integers(1, 3))
+def test_any_program_gives_transformers_logits(tiny_t5, padded_batch, program, rows: int) -> None:
+    model = tiny_t5()
+    check_program(TorchStatic(model, buckets=SMALL), model, *padded_batch, rows, program)
+
+
+def test_a_program_with_everything_in_it(tiny_t5, kind: str, padded_batch) -> None:
+    model = tiny_t5(kind)
+    check_program(TorchStatic(model, buckets=SMALL), model, *padded_batch, 2, PROGRAM)
+
+
+def test_narrow_models(padded_batch) -> None:
+    """Whose layers have biases of their own, as many as heads."""
+    from t5accel.lively import random_t5
+    from t5accel.students.importance import choose, magnitude
+    from t5accel.students.prune import remove
+
+    sizes = dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300)
+    whole = random_t5(sizes)
+    model = remove(whole, choose(magnitude(whole), heads=0.4, neurons=0.5))
+    backends = [TorchEager(model), TorchStatic(model, buckets=SMALL)]
+    new = np.random.default_rng(5).integers(3, 300, (6, 2, 5))
+    expected, found = (logits_after_all(backend, *padded_batch, new) for backend in backends)
+    parity(found, expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fewer_bits_stay_near(tiny_t5, padded_batch, dtype: torch.dtype) -> None:
+    model = tiny_t5()
+    new = np.random.default_rng(2).integers(3, 300, (6, 1, 4))
+    exact, near = (TorchStatic(one, buckets=SMALL) for one in (model, copy.deepcopy(model).to(dtype)))
+    expected, found = (backend.step(backend.start(backend.encode(*padded_batch)), new) for backend in (exact, near))
+    assert found.dtype == np.float32 and np.isfinite(found).all()
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.05
+
+
+def test_what_lies_beyond_a_row_is_never_read(tiny_t5, padded_batch) -> None:
+    """Places that are not real hold the largest numbers there are: a mask that missed one would show."""
+    backend = TorchStatic(tiny_t5(), buckets=SMALL)
+    new = np.random.default_rng(3).integers(3, 300, (6, 1, 3))
+    source = backend.encode(*padded_batch)
+    clean, dirty = backend.start(source), backend.start(source)
+    with torch.inference_mode():
+        for pair in dirty.slot.own:
+            for held in pair:
+                held.fill_(1e4)
+    parity(backend.step(dirty, new), backend.step(clean, new), atol=ATOL)
+
+
+# Greedy steps without the host
+
+
+@pytest.mark.parametrize("shortest", [0, 5, 40])
+def test_greedy_gives_eager_tokens(tiny_t5, kind: str, padded_batch, shortest: int) -> None:
+    model = tiny_t5(kind)
+    options = dict(min_new_tokens=shortest, max_new_tokens=40)
+    expected, found = (greedy(one, *padded_batch, **options) for one in (TorchEager(model), TorchStatic(model)))
+    assert_varied(expected.sequences)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+
+
+def test_greedy_looks_at_the_tokens_only_now_and_then(tiny_t5, padded_batch) -> None:
+    backend, asked = TorchStatic(tiny_t5()), []
+    run = backend.run_greedy
+    backend.run_greedy = lambda state, k, **options: (asked.append(k), run(state, k, **options))[1]
+    found = greedy(backend, *padded_batch, min_new_tokens=40, max_new_tokens=40)
+    assert asked == [AT_ONCE, AT_ONCE, 40 - 1 - 2 * AT_ONCE] and found.decoder_calls == 40
+
+
+def test_on_the_trained_model_rows_end_in_the_middle_of_a_run() -> None:
+    model, tokenizer = load_t5("mini")
+    texts = [f"translate English to French: {text}" for text in ("I am tired.", "Where is my bag?", "Yes.")]
+    inputs = tokenizer(texts, return_tensors="np", padding=True)
+    expected, found = (
+        greedy(one, inputs["input_ids"], inputs["attention_mask"], max_new_tokens=30).sequences
+        for one in (TorchEager(model), TorchStatic(model))
+    )
+    assert len({len(row[row != 0]) for row in expected}) > 1
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_prefix_is_gone_on_from(tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    prefix = np.random.default_rng(4).integers(3, 300, (6, 3))
+    options = dict(decoder_input_ids=prefix, min_new_tokens=20, max_new_tokens=20)
+    expected, found = (greedy(b, *padded_batch, **options).sequences for b in (TorchEager(model), TorchStatic(model)))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("search", [lookup, lambda *a, **k: beam_search(*a, num_beams=3, **k)], ids=["lookup", "beam"])
+def test_other_algorithms_run_on_it(tiny_t5, padded_batch, search: Any) -> None:
+    model = tiny_t5()
+    expected, found = (
+        search(backend, *padded_batch, max_new_tokens=24)
+        for backend in (TorchEager(model), TorchStatic(model, buckets=SMALL))
+    )
+    assert_varied(expected.sequences)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    if expected.scores is not None:
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
+
+
+def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
+    backend = TorchStatic(tiny_t5())
+    state = backend.start(backend.encode(*padded_batch), 2)
+    first = backend.run_greedy(state, 1000)
+    assert first.shape == (6, 2, LONGEST_RUN) and (state.rows.lengths == LONGEST_RUN).all()
+    assert (first[:, 0] == first[:, 1]).all(), "rows of one source began alike"
+    again = backend.start(backend.encode(*padded_batch), 2)
+    pieces = [backend.run_greedy(again, k) for k in (1, 30, 33)]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=2), first)
+
+
+def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(tiny_t5, padded_batch) -> None:
+    backend = TorchStatic(tiny_t5())
+    source = backend.encode(*padded_batch)
+    free = backend.run_greedy(backend.start(source), 8)
+    token = int(free[0, 0, 0])
+    state = backend.start(source)
+    without = backend.run_greedy(state, 8, forbidden=token)
+    assert token not in without[0] and (without[:, :, 0] == free[:, :, 0])[free[:, :, 0] != token].all()
+    np.testing.assert_array_equal(backend.run_greedy(backend.start(source), 8), free)
+
+
+# Memory
+
+
+def test_memory_is_used_again_when_a_state_is_gone_and_not_before(tiny_t5, padded_batch) -> None:
+    backend = TorchStatic(tiny_t5())
+    source = backend.encode(*padded_batch)
+    first, second = backend.start(source), backend.start(source)
+    addresses = [state.slot.own[0][0].data_ptr() for state in (first, second)]
+    assert addresses[0] != addresses[1]
+    new = np.random.default_rng(6).integers(3, 300, (6, 1, 4))
+    expected = backend.step(first, new)
+    del second
+    gc.collect()
+    third = backend.start(source)
+    assert third.slot.own[0][0].data_ptr() == addresses[1]
+    parity(backend.step(third, new), expected, atol=0)
+
+
+def test_a_longer_answer_moves_to_a_larger_bucket_and_gives_the_smaller_back(tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    backend = TorchStatic(model, buckets=SMALL)
+    source = backend.encode(*padded_batch)
+    state = backend.start(source)
+    small = state.slot
+    tokens = backend.run_greedy(state, 20)
+    assert state.slot.width == 32 and backend.start(source).slot is small
+    wide = TorchStatic(model)
+    np.testing.assert_array_equal(tokens, wide.run_greedy(wide.start(wide.encode(*padded_batch)), 20))
+
+
+def test_lengths_beyond_the_last_bucket(tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    backend = TorchStatic(model, buckets=(4,))
+    expected, found = (
+        greedy(one, *padded_batch, min_new_tokens=11, max_new_tokens=11).sequences
+        for one in (TorchEager(model), backend)
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert backend._bucket(11) == 12 and TorchStatic(model)._bucket(1) == BUCKETS[0]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_arguments_are_refused_and_change_nothing(tiny_t5, padded_batch, name: str) -> None:
+    method, argument, message = BAD_CALLS[name]
+    backend = TorchStatic(tiny_t5(), buckets=SMALL)
+    source = backend.encode(*padded_batch)
+    new, more = np.random.default_rng(7).integers(3, 300, (2, 6, 2, 3))
+    states = [backend.start(source, 2) for _ in range(2)]
+    for state in states:
+        backend.step(state, new)
+    with pytest.raises(InputError, match=message):
+        getattr(backend, method)(states[0], argument)
+    parity(backend.step(states[0], more), backend.step(states[1], more), atol=0)
+
+
+@pytest.mark.parametrize("buckets", [(), (8, 8), (16, 8), (0,), (2.5,), "8"])
+def test_bad_buckets(tiny_t5, buckets: Any) -> None:
+    with pytest.raises(InputError, match="bucket"):
+        TorchStatic(tiny_t5(), buckets=buckets)
+
+
+def test_graphs_need_a_gpu(tiny_t5) -> None:
+    with pytest.raises(InputError, match="a model on a GPU, and this one is on cpu"):
+        TorchStatic(tiny_t5(), graphs=True)
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0, None, True])
+def test_bad_counts(tiny_t5, padded_batch, k: Any) -> None:
+    backend = TorchStatic(tiny_t5())
+    state = backend.start(backend.encode(*padded_batch))
+    with pytest.raises(InputError, match="k is"):
+        backend.run_greedy(state, k)
+    with pytest.raises(InputError, match="forbidden"):
+        backend.run_greedy(state, 1, forbidden=300)
+    assert (state.rows.lengths == 0).all()
+
+
+def test_states_and_sources_of_others_are_refused(tiny_t5, padded_batch) -> None:
+    one, other = TorchStatic(tiny_t5()), TorchStatic(tiny_t5())
+    source = one.encode(*padded_batch)
+    with pytest.raises(InputError, match="another backend"):
+        other.start(source)
+    with pytest.raises(InputError, match="not started by this backend"):
+        other.run_greedy(one.start(source), 1)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_captured_graph_gives_eager_tokens(tiny_t5, padded_batch, rows: int) -> None:
+    model = copy.deepcopy(tiny_t5()).to("cuda")
+    graphs, plain = TorchStatic(model), TorchStatic(model, graphs=False)
+    for _ in range(2):
+        tokens = [one.run_greedy(one.start(one.encode(*padded_batch), rows), 40) for one in (graphs, plain)]
+        np.testing.assert_array_equal(*tokens)
+    expected = greedy(TorchEager(model), *padded_batch, min_new_tokens=40, max_new_tokens=40).sequences
+    found = greedy(graphs, *padded_batch, min_new_tokens=40, max_new_tokens=40).sequences
+    assert_varied(expected)
+    np.testing.assert_array_equal(found, expected)
+    assert 1 <= graphs.captured <= 3 and not plain.captured
