@@ -10,6 +10,7 @@ EXTRAS_V5 := cpu,course,dev
 VENV := .venv/bin/python
 VENV_V5 := .venv-v5/bin/python
 BROWSER := build/browser-site
+TENSORRT := build/tensorrt-site
 
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
 ON_COLAB := torch transformers numpy ipykernel
@@ -28,7 +29,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser lab bench peers lint format docs \
+.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser test-tensorrt lab bench peers lint format docs \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -92,6 +93,9 @@ test-colab: ## Let a notebook install the last commit into an environment like C
 test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a real browser; screenshots in build/browser/
 	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests_browser
 
+test-tensorrt: .venv/.stamp $(TENSORRT)/.stamp ## Build TensorRT engines of the bundled model, which needs no GPU
+	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests_tensorrt
+
 wheelhouse: EXTRAS := cpu,course,optimum
 wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]
 	@rm -rf build/wheelhouse build/wheelhouse-venv && "$(PYTHON)" -m venv build/wheelhouse-venv
@@ -119,6 +123,12 @@ clean: ## Remove what can be made again, except the environments
 $(BROWSER)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing what drives the browser into $(@D)." && \
 		$(VENV) -m pip --disable-pip-version-check install -qq -c constraints.txt --target $(@D) $(call extra,browser) && \
+		touch $@
+
+# Beside .venv for the same reasons. Linux and Windows only.
+$(TENSORRT)/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && echo "Installing TensorRT-RTX into $(@D)." && \
+		$(VENV) -m pip --disable-pip-version-check install -qq --target $(@D) $(call extra,tensorrt) && \
 		touch $@
 
 # Beside the list, not in it: torchvision, which OpenVINO's packages bring, is built for another torch and breaks imports.

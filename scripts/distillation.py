@@ -22,8 +22,8 @@ from t5accel.students.distill import DistillConfig, distill, student_mixture
 from t5accel.students.student_card import save_student
 from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts
 
-TEACHER = "mini"
-TEXTS = 10_000  # that the teacher writes, for the loss "sequence"
+TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
+TEXTS = 6_000  # that the teacher writes, for the loss "sequence"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("pairs", type=Path, help="the file of training pairs")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--steps", type=int, default=400, help="of every run but the longer one")
-    parser.add_argument("--longer", type=int, default=6000, help="of the longer one")
+    parser.add_argument("--longer", type=int, default=5000, help="of the longer one")
     parser.add_argument("--best", default="logits", help="the loss for more layers, and for the longer run")
     parser.add_argument("--train", nargs="*", default=[], help="train the students of these names")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
@@ -102,7 +102,10 @@ def main() -> None:
     for row in rows:
         if row["model"] in finished:
             row |= {"training": configs[row["model"]], "log": log(finished[row["model"]])}
-    write_rows(args.json, rows, command="python scripts/distillation.py")
+            if row["model"] == planned[-1].name:
+                row["bundled"] = STUDENT
+    command = f"python scripts/distillation.py PAIRS --out FOLDER --steps {args.steps} --longer {args.longer}"
+    write_rows(args.json, rows, command=f"{command} --best {args.best} --json FILE")
 
 
 if __name__ == "__main__":

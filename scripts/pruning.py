@@ -89,7 +89,10 @@ def main() -> None:
         if row["model"] in finished:
             run = finished[row["model"]]
             row |= {"pruning": asdict(run.config), "from": run.of}
-    write_rows(args.json, rows, command="python scripts/pruning.py")
+            if run.of == STUDENT:
+                row["bundled"] = f"{STUDENT}p"
+    command = f"python scripts/pruning.py PAIRS --out FOLDER --steps {args.steps} --best {args.best} --json FILE"
+    write_rows(args.json, rows, command=command)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def family_rows(
                 raise InputError(f"{name} ({where}) has no tokenizer: save one beside it.")
             dims, torch_engine = T5Dims.of(model), TorchEager(model)
             in_fp32 = Path(root) / f"{number}-fp32"
-            export_t5(model, in_fp32, tokenizer=tokenizer, name=name)
+            export_t5(model, in_fp32, tokenizer=tokenizer, name=name, external_threshold_bytes=0)  # weights once
             for precision in recipes:
                 recipe = as_recipe(precision)
                 folder = in_fp32 if recipe.name == "fp32" else Path(root) / f"{number}-{recipe.name}"

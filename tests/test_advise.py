@@ -329,6 +329,11 @@ def test_smaller_models_are_shown_with_what_they_lose():
     assert "within the limit; train it" in text
     assert 'take it: accelerate("mini", …)' in told(advice(fp32, smaller(0.5, 1.5, 2, model="mini")))
     assert "loses too much" in told(advice(fp32, smaller(1.5, 1.5, 2)))
+    several = told(advice(fp32, *(smaller(loss, 2, model=f"of {loss}") for loss in (9.5, 0.5, 1.5, 2.5, 0.25))))
+    assert [several.index(f"model of {loss}") for loss in (0.5, 0.25, 1.5)] == sorted(
+        several.index(f"model of {loss}") for loss in (0.5, 0.25, 1.5)
+    )
+    assert "2 more smaller models lose more than that" in several and "of 9.5" not in several
     assert "not faster in every round" in told(advice(fp32, smaller(0.5, 0.9, 2)))
     assert not advice(fp32, smaller(0, 2, whole="small"), smaller(0, 2, recipe="int8")).relatives
 
@@ -511,6 +516,9 @@ def test_a_smaller_model_is_compared_with_the_whole_one_in_the_same_recipe():
     assert (fp32.losses["bleu"], int8.losses["bleu"], int8.whole) == (2.0, 3.0, "mini")
     assert len(found.of(Scores)) == 4
     assert not read_rows(content(*rows[1:]), "f.json").of(Relative)  # begins with int8
+    ours = read_rows(content(*rows[:3], {**rows[3], "bundled": "mini-d1"}), "f.json")
+    assert [one.model for one in ours.of(Relative)] == ["small", "mini-d1"]
+    assert {one.model for one in ours.of(Scores)} == {"mini", "small", "mini-d1"}
     unscored = [{**one, "quality": None} for one in rows]
     assert not read_rows(content(*unscored), "f.json").found
 

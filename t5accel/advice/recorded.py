@@ -146,12 +146,16 @@ def _peers(row: Mapping[str, Any], content: Mapping[str, Any], source: Source) -
 
 
 def _family(row: Mapping[str, Any], content: Mapping[str, Any], source: Source) -> list[Any]:
-    """A row of `family.family_rows`: the whole model in fp32 is the first, and what the ratios of all refer to."""
+    """A row of `family.family_rows`: the whole model in fp32 is the first, and what the ratios of all refer to.
+
+    A model that comes with the package is ``bundled`` under a name of its own.
+    """
+    name = row.get("bundled") or row["model"]
     if not _current(row["recipe"], row["hash"]):
         return []
     family = [other for other in content["rows"] if isinstance(other, Mapping) and FAMILY <= other.keys()]
     first = family[0]
-    scores = _scores(source, row["model"], row["recipe"], row["quality"])
+    scores = _scores(source, name, row["recipe"], row["quality"])
     best = _scores(source, first["model"], first["recipe"], first["quality"])
     beside = [other for other in family if other["model"] == first["model"] and other["hash"] == row["hash"]]
     if row["model"] == first["model"] or first["recipe"] != "fp32" or not (beside and scores and best):
@@ -159,7 +163,7 @@ def _family(row: Mapping[str, Any], content: Mapping[str, Any], source: Source) 
     whole = beside[0]["ratio"]["samples"] if beside[0]["ratio"] else [1.0] * len(row["ratio"]["samples"])
     samples = [own / theirs for own, theirs in zip(row["ratio"]["samples"], whole, strict=True)]
     losses = {name: value - scores[0].values[name] for name, value in best[0].values.items()}
-    return [*scores, Relative(source, row["model"], first["model"], row["recipe"], row["batch"], _ratio(samples),
+    return [*scores, Relative(source, name, first["model"], row["recipe"], row["batch"], _ratio(samples),
                               losses, row["size_bytes"])]  # fmt: skip
 
 

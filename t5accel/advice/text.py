@@ -172,8 +172,12 @@ def _beside(advice: Advice) -> Iterator[str]:
             "lookup(model.backend, …): not measured for this model and recipe; it pays only where an answer copies "
             "from its source, as summaries and answers do and translations do not (scripts/drafts.py measures mini)"
         )
-    for relative in advice.relatives:
+    small = sorted(advice.relatives, key=lambda one: max(0.0, _excess(one, need)))  # those within the limits first
+    inside = sum(_excess(one, need) <= 0 for one in small)
+    for relative in small[: inside + 1]:
         yield _relative(relative, need)
+    if more := len(small) - inside - 1 if inside < len(small) else 0:
+        yield f"{more} more smaller models lose more than that"
     models = [need.model, *([best.speed.setting.model] if best else [])]
     exports = [one for one in advice.record.of(Export) if one.model in models]
     for one in exports[:1]:
@@ -188,10 +192,14 @@ def _draft(one: Draft) -> str:
     )
 
 
+def _excess(one: Relative, need: Need) -> float:
+    """How many points a smaller model loses beyond what is allowed, of the score where that is most."""
+    return max((loss - need.limits[name] for name, loss in one.losses.items() if name in need.limits), default=0.0)
+
+
 def _relative(one: Relative, need: Need) -> str:
-    losses = {name: loss for name, loss in one.losses.items() if name in need.limits}
-    changes = ", ".join(f"{LABELS[name]} {0 - loss:+.1f}" for name, loss in losses.items())
-    if any(loss > need.limits[name] for name, loss in losses.items()):
+    changes = ", ".join(f"{LABELS[name]} {0 - one.losses[name]:+.1f}" for name in need.limits if name in one.losses)
+    if _excess(one, need) > 0:
         verdict = TOO_MUCH
     elif one.ratio.min <= 1:
         verdict = "not faster in every round"
