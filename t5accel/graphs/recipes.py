@@ -31,8 +31,9 @@ class Scheme:
 
     Attributes:
         method: ``"weight-only"``: integers in blocks along the input, each with a scale, by ONNX Runtime's operator
-            MatMulNBits. ``"dynamic"``: what is multiplied is quantised, too, with a scale found anew at each call.
-            ``"static"``: the same with scales that a calibration has found.
+            MatMulNBits. ``"dynamic"``: what is multiplied is quantised, too, with a scale found anew at each call,
+            over the whole batch: an answer may change with those beside it. ``"static"``: the same with scales that a
+            calibration has found.
         bits: 8; with "weight-only" also 4.
         block_size: of "weight-only": so many weights share a scale. A power of two from 16 to 256.
         accuracy_level: of "weight-only", as MatMulNBits defines it: 1 multiplies in fp32, 4 in 8-bit integers.
