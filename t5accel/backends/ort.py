@@ -90,8 +90,8 @@ class OrtNumpy:
         self.shortlist = Shortlist.of_export(self.folder, self.manifest, self._weights) if wanted else None
         # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
         decoder = SHORTLIST if self.shortlist else DECODER
-        self.decoder = open_session(self.folder / decoder, self.settings, self._weights)
-        self.encoder = open_session(self.folder / ENCODER, self.settings, self._weights)
+        self.decoder = self._open(decoder)
+        self.encoder = self._open(ENCODER)
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
         self.cross_heads, self.past_heads = (
@@ -208,6 +208,9 @@ class OrtNumpy:
         return self.manifest.source["sha256"], json.dumps(self.manifest.recipe, sort_keys=True)
 
     # How tensors are held, and handed to the sessions: here as numpy arrays. What the siblings replace.
+
+    def _open(self, graph: str) -> Any:
+        return open_session(self.folder / graph, self.settings, self._weights)
 
     def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> list[Any]:
         return self.encoder.run(self.cross_names, {"input_ids": ids, "attention_mask": mask})

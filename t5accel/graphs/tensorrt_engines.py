@@ -64,7 +64,7 @@ def build_engine(graph: str | os.PathLike[str], graph_plan: GraphPlan, *, trt: M
         MissingPackageError: TensorRT is not installed.
     """
     trt = load_tensorrt() if trt is None else trt
-    log = _log(trt)
+    log = log_of(trt)
     builder = trt.Builder(log)
     network = builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, log)
@@ -142,8 +142,8 @@ def _strongly_typed(trt: ModuleType) -> int:
     return 0 if flag is None else 1 << int(flag)
 
 
-def _log(trt: ModuleType) -> Any:
-    """A logger that keeps the last error in place of printing all."""
+def log_of(trt: ModuleType) -> Any:
+    """A logger that keeps the ``last`` error in place of printing all."""
 
     class Log(trt.ILogger):
         last = "it did not say why"
