@@ -24,6 +24,7 @@ from t5accel.students.teacher_texts import read_teacher_texts, sources, write_te
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # that the teacher writes, for the loss "sequence"
+ROUNDS = 15  # of the timing: a decoder of this size takes milliseconds, and so small disturbances show
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ def main() -> None:
     folders = {run.name: args.out / run.name.replace(", ", "-").replace(" ", "-") for run in planned}
     finished = {name: folder for name, folder in folders.items() if (folder / "model" / "config.json").is_file()}
     rows = family_rows(
-        {TEACHER: TEACHER} | {name: folder / "model" for name, folder in finished.items()}, on_model=print
-    )
+        {TEACHER: TEACHER} | {name: folder / "model" for name, folder in finished.items()}, rounds=ROUNDS,
+        on_model=print,
+    )  # fmt: skip
     configs = {run.name: asdict(run.config) for run in planned}
     for row in rows:
         if row["model"] in finished:

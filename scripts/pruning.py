@@ -19,6 +19,7 @@ from t5accel.students.prune import PruneConfig, prune
 from t5accel.students.student_card import save_student
 
 WHOLE, STUDENT = "mini", "mini-d1"
+ROUNDS = 15  # of the timing: a decoder of this size takes milliseconds, and so small disturbances show
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def main() -> None:
         return
     finished = {run.name: run for run in planned if (folder_of(run, args.out) / "model" / "config.json").is_file()}
     members = {name: folder_of(run, args.out) / "model" for name, run in finished.items()}
-    rows = family_rows({WHOLE: WHOLE} | members, on_model=print)
+    rows = family_rows({WHOLE: WHOLE} | members, rounds=ROUNDS, on_model=print)
     for row in rows:
         if row["model"] in finished:
             run = finished[row["model"]]

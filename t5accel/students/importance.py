@@ -91,12 +91,12 @@ def choose(scores: Scores, *, heads: float = 0.0, neurons: float = 0.0, multiple
 
     Args:
         scores: of every module.
-        heads: the share of all heads that is removed, 0 … 1; every layer keeps at least one.
+        heads: the share of all heads that is removed, from 0 to below 1; every layer keeps at least one.
         neurons: the same of neurons.
         multiple_of: so many neurons of a layer stay, times a whole number: odd widths are slow.
 
     Raises:
-        InputError: a share is not in 0 … 1, or ``multiple_of`` is no positive integer.
+        InputError: a share is negative, or 1 or more; or ``multiple_of`` is no positive integer.
 
     >>> choose({"x.SelfAttention": torch.tensor([2.0, 1.0, 3.0])}, heads=0.4)
     {'x.SelfAttention': (0, 2)}

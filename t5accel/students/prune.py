@@ -89,7 +89,7 @@ class PruneConfig:
     """Everything that decides the outcome, but for the model and the texts.
 
     Attributes:
-        heads, neurons: the shares of all heads and of all neurons that are removed, 0 … 1.
+        heads, neurons: the shares of all heads and of all neurons that are removed, from 0 to below 1.
         importance: ``"magnitude"``, ``"taylor"`` or ``"movement"``.
         steps: of fine-pruning; for the first ``rising`` share of them ever more is masked, along a cubic curve (Zhu and
             Gupta, 2017), then nothing changes but the weights. With 0 all is removed at once, and nothing trained.
