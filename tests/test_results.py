@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from t5accel.ladder_picture import by_ladder, fastest
 from t5accel.peers import GRID, OPTIMUM, OURS_GENERATE, cell_of, int8_for, standings
 from t5accel.scoreboard import Results
 
@@ -77,6 +78,18 @@ def test_the_card_of_the_model_tells_its_recorded_quality() -> None:
     exact = [quality["questions"][half]["exact_match"] for half in ("all", "seen", "unseen")]
     assert all(f"{value:.1f}" in card for value in exact)
     assert "Tatoeba" in card and "CC BY 2.0 FR" in card
+
+
+def test_the_readme_says_how_high_the_ladders_are() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).split("## Two commands")[0]
+    ladders = by_ladder(read("ladder.json")["rows"])
+    ends = [
+        (title, fastest(rows, at_once=at_once)["ratio"]["median"])
+        for title, rows in ladders.items() for at_once in {row["batch"] > 1 for row in rows} if "64 forced" not in title
+    ]  # fmt: skip
+    assert len(ends) == 3
+    for title, ratio in ends:
+        assert f"{ratio:.0f} times" in text, f"{title}: {ratio:.0f}"
 
 
 def test_the_run_of_the_bundled_model_learned() -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def layer_map(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
     """Which of its teacher's decoder layers a student begins with: spread evenly, the first and the last among them.
 
-    One layer alone is the last, whose output is what the head reads: after 150 steps the bundled model's student had a
-    validation loss of 1.25 nats a token on questions, begun with the first one 2.01. A caller who knows better gives
-    `shrink_decoder` another list.
+    One layer alone is the last, whose output is what the head reads: after 400 steps the bundled model's student had a
+    validation loss of 1.04 nats a token on questions, begun with the first one 1.28, and on translation 1.77 and 1.64
+    (``data/results/distillation.json``). A caller who knows better gives `shrink_decoder` another list.
 
     Raises:
         InputError: the student has no layer, or more than its teacher.
