@@ -87,8 +87,9 @@ def test_the_techniques_are_named_once_and_hold_the_reference():
 
 def test_every_row_says_all_that_a_reader_must_know(tiny, tmp_path):
     results = bench(CONFIG, command="the command")
-    assert [row.technique for row in results.rows] == [technique.name for technique in TECHNIQUES]
-    for row, technique in zip(results.rows, TECHNIQUES, strict=True):
+    own = [technique for technique in TECHNIQUES if technique.student is None]  # it has no students
+    assert [row.technique for row in results.rows] == [technique.name for technique in own]
+    for row, technique in zip(results.rows, own, strict=True):
         assert (row.backend, row.precision) == (technique.backend, technique.recipe.name)
         assert row.recipe == technique.recipe.hash
         assert (row.model, row.batch, row.beams) == ("random:tiny", 2, 1)
