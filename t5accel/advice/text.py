@@ -176,7 +176,7 @@ def _beside(advice: Advice) -> Iterator[str]:
     inside = sum(_excess(one, need) <= 0 for one in small)
     for relative in small[: inside + 1]:
         yield _relative(relative, need)
-    if more := len(small) - inside - 1 if inside < len(small) else 0:
+    if (more := len(small) - inside - 1) > 0:
         yield f"{more} more smaller models lose more than that"
     models = [need.model, *([best.speed.setting.model] if best else [])]
     exports = [one for one in advice.record.of(Export) if one.model in models]

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from t5accel.backends.ort_session import mapped
-from t5accel.decoding.backend import as_count
 from t5accel.decoding.greedy import likeliest
+from t5accel.decoding.histories import check_forbidden
 from t5accel.decoding.shortlist import Head, NearLogits, certified
-from t5accel.errors import InputError
 from t5accel.graphs.contract import NEAR_ONLY
 from t5accel.graphs.manifest import Manifest
 
@@ -105,8 +104,7 @@ def greedy_step(backend: OrtNumpy, state: OrtState, input_ids: np.ndarray, forbi
         InputError: an argument is wrong; the state is as it was.
     """
     new = np.ascontiguousarray(state.rows.check_step(input_ids, backend.vocab_size))
-    if forbidden is not None and as_count(forbidden, "forbidden", at_least=0) >= backend.vocab_size:
-        raise InputError(f"forbidden is {forbidden}; the vocabulary has {backend.vocab_size} entries.")
+    check_forbidden(forbidden, backend.vocab_size)
     mask, shortlist, tokens = state.rows.mask(), backend.shortlist, None
     if shortlist and shortlist.pays(new.shape[0] * new.shape[1]):
         results, past = backend._run_step(state, new, mask, NEAR, exact=False)

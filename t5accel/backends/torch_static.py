@@ -18,7 +18,7 @@ import torch
 
 from t5accel.backends.static_decoder import LONGEST_RUN, Slot, StaticDecoder
 from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.decoding.histories import Histories, check_forbidden, check_vocabulary
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -103,12 +103,14 @@ class TorchStatic:
         encoded = self.model.encoder(input_ids=on_device[0], attention_mask=on_device[1]).last_hidden_state
         return StaticSource(self.decoder.cross_of(encoded), on_device[1], self)
 
+    @torch.inference_mode()
     def start(self, source: StaticSource, rows_per_source: int = 1) -> StaticState:
         if getattr(source, "owner", None) is not self:
             raise InputError("This source was encoded by another backend: encode it with this one.")
         rows = Histories.empty(len(source.mask), rows_per_source)
         state = StaticState(source, rows, self._slot(*rows.shape, source, self.buckets[0]), self)
-        self._begin(state, torch.full_like(state.slot.token, self.decoder_start_token_id))
+        state.slot.token.fill_(self.decoder_start_token_id)
+        self._take(state)
         return state
 
     @torch.inference_mode()
@@ -118,7 +120,7 @@ class TorchStatic:
 
     @torch.inference_mode()
     def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
-        self._check_forbidden(forbidden)
+        check_forbidden(forbidden, self.vocab_size)
         hidden, shape = self._read(state, input_ids)
         self._penalise(state.slot, forbidden)
         state.slot.count.zero_()
@@ -143,7 +145,7 @@ class TorchStatic:
             InputError: an argument is wrong; the state is as it was.
         """
         self._check(state)
-        self._check_forbidden(forbidden)
+        check_forbidden(forbidden, self.vocab_size)
         count = min(as_count(k, "k", at_least=1), LONGEST_RUN)
         self._make_room(state, count)
         slot = state.slot
@@ -166,11 +168,12 @@ class TorchStatic:
             self._gather(state.slot, state.slot, flat)
         state.rows = histories
 
+    @torch.inference_mode()
     def trim(self, state: StaticState, accepted: np.ndarray) -> None:
         """Only how long each row is changes: what is beyond is masked, and written over later."""
         self._check(state)
         histories, _ = state.rows.trimmed(accepted)
-        self._set_lengths(state.slot, histories)
+        state.slot.lengths.copy_(torch.as_tensor(histories.lengths.ravel()))
         state.rows = histories
 
     def keep(self, state: StaticState, sources: np.ndarray) -> None:
@@ -197,8 +200,7 @@ class TorchStatic:
         last = self.buckets[-1]
         return next((bucket for bucket in self.buckets if bucket >= length), -(-length // last) * last)
 
-    def _begin(self, state: StaticState, token: torch.Tensor) -> None:
-        state.slot.token.copy_(token)
+    def _take(self, state: StaticState) -> None:
         state.lease = weakref.finalize(state, self._free[state.slot.shape].append, state.slot)
 
     def _make_room(self, state: StaticState, count: int) -> None:
@@ -217,8 +219,7 @@ class TorchStatic:
         self._gather(old, slot, flat)
         state.lease()  # the old memory is free
         state.source, state.slot, state.rows = source, slot, histories
-        self._begin(state, old.token[torch.as_tensor(flat, device=self.device)])
-        self._set_lengths(slot, histories)
+        self._take(state)
 
     @torch.inference_mode()
     def _gather(self, old: Slot, new: Slot, flat: np.ndarray) -> None:
@@ -229,10 +230,6 @@ class TorchStatic:
                 target[:, :, : source.shape[2]] = source.index_select(0, index)
         new.lengths.copy_(old.lengths[index])
         new.token.copy_(old.token[index])
-
-    @torch.inference_mode()
-    def _set_lengths(self, slot: Slot, histories: Histories) -> None:
-        slot.lengths.copy_(torch.as_tensor(histories.lengths.ravel()))
 
     # Steps
 
@@ -270,10 +267,6 @@ class TorchStatic:
         slot.lengths.copy_(before[0])
         slot.token.copy_(before[1])
         slot.graph, self.captured = graph, self.captured + 1
-
-    def _check_forbidden(self, forbidden: int | None) -> None:
-        if forbidden is not None and as_count(forbidden, "forbidden", at_least=0) >= self.vocab_size:
-            raise InputError(f"forbidden is {forbidden}; the vocabulary has {self.vocab_size} entries.")
 
     def _check(self, state: StaticState) -> None:
         if getattr(state, "owner", None) is not self:

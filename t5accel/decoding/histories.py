@@ -128,6 +128,16 @@ def check_vocabulary(ids: np.ndarray, vocab_size: int) -> None:
         raise InputError(f"input_ids must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
 
 
+def check_forbidden(token: int | None, vocab_size: int) -> None:
+    """Raise ``InputError`` for a forbidden token that is none of the vocabulary; ``None`` forbids nothing.
+
+    >>> check_forbidden(None, 300), check_forbidden(1, 300)
+    (None, None)
+    """
+    if token is not None and as_count(token, "forbidden", at_least=0) >= vocab_size:
+        raise InputError(f"forbidden is {token}; the vocabulary has {vocab_size} entries.")
+
+
 def of_each_head(index: np.ndarray, heads: int, width: int) -> np.ndarray:
     """Positions within rows -> the same positions of each head, counted through (R, H, width): (R, n) -> (R * H * n,).
 
