@@ -24,6 +24,8 @@ from t5accel.students.teacher_texts import read_teacher_texts, sources, write_te
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # that the teacher writes, for the loss "sequence"
+BEST = ("hidden", "logits")  # of the four losses at equal budget, for one layer: the winner and the next one
+LONGER = "logits"  # the loss of the long run, which was begun before there was a comparison
 ROUNDS = 15  # of the timing: a decoder of this size takes milliseconds, and so small disturbances show
 
 
@@ -35,16 +37,17 @@ class Run:
     config: DistillConfig
 
 
-def runs(steps: int, best: str, longer: int) -> list[Run]:
-    """All losses for one layer, the best one for more, and that one again with more steps."""
+def runs(steps: int, longer: int) -> list[Run]:
+    """All losses for one layer; the best two for more layers; `LONGER` from another beginning, and with more steps."""
     base = DistillConfig(steps=steps)
     losses = [Run(f"1 layer, {loss}", replace(base, loss=loss)) for loss in ("labels", "logits", "hidden", "sequence")]
-    best_config = replace(base, loss=best)
-    depths = [
-        Run(f"{len(layers)} layers, {best}", replace(best_config, layers=layers)) for layers in ((0, 3), (0, 1, 3))
-    ]
-    other = [Run(f"1 layer, {best}, begun with the first", replace(best_config, layers=(0,)))]
-    return [*losses, *depths, *other, Run(f"1 layer, {best}, longer", replace(best_config, steps=longer))]
+    deeper = [
+        Run(f"{len(layers)} layers, {loss}", replace(base, loss=loss, layers=layers))
+        for layers in ((0, 3), (0, 1, 3)) for loss in BEST
+    ]  # fmt: skip
+    long = replace(base, loss=LONGER)
+    other = Run(f"1 layer, {LONGER}, begun with the first", replace(long, layers=(0,)))
+    return [*losses, *deeper, other, Run(f"1 layer, {LONGER}, longer", replace(long, steps=longer))]
 
 
 def train(run: Run, pairs: Path, out: Path) -> None:
@@ -81,11 +84,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--steps", type=int, default=400, help="of every run but the longer one")
     parser.add_argument("--longer", type=int, default=5000, help="of the longer one")
-    parser.add_argument("--best", default="logits", help="the loss for more layers, and for the longer run")
     parser.add_argument("--train", nargs="*", default=[], help="train the students of these names")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
     args = parser.parse_args()
-    planned = runs(args.steps, args.best, args.longer)
+    planned = runs(args.steps, args.longer)
     unknown = {*args.train} - {run.name for run in planned}
     if unknown:
         parser.error(f"--train has {sorted(unknown)}; there are {[run.name for run in planned]}")
@@ -107,7 +109,7 @@ def main() -> None:
             if row["model"] == planned[-1].name:
                 row["bundled"] = STUDENT
     command = f"python scripts/distillation.py PAIRS --out FOLDER --steps {args.steps} --longer {args.longer}"
-    write_rows(args.json, rows, command=f"{command} --best {args.best} --json FILE")
+    write_rows(args.json, rows, command=f"{command} --json FILE")
 
 
 if __name__ == "__main__":

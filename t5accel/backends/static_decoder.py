@@ -39,6 +39,7 @@ class Slot:
         lengths: (R,) int64, how many positions of each row are real.
         token: (R, 1) int64, chosen and not read yet.
         chosen: (R, LONGEST_RUN) int64, the tokens of a run; ``count`` (1,) int64 says how many.
+        logits: (R, V) float32, after the last position.
         penalty: (V,) float32, added to logits before the likeliest is taken.
         graph: a captured ``torch.cuda.CUDAGraph`` of `StaticDecoder.advance`, if there is one.
     """
@@ -51,6 +52,7 @@ class Slot:
     token: torch.Tensor
     chosen: torch.Tensor
     count: torch.Tensor
+    logits: torch.Tensor
     penalty: torch.Tensor
     graph: Any = field(default=None, repr=False)
 
@@ -127,7 +129,8 @@ class StaticDecoder:
             (batch, rows, source, width), pairs(dims.cross_heads, batch, source),
             torch.zeros((batch, 1, 1, source), **options), pairs(dims.decoder_heads, whole, width), integers(whole),
             integers(whole, 1), integers(whole, LONGEST_RUN), integers(1),
-            torch.zeros(dims.vocab_size, dtype=torch.float32, device=self.device),
+            *(torch.zeros(shape, dtype=torch.float32, device=self.device)
+              for shape in ((whole, dims.vocab_size), (dims.vocab_size,))),
         )  # fmt: skip
 
     def cross_of(self, encoded: torch.Tensor) -> list[Pair]:
@@ -187,7 +190,8 @@ class StaticDecoder:
 
     def choose(self, slot: Slot, hidden: torch.Tensor) -> None:
         """The likeliest token after the last of (R, T, d_model) becomes the slot's ``token``, and is noted down."""
-        token = (self.logits(hidden[:, -1]) + slot.penalty).argmax(dim=-1, keepdim=True)
+        slot.logits.copy_(functional.linear(hidden[:, -1], self.head))
+        token = (slot.logits + slot.penalty).argmax(dim=-1, keepdim=True)
         slot.token.copy_(token)
         slot.chosen.scatter_(1, slot.count.expand(len(token), 1), token)
         slot.count += 1

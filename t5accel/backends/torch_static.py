@@ -92,7 +92,7 @@ class TorchStatic:
         for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             setattr(self, name, as_count(getattr(config, name), f"model.config.{name}", at_least=0))
         self.captured = 0
-        self._advance = torch.compile(self.decoder.advance) if compile else self.decoder.advance
+        self._step = torch.compile(self.decoder.advance) if compile else self.decoder.advance
         self._free: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
 
     @torch.inference_mode()
@@ -115,17 +115,29 @@ class TorchStatic:
 
     @torch.inference_mode()
     def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
-        hidden, shape = self._read(state, input_ids)
-        return self.decoder.logits(hidden).cpu().numpy().reshape(*shape, self.vocab_size)
+        new, slot = self._admit(state, input_ids), state.slot
+        if new.shape[2] == 1:  # as greedy steps, so that beams and samples have the graph, too
+            self._feed(slot, new)
+            self._advance(slot, forbidden=None)
+            logits = slot.logits
+        else:
+            logits = self.decoder.logits(self.decoder.read(slot, self._on_device(new)))
+        state.rows = state.rows.appended(new.shape[2])
+        return logits.to("cpu", copy=True).numpy().reshape(*new.shape, self.vocab_size)
 
     @torch.inference_mode()
     def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
         check_forbidden(forbidden, self.vocab_size)
-        hidden, shape = self._read(state, input_ids)
-        self._penalise(state.slot, forbidden)
-        state.slot.count.zero_()
-        self.decoder.choose(state.slot, hidden)
-        return state.slot.token.to("cpu", copy=True).numpy().reshape(shape[:2])
+        new, slot = self._admit(state, input_ids), state.slot
+        if new.shape[2] == 1:
+            self._feed(slot, new)
+            self._advance(slot, forbidden)
+        else:
+            hidden = self.decoder.read(slot, self._on_device(new))
+            self._prepare(slot, forbidden)
+            self.decoder.choose(slot, hidden)
+        state.rows = state.rows.appended(new.shape[2])
+        return slot.token.to("cpu", copy=True).numpy().reshape(new.shape[:2])
 
     @torch.inference_mode()
     def run_greedy(self, state: StaticState, k: int, *, forbidden: int | None = None) -> np.ndarray:
@@ -149,15 +161,7 @@ class TorchStatic:
         count = min(as_count(k, "k", at_least=1), LONGEST_RUN)
         self._make_room(state, count)
         slot = state.slot
-        self._penalise(slot, forbidden)
-        if self.graphs and slot.graph is None:
-            self._capture(slot)
-        slot.count.zero_()
-        for _ in range(count):
-            if slot.graph is None:
-                self._advance(slot)
-            else:
-                slot.graph.replay()
+        self._advance(slot, forbidden, count)
         state.rows = state.rows.appended(count)
         return slot.chosen[:, :count].to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)
 
@@ -233,17 +237,33 @@ class TorchStatic:
 
     # Steps
 
-    def _read(self, state: StaticState, input_ids: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def _admit(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
+        """The new tokens (B, K, T), checked; there is room for them."""
         self._check(state)
         new = state.rows.check_step(input_ids, self.vocab_size)
-        count = new.shape[2]
-        self._make_room(state, count)
-        tokens = torch.as_tensor(np.array(new.reshape(-1, count), order="C"), device=self.device)
-        hidden = self.decoder.read(state.slot, tokens)
-        state.rows = state.rows.appended(count)
-        return hidden, new.shape
+        self._make_room(state, new.shape[2])
+        return new
 
-    def _penalise(self, slot: Slot, forbidden: int | None) -> None:
+    def _on_device(self, tokens: np.ndarray) -> torch.Tensor:
+        """(B, K, T) -> (R, T)."""
+        return torch.as_tensor(np.array(tokens.reshape(-1, tokens.shape[2]), order="C"), device=self.device)
+
+    def _feed(self, slot: Slot, new: np.ndarray) -> None:
+        slot.token.copy_(self._on_device(new))
+
+    def _advance(self, slot: Slot, forbidden: int | None, count: int = 1) -> None:
+        """Greedy steps from the slot's token on, by the graph where there is one."""
+        if self.graphs and slot.graph is None:
+            self._capture(slot)
+        self._prepare(slot, forbidden)
+        for _ in range(count):
+            if slot.graph is None:
+                self._step(slot)
+            else:
+                slot.graph.replay()
+
+    def _prepare(self, slot: Slot, forbidden: int | None) -> None:
+        slot.count.zero_()
         slot.penalty.zero_()
         if forbidden is not None:
             slot.penalty[forbidden] = -torch.inf
@@ -257,13 +277,13 @@ class TorchStatic:
             for _ in range(WARM_UP):
                 slot.lengths.copy_(before[0])
                 slot.count.zero_()
-                self._advance(slot)
+                self._step(slot)
         torch.cuda.current_stream(self.device).wait_stream(side)
         slot.lengths.copy_(before[0])
         slot.count.zero_()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._advance(slot)
+            self._step(slot)
         slot.lengths.copy_(before[0])
         slot.token.copy_(before[1])
         slot.graph, self.captured = graph, self.captured + 1
