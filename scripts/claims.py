@@ -15,7 +15,7 @@ from typing import Any
 
 from claim_record import CONDITIONS, HOLDS, NO_LONGER, Case, Claim, Figure, Place, Reading, record
 
-from t5accel.scoreboard import write_json
+from t5accel.records import write_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "results"
 COMMAND = "python scripts/claims.py"

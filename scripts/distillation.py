@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.accelerate import accelerate
-from t5accel.bench import write_rows
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.text import text_to_text
 from t5accel.family import family_rows
+from t5accel.records import write_rows
 from t5accel.students.distill import DistillConfig, distill, student_mixture
 from t5accel.students.student_card import save_student
 from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts

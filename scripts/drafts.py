@@ -22,7 +22,6 @@ from tqdm import tqdm
 from t5accel import machine, tasks
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.bench import write_rows
 from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
@@ -31,6 +30,7 @@ from t5accel.decoding.speculative import speculative
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.recipes import RECIPES
+from t5accel.records import write_rows
 from t5accel.timing import Candidate, Work, compare
 
 MODEL = "mini"

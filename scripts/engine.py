@@ -6,12 +6,10 @@ Run by `make bench`; `data/results/engine.json` is a recorded run. Each row says
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -21,14 +19,13 @@ import numpy as np
 from packaging.requirements import Requirement
 from tqdm import tqdm
 
-from t5accel import machine
 from t5accel.accelerate import accelerate
 from t5accel.backends.ort_bound import OrtBound
-from t5accel.bench import commit
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.graphs.export import export_t5
 from t5accel.parity import parity
+from t5accel.records import write_rows
 from t5accel.soak import soak
 
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
@@ -185,12 +182,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=2000)
     options = parser.parse_args()
     rows = [*export_rows(), soak_row(options.generations), *overhead_rows(), *map(footprint_row, WAYS)]
-    record = {
-        "machine": machine.facts(), "versions": machine.versions(), "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(), "command": f"python scripts/engine.py --generations {options.generations}", "rows": rows,
-    }  # fmt: skip
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_rows(options.json, rows, command=f"python scripts/engine.py --generations {options.generations}")
     for row in rows:
         shown = {key: value for key, value in row.items() if not isinstance(value, list)}
         print(", ".join(f"{key} {value}" for key, value in shown.items()))

@@ -17,10 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from t5accel.bench import write_rows
 from t5accel.climb import GATE, climb, with_quality_of
 from t5accel.ladder import MODEL, Forced, Job, Natural, Rung, forced_rungs, natural_rungs
 from t5accel.ladder_picture import account, by_ladder, fastest, plot_ladders, table
+from t5accel.records import write_rows
 
 SIZE = "random:t5-small"
 LENGTHS = (64, 256)

@@ -7,14 +7,11 @@ so an interrupted run goes on where it stopped; ``data/results/peers-cpu.json`` 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ import psutil
 from tqdm import tqdm
 
 from t5accel import machine
-from t5accel.bench import commit
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError, PeerError
 from t5accel.heat_map import plot_standings
@@ -42,7 +38,7 @@ from t5accel.peers import (
     standings,
     table,
 )
-from t5accel.scoreboard import write_json
+from t5accel.records import here, rows_so_far, today, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "random:t5-small"
@@ -93,20 +89,6 @@ def chosen_systems(wanted: Sequence[str] | None) -> list[System]:
     return [system for system in SYSTEMS if not wanted or system.name in (REFERENCE, *wanted)]
 
 
-def measured_before(path: Path, conditions: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier run under the same conditions; if something has changed since, they are put aside."""
-    if not path.exists():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    changed = [name for name, value in conditions.items() if found.get(name) != value]
-    if not changed:
-        return found["rows"]
-    aside = path.with_name(f"{path.stem}-{found.get('commit')}-{int(path.stat().st_mtime)}{path.suffix}")
-    os.replace(path, aside)
-    print(f"The rows that are there were measured with another {', '.join(changed)}: they are in {aside} now.")
-    return []
-
-
 def main() -> None:
     """Start every system, measure cell by cell, and show how we stand."""
     parser = argparse.ArgumentParser(description="Measure our engine beside its peers.")
@@ -124,13 +106,12 @@ def main() -> None:
     args.build.mkdir(parents=True, exist_ok=True)
     save_model(args.build / "model")
     chosen = [*(["--cell", args.cell] if args.cell else []), *(["--systems", *args.systems] if args.systems else [])]
-    conditions = {"machine": machine.facts(), "commit": commit(), "threads": threads, "model": MODEL,
-                  "rounds": args.rounds}  # fmt: skip
+    conditions = here() | {"threads": threads, "model": MODEL, "rounds": args.rounds}
     with ExitStack() as stack:
         workers = start_all(stack, systems, args.build, threads)
         versions = {f"{system.name}: {name}": v for system, w in workers.items() for name, v in w.versions.items()}
-        conditions["versions"] = machine.versions() | versions
-        rows = measured_before(args.json, conditions)
+        conditions["versions"] |= versions
+        rows = rows_so_far(args.json, conditions)
         done = {cell_of(row) for row in rows}
         for cell in tqdm([cell for cell in cells if cell not in done], desc="measuring", unit="cell"):
             if time.perf_counter() - started > args.minutes * 60:
@@ -150,7 +131,7 @@ def content(conditions: dict[str, Any], rows: list[dict[str, Any]], chosen: Sequ
     order = {cell: number for number, cell in enumerate(GRID)}
     rows = sorted(rows, key=lambda row: order[cell_of(row)])
     command = shlex.join(["python", "scripts/peers.py", *chosen])
-    return {**conditions, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": command, "rows": rows}
+    return {**conditions, "date": today(), "command": command, "rows": rows}
 
 
 def show(rows: list[dict[str, Any]], picture: Path) -> None:

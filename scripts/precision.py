@@ -20,7 +20,6 @@ from tqdm import tqdm
 from t5accel import machine, tasks
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.bench import write_rows
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.tokenizer_file import TokenizerFile
@@ -30,6 +29,7 @@ from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.probe import Example
 from t5accel.graphs.recipes import RECIPES, Recipe, Scheme
 from t5accel.graphs.sensitivity import sweep
+from t5accel.records import write_rows
 from t5accel.scoring import agreement, text_quality
 from t5accel.timing import Candidate, Work, compare
 

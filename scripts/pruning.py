@@ -10,9 +10,9 @@ import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from t5accel.bench import write_rows
 from t5accel.checkpoints import load_t5
 from t5accel.family import family_rows
+from t5accel.records import write_rows
 from t5accel.students.distill import student_mixture
 from t5accel.students.importance import WAYS
 from t5accel.students.prune import PruneConfig, prune

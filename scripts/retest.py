@@ -32,7 +32,6 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.past_layouts import ThreeGraphs, WholeGraph
 from t5accel.backends.profile_graph import step_feeds
 from t5accel.backends.torch_eager import TorchEager, TorchState
-from t5accel.bench import write_rows
 from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
@@ -46,6 +45,7 @@ from t5accel.graphs.layouts import export_layout
 from t5accel.graphs.optimize import optimize_export, optimized_graph
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.parity import assert_varied, parity
+from t5accel.records import write_rows
 from t5accel.timing import Candidate, Comparison, Work, compare
 from t5accel.unigram import UnigramTokenizer
 

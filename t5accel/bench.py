@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +15,8 @@ from t5accel import machine, quality
 from t5accel.decoding.backend import as_count
 from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
-from t5accel.scoreboard import Results, Row, write_json
+from t5accel.records import commit, today
+from t5accel.scoreboard import Results, Row
 from t5accel.techniques import REFERENCE, TECHNIQUES, Generate, Subject, Technique, choose
 from t5accel.timing import Candidate, Latency, Work, compare
 
@@ -117,7 +114,7 @@ def bench(config: BenchConfig, *, techniques: Sequence[Technique] | None = None,
             )
         )  # fmt: skip
     return Results(
-        machine=cpu, versions=versions, date=_today(), commit=commit(),
+        machine=cpu, versions=versions, date=today(), commit=commit(),
         command=command or f"bench({config})", rows=tuple(rows),
     )  # fmt: skip
 
@@ -184,22 +181,3 @@ def _used(
     base = machine.resident_memory_bytes()
     once(*given)
     return base, machine.peak_memory_bytes()
-
-
-def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], *, command: str, **more: Any) -> None:
-    """Write a file of results in one piece: rows with the machine, versions, commit, date and command they are from."""
-    about = {"machine": machine.facts(), "versions": machine.versions(), "commit": commit(), "date": _today()}
-    write_json(path, {**about, "command": command, **more, "rows": list(rows)})
-
-
-def _today() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d")
-
-
-def commit() -> str | None:
-    """The checkout's commit, with ``-dirty`` where it was changed; ``None`` without a history."""
-    folder = Path(__file__).resolve().parent.parent
-    if not (folder / ".git").exists():
-        return None  # as in an installed wheel
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

@@ -7,13 +7,14 @@ import html
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from t5accel.errors import InputError, MissingPackageError
+from t5accel.records import write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,22 +95,6 @@ class Results:
             raise InputError(f"No results at {path}: `t5accel bench --json {path}` writes them.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is not a results file of this version ({error!r}): measure again.") from error
-
-
-def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a file of results in one piece: an interrupted write leaves the old file.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     write_json(f"{folder}/new/rows.json", {"rows": []})
-    ...     json.loads(Path(f"{folder}/new/rows.json").read_text())
-    {'rows': []}
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 _HEADER = ("technique", "precision", "ms/token", "tokens/s", "ratio", "MB", "peak MB", "BLEU", "ROUGE-L", "EM")

@@ -228,18 +228,11 @@ def script() -> Any:
     return load_script("peers")
 
 
-def test_rows_of_other_conditions_are_put_aside_and_kept(script: Any, tmp_path: Path, capsys):
+def test_an_interrupted_grid_goes_on_in_its_order(script: Any, tmp_path: Path):
     path, conditions = tmp_path / "rows.json", {"commit": "abc", "rounds": 3}
-    assert script.measured_before(path, conditions) == []
     script.write_json(path, script.content(conditions, [row(OURS, [1], GRID[1]), row(OURS, [1], GRID[0])]))
-    there = script.measured_before(path, conditions)
-    assert [cell_of(entry) for entry in there] == [GRID[0], GRID[1]]
-    before = path.read_text(encoding="utf-8")
-    assert {"date", "command", "rows"} <= json.loads(before).keys()
-    assert script.measured_before(path, {**conditions, "commit": "def"}) == []
-    (aside,) = tmp_path.iterdir()
-    assert aside.read_text(encoding="utf-8") == before and not path.exists()
-    assert "another commit" in (said := capsys.readouterr().out) and str(aside) in said
+    assert [cell_of(entry) for entry in script.rows_so_far(path, conditions)] == [GRID[0], GRID[1]]
+    assert {"date", "command", "rows"} <= json.loads(path.read_text(encoding="utf-8")).keys()
 
 
 def test_a_missing_environment_is_named(tmp_path: Path):

@@ -29,6 +29,7 @@ FLOORS = {
     "quality": 1,
     "metrics": 1,
     "parity": 1,
+    "records": 1,
     "timing": 1,
     "unigram": 1,
     "tokenizer_steps": 1,

@@ -11,7 +11,7 @@ from t5accel.advice.lines import gate, program
 from t5accel.advice.need import FAR, Distance, Need
 from t5accel.advice.recorded import REFERENCE
 from t5accel.advise import TOO_MUCH, UNKNOWN, Advice, Candidate, same_machine
-from t5accel.checkpoints import BUNDLED
+from t5accel.checkpoints import BUNDLED, data_folder
 from t5accel.graphs.recipes import RECIPES
 
 LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "EM"}
@@ -58,7 +58,9 @@ def report(advice: Advice, *, versions: Mapping[str, str] | None = None) -> str:
             blocks.append([f"{title}:", *(f"- {text}" for text in texts)])
     aside = ", ".join(f"{count} of {file}" for file, count in advice.record.left_out.items() if count)
     unused = f" Rows of kinds that are no evidence: {aside}." if aside else ""
-    blocks.append([f"Looked in: {', '.join(advice.record.looked_in) or 'no file'}.{unused}"])
+    with_package = str(data_folder() / "results")
+    looked_in = ["data/results" if place == with_package else place for place in advice.record.looked_in]
+    blocks.append([f"Looked in: {', '.join(looked_in) or 'no file'}.{unused}"])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 

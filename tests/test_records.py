@@ -1,0 +1,72 @@
+"""Files of results: nothing that was measured is lost, and where it is from can be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5accel import machine, records
+from t5accel.errors import InputError
+from t5accel.records import described, here, recorded, rows_so_far, write_json, write_rows
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_gpu", lambda: None)  # looking for one imports torch
+
+
+def test_a_file_says_where_it_is_from(no_gpu: None, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.json", [{"a": 1}], command="a command", more=2)
+    found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert {name: found[name] for name in ("command", "more", "rows")} == {
+        "command": "a command", "more": 2, "rows": [{"a": 1}],
+    }  # fmt: skip
+    assert {name: found[name] for name in here()} == here() and found["date"] == records.today()
+    assert found["machine"]["cpu"] in described(found) and described(found).endswith("a command")
+
+
+def test_a_gpu_is_named_in_place_of_the_processor() -> None:
+    machine_facts = {"cpu": "a CPU", "usable_threads": 2, "gpu": {"name": "NVIDIA H200", "memory_bytes": 1}}
+    record = {"machine": machine_facts, "versions": {"torch": "1"}, "date": "today", "commit": None, "command": "c"}
+    said = described({**record, "rows": [{}]})
+    assert said.startswith("NVIDIA H200; torch 1;") and "a CPU" not in said
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "rows.json", {"rows": [1]})
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "rows.json", {"rows": [2]})
+    assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8")) == {"rows": [1]}
+
+
+def test_rows_of_other_conditions_are_put_aside_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, conditions = tmp_path / "rows.json", {"commit": "abc", "rounds": 3}
+    assert rows_so_far(path, conditions) == []
+    write_json(path, {**conditions, "rows": [{"a": 1}]})
+    assert rows_so_far(path, conditions) == [{"a": 1}]
+    before = path.read_text(encoding="utf-8")
+    assert rows_so_far(path, {**conditions, "commit": "def"}) == []
+    (aside,) = tmp_path.iterdir()
+    assert aside.read_text(encoding="utf-8") == before and not path.exists()
+    assert "another commit" in (said := capsys.readouterr().out) and str(aside) in said
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"rounds": 3}'])
+def test_what_is_no_file_of_results_is_left_where_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"mine\.json is no file of results"):
+        rows_so_far(path, {"rounds": 3})
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_what_is_not_recorded_has_no_rows() -> None:
+    assert described(recorded("nothing.json")) == "Nothing is recorded yet." and recorded("course.json")["rows"]
