@@ -131,12 +131,15 @@ class OrtPointers(OrtNumpy):
             # reads. All else that torch has queued must be done, too: a fresh output may have the memory of a freed
             # tensor that a queued gather has yet to read.
             torch.cuda.synchronize(self.device)
+        self._bind(binding, inputs, outputs)
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()  # torch must not read before the session has written; on a CPU it has
+
+    def _bind(self, binding: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         for tensors, is_output in ((inputs, False), (outputs, True)):
             for name, tensor in tensors.items():
                 dtype = _OTHERS.get(name, self._dtype)
                 bind_tensor(binding, name, tensor, dtype=dtype, device=self.device, is_output=is_output)
-        session.run_with_iobinding(binding)
-        binding.synchronize_outputs()  # torch must not read before the session has written; on a CPU it has
 
     def _to_host(self, tensor: torch.Tensor) -> np.ndarray:
         if tensor.device.type == "cpu":

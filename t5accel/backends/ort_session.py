@@ -99,6 +99,7 @@ def open_session(
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
     *,
     profile: Path | None = None,
+    provider_options: Mapping[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session on one graph.
 
@@ -107,6 +108,7 @@ def open_session(
         settings: how it is run.
         weights: used in place of the graph's own of the same name. The caller keeps them as long as the session.
         profile: every run is measured node by node; how the name of the file begins that `end_profiling` writes.
+        provider_options: of what runs it on the device, as ``{"enable_cuda_graph": "1"}``.
 
     Raises:
         ExportError: the file is no graph that this ONNX Runtime can run.
@@ -133,11 +135,12 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     for name, value in (weights or {}).items():
         options.add_initializer(name, value)
+    chosen = [(provider, dict(provider_options or {}))]
     try:
         # No fallback, which prints to standard output and goes on with the CPU in place of a GPU. Older releases (1.20)
         # do so all the same while they open a graph; then the providers tell.
         with huge_pages(settings.huge_pages):
-            session = onnxruntime.InferenceSession(str(Path(path)), options, providers=[provider], enable_fallback=0)
+            session = onnxruntime.InferenceSession(str(Path(path)), options, providers=chosen, enable_fallback=0)
     except Exception as error:  # of several kinds, none of them documented
         raise ExportError(
             f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"

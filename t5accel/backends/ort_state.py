@@ -35,6 +35,7 @@ class OrtState:
         past: layer by layer, each (B, K, H_i, P, d_kv), as the backend holds tensors.
         binding: of `ort_bound` and `ort_pointers`, to which the source's tensors are bound.
         spare: for reordered pasts on the host.
+        token: (B, K) int64, of `ort_captured`: chosen and not read yet.
     """
 
     source: OrtSource
@@ -42,3 +43,4 @@ class OrtState:
     past: list[Any]
     binding: Any = field(default=None, repr=False)
     spare: Spare = field(default_factory=Spare, repr=False)
+    token: np.ndarray | None = None

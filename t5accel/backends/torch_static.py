@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from t5accel.backends.launches import captured
 from t5accel.backends.static_decoder import LONGEST_RUN, Slot, StaticDecoder
 from t5accel.decoding.backend import as_batch, as_count
 from t5accel.decoding.histories import Histories, check_forbidden, check_vocabulary
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUCKETS = (64, 128, 256, 512, 1024)  # of source positions and of places for new ones; beyond, multiples of the last
-WARM_UP = 2  # steps before a graph is captured, in which libraries choose their kernels
 
 
 @dataclass(frozen=True)
@@ -270,23 +270,15 @@ class TorchStatic:
 
     def _capture(self, slot: Slot) -> None:
         """One step as a graph. What the steps of warming up did is undone: they wrote beyond what is real."""
-        before = [tensor.clone() for tensor in (slot.lengths, slot.token)]
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                slot.lengths.copy_(before[0])
-                slot.count.zero_()
-                self._step(slot)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        slot.lengths.copy_(before[0])
-        slot.count.zero_()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step(slot)
-        slot.lengths.copy_(before[0])
-        slot.token.copy_(before[1])
-        slot.graph, self.captured = graph, self.captured + 1
+        before = slot.lengths.clone(), slot.token.clone()
+
+        def undo() -> None:
+            slot.lengths.copy_(before[0])
+            slot.token.copy_(before[1])
+            slot.count.zero_()
+
+        slot.graph = captured(lambda: self._step(slot), undo, self.device)
+        self.captured += 1
 
     def _check(self, state: StaticState) -> None:
         if getattr(state, "owner", None) is not self:

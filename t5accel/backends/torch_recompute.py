@@ -1,0 +1,103 @@
+"""Greedy search without a key/value cache, in one CUDA graph: every step decodes all positions again.
+
+It is the fairest form of a claim that a cache brings nothing on a GPU: nothing is launched by the host but the graph,
+shapes are fixed, the encoder and the projections of its output run once. On a CPU the same steps are called one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from t5accel.backends.launches import captured
+from t5accel.backends.static_decoder import Slot, StaticDecoder
+from t5accel.decoding.backend import as_batch, as_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Texts:
+    """B texts of W places: ``tokens`` (B, W + 1) int64, the start token first; ``count`` (1,) are written.
+
+    ``graph`` is the captured step on a GPU.
+    """
+
+    slot: Slot
+    tokens: torch.Tensor
+    count: torch.Tensor
+    graph: Any = None
+
+
+class TorchRecompute:
+    """Greedy generation of a forced length over a T5-like model, everything decoded again for every token.
+
+    Args:
+        model: on a GPU or on the CPU, in fp32, bf16 or fp16; put into evaluation mode. Its weights must not change.
+
+    >>> from t5accel.checkpoints import load_t5
+    >>> TorchRecompute(load_t5("random:t5-small")[0]).generate([[100, 200, 1]], new_tokens=5).shape
+    (1, 5)
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.decoder = model.eval(), StaticDecoder(model)
+        self.device = self.decoder.device
+        self._texts: dict[tuple[int, int, int], Texts] = {}
+
+    @torch.inference_mode()
+    def generate(self, input_ids: Any, attention_mask: Any = None, *, new_tokens: int) -> np.ndarray:
+        """Exactly ``new_tokens`` tokens for each source, the end token never among them.
+
+        Args:
+            input_ids: (B, S) integers, numpy or torch.
+            attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+            new_tokens: W. Shapes, and so graphs, are made for each B, S and W and kept.
+
+        Returns:
+            (B, W) int64.
+
+        Raises:
+            InputError: a shape, type or count is wrong.
+        """
+        config = self.model.config
+        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=config.pad_token_id)
+        count = as_count(new_tokens, "new_tokens", at_least=1)
+        on_device = [torch.as_tensor(np.array(array, order="C"), device=self.device) for array in (ids, mask)]
+        encoded = self.model.encoder(input_ids=on_device[0], attention_mask=on_device[1]).last_hidden_state
+        key = (*ids.shape, count)
+        if key not in self._texts:
+            slot = self.decoder.slot(batch=len(ids), rows=1, source=ids.shape[1], width=count)
+            tokens = torch.zeros((len(ids), count + 1), dtype=torch.int64, device=self.device)
+            self._texts[key] = Texts(slot, tokens, torch.zeros(1, dtype=torch.int64, device=self.device))
+        texts = self._texts[key]
+        self.decoder.fill(texts.slot, self.decoder.cross_of(encoded), on_device[1])
+        texts.slot.penalty.zero_()
+        texts.slot.penalty[config.eos_token_id] = -torch.inf
+        if self.device.type == "cuda" and texts.graph is None:
+            texts.graph = captured(lambda: self._step(texts), lambda: self._begin(texts), self.device)
+        self._begin(texts)
+        for _ in range(count):
+            if texts.graph is None:
+                self._step(texts)
+            else:
+                texts.graph.replay()
+        return texts.tokens[:, 1:].to("cpu", copy=True).numpy()
+
+    def _begin(self, texts: Texts) -> None:
+        texts.tokens.fill_(self.model.config.decoder_start_token_id)
+        texts.count.zero_()
+
+    def _step(self, texts: Texts) -> None:
+        """Decode all W places, of which the first ``count + 1`` are real, and write one token more."""
+        slot = texts.slot
+        slot.lengths.zero_()
+        hidden = self.decoder.read(slot, texts.tokens[:, :-1])
+        self.decoder.choose(slot, hidden.index_select(1, texts.count))
+        texts.count += 1
+        texts.tokens.index_copy_(1, texts.count, slot.token)
+        slot.count.zero_()

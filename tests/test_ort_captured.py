@@ -1,0 +1,196 @@
+"""Steps of fixed sizes on ONNX Runtime: tokens are transformers', whatever lies in the places that are not real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from programs import ATOL, PROGRAM, check_program, teacher_forced
+
+from t5accel.backends.ort_captured import LONGEST_RUN, MULTIPLE, OrtCaptured
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.decoding import Backend
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.greedy import greedy
+from t5accel.errors import ExportError, InputError
+from t5accel.graphs.contract import DECODER
+from t5accel.parity import assert_varied, parity
+
+
+def greedy_by_hand(model: Any, ids: np.ndarray, mask: np.ndarray, histories: list[list[int]], count: int) -> np.ndarray:
+    """transformers' greedy tokens after histories that begin with whatever was read: (R, count)."""
+    histories = [list(history) for history in histories]
+    for _ in range(count):
+        logits = teacher_forced(model, ids, mask, histories)
+        for row, history in enumerate(histories):
+            history.append(int(logits[row, len(history) - 1].argmax()))
+    return np.array([history[-count:] for history in histories])
+
+
+def test_satisfies_the_protocol(exported, tiny_t5, kind: str, padded_batch) -> None:
+    backend = OrtCaptured(exported(kind))
+    assert isinstance(backend, Backend) and callable(backend.run_greedy)
+    check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
+
+
+@pytest.mark.parametrize("length", [5, 40, 90])
+def test_greedy_gives_eager_tokens(exported, tiny_t5, kind: str, padded_batch, length: int) -> None:
+    """90 positions need the second size of the past."""
+    options = dict(min_new_tokens=length, max_new_tokens=length)
+    backend = OrtCaptured(exported(kind))
+    expected = greedy(TorchEager(tiny_t5(kind)), *padded_batch, **options).sequences
+    assert_varied(expected)
+    np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, expected)
+    assert len(backend._fixed) == 1 + (length > MULTIPLE)
+
+
+def test_rows_that_end_early_leave(exported_mini, mini) -> None:
+    model, tokenizer = mini
+    texts = [f"translate English to French: {text}" for text in ("I am tired.", "Where is my bag?", "Yes.")]
+    inputs = tokenizer(texts, return_tensors="np", padding=True)
+    batch = inputs["input_ids"], inputs["attention_mask"]
+    expected, found = (
+        greedy(one, *batch, max_new_tokens=30).sequences for one in (TorchEager(model), OrtCaptured(exported_mini))
+    )
+    assert len({len(row[row != 0]) for row in expected}) > 1
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_run_goes_on_from_a_ragged_past_that_was_reordered_and_kept(exported, tiny_t5, padded_batch) -> None:
+    (ids, mask), model = padded_batch, tiny_t5()
+    backend, rng = OrtCaptured(exported()), np.random.default_rng(2)
+    state = backend.start(backend.encode(ids, mask), 2)
+    new = rng.integers(3, 300, (6, 2, 5))
+    backend.step(state, new)
+    accepted = rng.integers(1, 6, (6, 2))
+    backend.trim(state, accepted)
+    last = rng.integers(3, 300, (6, 2, 1))
+    chosen = backend.next_tokens(state, last)
+    swap, kept = np.array([[1, 0]] * 6), np.array([4, 0, 5])
+    backend.reorder(state, swap)
+    backend.keep(state, kept)
+    found = backend.run_greedy(state, 7)
+    histories = [
+        [*new[source, 1 - row, : accepted[source, 1 - row]].tolist(), int(last[source, 1 - row, 0]),
+         int(chosen[source, 1 - row])]
+        for source in kept for row in range(2)
+    ]  # fmt: skip
+    expected = greedy_by_hand(model, ids[kept].repeat(2, 0), mask[kept].repeat(2, 0), histories, 7)
+    assert len(np.unique(expected)) > 8
+    np.testing.assert_array_equal(found.reshape(6, 7), expected)
+    more = rng.integers(3, 300, (3, 2, 2))  # the past that a run leaves is one to go on from
+    whole = [[*history, *tokens[:-1], *after] for history, tokens, after in
+             zip(histories, expected.tolist(), more.reshape(6, 2).tolist(), strict=True)]  # fmt: skip
+    logits = teacher_forced(model, ids[kept].repeat(2, 0), mask[kept].repeat(2, 0), whole)
+    ends = np.stack([logits[row, len(history) - 2 : len(history)] for row, history in enumerate(whole)])
+    parity(backend.step(state, more).reshape(6, 2, -1), ends, atol=ATOL)
+
+
+def test_what_is_not_real_is_never_read(exported, padded_batch) -> None:
+    backend = OrtCaptured(exported())
+    source = backend.encode(*padded_batch)
+    expected = backend.run_greedy(backend.start(source), 12)
+    (fixed,) = backend._fixed.values()
+    with torch.inference_mode():
+        for name, tensor in fixed.inputs.items():
+            if name.startswith(("past_key", "past_value", "cross")):
+                tensor.fill_(1e4)
+    np.testing.assert_array_equal(backend.run_greedy(backend.start(source), 12), expected)
+    fill = backend._fill
+    backend._fill = lambda *given: (fill(*given), fixed.inputs["past_mask"].fill_(1))  # the mask is what keeps it out
+    assert (backend.run_greedy(backend.start(source), 12) != expected).any()
+
+
+def test_two_states_take_turns(exported, padded_batch) -> None:
+    backend = OrtCaptured(exported())
+    ids, mask = padded_batch
+    sources = [backend.encode(ids, mask), backend.encode(ids[::-1], mask[::-1])]
+    alone = [backend.run_greedy(backend.start(source), 9) for source in sources]
+    states = [backend.start(source) for source in sources]
+    pieces = [[backend.run_greedy(state, 3) for state in states] for _ in range(3)]
+    for whole, *parts in zip(alone, *pieces, strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts, axis=2), whole)
+    assert len(backend._fixed) == 1
+
+
+def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(exported, padded_batch) -> None:
+    backend = OrtCaptured(exported())
+    source = backend.encode(*padded_batch)
+    free = backend.run_greedy(backend.start(source), 8)
+    token = int(free[0, 0, 0])
+    without = backend.run_greedy(backend.start(source), 8, forbidden=token)
+    assert token not in without and token in free
+    np.testing.assert_array_equal(backend.run_greedy(backend.start(source), 8), free)
+
+
+def test_beams_run_on_it(exported, tiny_t5, padded_batch) -> None:
+    expected, found = (
+        beam_search(backend, *padded_batch, num_beams=3, max_new_tokens=12)
+        for backend in (TorchEager(tiny_t5()), OrtCaptured(exported()))
+    )
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0, None, True])
+def test_bad_counts_change_nothing(exported, padded_batch, k: Any) -> None:
+    backend = OrtCaptured(exported())
+    state = backend.start(backend.encode(*padded_batch))
+    with pytest.raises(InputError, match="k is"):
+        backend.run_greedy(state, k)
+    with pytest.raises(InputError, match="forbidden"):
+        backend.run_greedy(state, 1, forbidden=300)
+    assert state.rows.width == 0
+    assert backend.run_greedy(state, 1000).shape == (6, 1, LONGEST_RUN) and state.rows.width == LONGEST_RUN
+
+
+def test_a_run_that_fails_leaves_the_state_as_it_was(exported, padded_batch, monkeypatch) -> None:
+    backend = OrtCaptured(exported())
+    source = backend.encode(*padded_batch)
+    states = [backend.start(source) for _ in range(2)]
+    for state in states:
+        backend.run_greedy(state, 3)
+    (fixed,) = backend._fixed.values()
+    left = [2]
+
+    def fail() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no memory")
+        type(fixed).choose_and_move(fixed)
+
+    monkeypatch.setattr(fixed, "choose_and_move", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        backend.run_greedy(states[0], 5)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(backend.run_greedy(states[0], 4), backend.run_greedy(states[1], 4))
+
+
+def test_options_of_a_provider_reach_it(exported, monkeypatch) -> None:
+    asked: list[Any] = []
+    inner = onnxruntime.InferenceSession
+
+    def session(*arguments: Any, providers: Any, **options: Any) -> Any:
+        asked.append(providers)
+        return inner(*arguments, providers=["CPUExecutionProvider"], **options)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    open_session(exported() / DECODER, SessionSettings(), provider_options={"enable_cuda_graph": "1"})
+    assert asked == [[("CPUExecutionProvider", {"enable_cuda_graph": "1"})]]
+
+
+@pytest.mark.gpu
+def test_on_cuda(exported, tiny_t5, kind: str, padded_batch) -> None:
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime has no CUDA: install t5accel[gpu]")
+    try:
+        backend = OrtCaptured(exported(kind), settings=SessionSettings(device="cuda"))
+    except ExportError as error:
+        pytest.skip(f"this onnxruntime does not capture the graph: {error}")
+    options = dict(min_new_tokens=40, max_new_tokens=40)
+    expected = greedy(TorchEager(tiny_t5(kind)), *padded_batch, **options).sequences
+    for _ in range(2):  # captured, and replayed from the first step on
+        np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, expected)

@@ -1,0 +1,102 @@
+"""Without a cache, in fixed shapes: the tokens of the loop that has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from programs import ATOL
+
+from t5accel.backends.launches import Prices, operators
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.torch_recompute import TorchRecompute
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.decoding.greedy import greedy
+from t5accel.errors import InputError
+from t5accel.parity import assert_varied
+
+
+@pytest.mark.parametrize("length", [1, 2, 24])
+def test_it_gives_the_tokens_of_a_cache(tiny_t5, kind: str, padded_batch, length: int) -> None:
+    model = tiny_t5(kind)
+    expected = greedy(TorchEager(model), *padded_batch, min_new_tokens=length, max_new_tokens=length).sequences
+    backend = TorchRecompute(model)
+    found = backend.generate(*padded_batch, new_tokens=length)
+    if length > 2:
+        assert_varied(expected)
+    np.testing.assert_array_equal(found, expected)
+    other = padded_batch[0][::-1], padded_batch[1][::-1]  # the same memory again, for other texts
+    np.testing.assert_array_equal(backend.generate(*other, new_tokens=length), expected[::-1])
+    assert len(backend._texts) == 1
+
+
+def test_a_token_that_came_later_would_show(tiny_t5, padded_batch) -> None:
+    """All places are decoded at every step: what lies beyond the present one must not be looked at."""
+    model = tiny_t5()
+    backend = TorchRecompute(model)
+    expected = backend.generate(*padded_batch, new_tokens=12)
+    begin = backend._begin
+
+    def noisy(texts: Any) -> None:
+        begin(texts)
+        texts.tokens[:, 1:] = 77
+
+    backend._begin = noisy
+    np.testing.assert_array_equal(backend.generate(*padded_batch, new_tokens=12), expected)
+    backend._begin = lambda texts: (begin(texts), texts.tokens.fill_(77))
+    assert (backend.generate(*padded_batch, new_tokens=12) != expected).any()
+
+
+def test_bad_arguments(tiny_t5, padded_batch) -> None:
+    backend = TorchRecompute(tiny_t5())
+    with pytest.raises(InputError, match="new_tokens is 0"):
+        backend.generate(*padded_batch, new_tokens=0)
+    with pytest.raises(InputError, match="input_ids"):
+        backend.generate([1, 2], new_tokens=1)
+
+
+# What a step asks of a device
+
+
+def test_operators_of_a_step_are_counted_and_views_are_not(tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    layers = len(model.decoder.block)
+    backend = TorchStatic(model)
+    state = backend.start(backend.encode(*padded_batch))
+    found = operators(lambda: backend.decoder.advance(state.slot))
+    assert not {name for name in found if "transpose" in name or "view" in name or "expand" in name}
+    products = found["aten.mm"] + found["aten.addmm"] + found["aten.bmm"]
+    attentions = sum(count for name, count in found.items() if "attention" in name)
+    assert attentions == 2 * layers or products > 6 * layers  # 6 products with weights in a layer, and the head
+    assert found["aten.argmax"] == 1 and found["aten.scatter_"] == 2 * layers + 1
+
+
+def test_one_more_layer_is_as_many_operators_more(padded_batch) -> None:
+    from t5accel.lively import random_t5
+
+    counts = []
+    for layers in (1, 2, 3):
+        model = random_t5(dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=layers, vocab_size=300))
+        backend = TorchStatic(model)
+        slot = backend.start(backend.encode(*padded_batch)).slot
+        counts.append(operators(lambda decoder=backend.decoder, slot=slot: decoder.advance(slot)).total())
+    assert counts[2] - counts[1] == counts[1] - counts[0] > 10
+
+
+def test_the_floor_is_launches_and_bytes() -> None:
+    prices = Prices(launch_s=1.0, replayed_s=2.0, bytes_per_s=10.0)
+    assert prices.floor_s(kernels=3, bytes_read=50) == pytest.approx(6 + 5, abs=ATOL)
+
+
+@pytest.mark.gpu
+def test_kernels_and_prices_on_a_gpu(tiny_t5, padded_batch) -> None:
+    import torch
+
+    from t5accel.backends.launches import kernels, prices
+
+    backend = TorchStatic(tiny_t5().cuda())
+    slot = backend.start(backend.encode(*padded_batch)).slot
+    assert kernels(lambda: backend.decoder.advance(slot)).total() > 20
+    found = prices(torch.device("cuda", 0), count=100, repeats=3)
+    assert 0 < found.replayed_s < found.launch_s < 1e-3 and found.bytes_per_s > 1e10
