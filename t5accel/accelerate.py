@@ -1,8 +1,7 @@
-"""The one-liner: any T5, exported once, behind transformers' ``generate()`` and our own loops."""
+"""The one-liner: any T5 on the runtime that suits it, behind transformers' ``generate()`` and our own loops."""
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import warnings
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 # By what it is tuned for, the recipe in place of another.
 TUNED_FOR = {"latency": {}, "throughput": {"int8": "int8-dynamic"}}
+RUNTIMES = ("onnx", "torch", "tensorrt")
 
 
 def accelerate(
@@ -34,12 +34,13 @@ def accelerate(
     precision: str | Recipe = "fp32",
     tuned_for: str = "latency",
     device: str = "cpu",
+    runtime: str | None = None,
     threads: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_source_tokens: int | None = None,
     progress: bool = True,
 ) -> OrtT5ForConditionalGeneration:
-    """Run a T5 on ONNX Runtime, as the model that transformers knows.
+    """Run a T5 where it is fast, as the model that transformers knows: on a CPU that is ONNX Runtime.
 
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
@@ -52,7 +53,9 @@ def accelerate(
         tuned_for: ``"latency"``, for batches of few rows, or ``"throughput"``, for many: another way of computing with
             8 bits is faster there.
         device: ``"cpu"`` or ``"cuda"``.
-        threads: of ONNX Runtime; by default those that this process may really use.
+        runtime: ``"onnx"``, ``"torch"`` or, for ``device="cuda"``, ``"tensorrt"``; by default the one that suits: on a
+            GPU torch with captured steps for floats, else ONNX Runtime, which alone runs integers and given exports.
+        threads: of the CPU; by default those that this process may really use.
         tokenizer: saved with the export; by default that of a model given by name.
         max_source_tokens: refuse longer inputs.
         progress: show a bar while exporting.
@@ -64,7 +67,7 @@ def accelerate(
     Raises:
         ExportError: the export cannot be written, is damaged, or was optimised for another machine.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
-        MissingPackageError: onnxruntime is not installed, or not the one for this device; for bf16, the same of torch.
+        MissingPackageError: there is no GPU for ``device="cuda"``, or the runtime is not installed for it.
 
     >>> model = accelerate("mini")
     >>> batch = model.tokenizer(["translate English to French: I am tired."], return_tensors="pt")
@@ -81,9 +84,12 @@ def accelerate(
     if not is_path and not hasattr(model, "state_dict"):
         raise InputError(f"model is {model!r}; give a name, a folder or a T5 model.")
     is_export = is_path and (Path(model) / MANIFEST).is_file()
-    if recipe.floats == "bfloat16":
+    chosen = _runtime(runtime, device, recipe, is_export=is_export)
+    if device == "cuda":
+        _require_gpu()
+    if chosen == "torch":
         if max_source_tokens is not None:
-            raise InputError("max_source_tokens is for ONNX Runtime, and bf16 runs in torch: leave one of them out.")
+            raise InputError("max_source_tokens is not for torch: leave it out, or give runtime='onnx'.")
         return _in_torch(model, recipe, settings, tokenizer)
     if is_export:
         folder = _in_precision(Path(model), recipe)
@@ -91,12 +97,41 @@ def accelerate(
         folder = cached_export(model, precision=recipe, tokenizer=tokenizer, progress=progress)
         if recipe.name != "fp32":
             _say_ungated()
+    options: dict[str, Any] = {"settings": settings}
+    if chosen == "tensorrt":
+        from t5accel.backends.tensorrt import TensorRT
+
+        options = {"backend": TensorRT}
     accelerated = OrtT5ForConditionalGeneration.from_pretrained(
-        folder, settings=settings, max_source_tokens=max_source_tokens, verify=is_export
+        folder, max_source_tokens=max_source_tokens, verify=is_export, **options
     )
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model"))
     accelerated.tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else tokenizer
     return accelerated
+
+
+def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: bool) -> str:
+    """The runtime that was asked for, if it can do that, or the one that suits."""
+    if runtime is not None and runtime not in RUNTIMES:
+        raise InputError(f"runtime is {runtime!r}; give one of {', '.join(RUNTIMES)}, or leave it out.")
+    if runtime is None:
+        in_torch = recipe.floats == "bfloat16" or (device == "cuda" and not recipe.integers)
+        return "torch" if in_torch and not is_export else "onnx"
+    if runtime == "tensorrt" and device != "cuda":
+        raise InputError("runtime='tensorrt' is for device='cuda'.")
+    if runtime == "torch" and is_export:
+        raise InputError("runtime='torch' runs a model, and this folder is an export: give the model or its name.")
+    if (runtime == "torch" and recipe.integers) or (runtime != "torch" and recipe.floats == "bfloat16"):
+        other = "onnx" if runtime == "torch" else "torch"
+        raise InputError(f"precision {recipe.name!r} runs on {other}, not on {runtime}: leave runtime out.")
+    return runtime
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingPackageError("device='cuda' needs a GPU and a torch that sees it: give device='cpu' here.")
 
 
 def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
@@ -125,21 +160,20 @@ def _in_precision(folder: Path, recipe: Recipe) -> Path:
 
 
 def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> OrtT5ForConditionalGeneration:
+    """On a GPU with captured steps; on a CPU transformers' own model, for bf16."""
     import torch
 
     from t5accel.backends.hf import OrtT5ForConditionalGeneration
     from t5accel.backends.torch_eager import TorchEager
-    from t5accel.checkpoints import load_t5
+    from t5accel.backends.torch_static import TorchStatic
+    from t5accel.checkpoints import in_floats, load_t5
 
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise MissingPackageError("This torch finds no CUDA device: give device='cpu', or install torch with CUDA.")
     if isinstance(model, str | os.PathLike):
         model, own_tokenizer = load_t5(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
-    else:
-        model = copy.deepcopy(model)
     torch.set_num_threads(settings.threads or machine.cpu_threads())
-    backend = TorchEager(model.to(settings.device, getattr(torch, recipe.floats)))
+    moved = in_floats(model, recipe.floats, settings.device)
+    backend = TorchEager(moved) if settings.device == "cpu" else TorchStatic(moved)
     accelerated = OrtT5ForConditionalGeneration(backend, model.config, model.generation_config)
     accelerated.tokenizer = tokenizer
     return accelerated

@@ -6,6 +6,7 @@ of the weights when the output length is forced.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import socket
@@ -179,6 +180,25 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
         return _load_hub(hub_id)
     kinds = "not bundled, not random, not a folder, not a hub id"
     raise UnknownModelError(f"No model {text!r}: {kinds}. {allowed_names()}")
+
+
+def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:
+    """A copy of a T5 on a device, in ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+    In fp16 the ``wo`` of every layer stays in fp32, as transformers keeps it: there published T5s grow too large.
+
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> half = in_floats(model, "float16")
+    >>> half.decoder.block[0].layer[2].DenseReluDense.wo.weight.dtype, half.dtype, model.dtype
+    (torch.float32, torch.float16, torch.float32)
+    """
+    import torch
+
+    moved = copy.deepcopy(model).to(device, getattr(torch, floats))
+    if floats == "float16":
+        for block in (*moved.encoder.block, *moved.decoder.block):
+            block.layer[-1].DenseReluDense.wo.float()
+    return moved
 
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

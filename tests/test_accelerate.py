@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import t5accel
-from t5accel.accelerate import accelerate
+from t5accel.accelerate import _runtime, accelerate
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError
 from t5accel.graphs.export import export_t5
+from t5accel.graphs.export_cache import list_exports
+from t5accel.graphs.recipes import as_recipe
 from t5accel.parity import assert_varied
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
@@ -86,13 +88,69 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
         accelerate(tiny_t5(), device="tpu")
     with pytest.raises(InputError, match="threads is 0"):
         accelerate(tiny_t5(), threads=0)
-    if not torch.cuda.is_available():
-        with pytest.raises(MissingPackageError, match="gpu"):
-            accelerate(tiny_t5(), device="cuda", progress=False)
+    for runtime, given, message in (
+        ("onyx", {}, "runtime is 'onyx'; give one of onnx, torch, tensorrt"),
+        ("tensorrt", {}, "for device='cuda'"),
+        ("torch", {"precision": "int8"}, "'int8' runs on onnx, not on torch"),
+        ("onnx", {"precision": "bf16"}, "'bf16' runs on torch, not on onnx"),
+        ("torch", {"max_source_tokens": 4}, "max_source_tokens"),
+    ):
+        with pytest.raises(InputError, match=message):
+            accelerate(tiny_t5(), runtime=runtime, **given)
     export_t5(tiny_t5(), tmp_path / "export")
+    with pytest.raises(InputError, match="this folder is an export"):
+        accelerate(tmp_path / "export", runtime="torch")
     (tmp_path / "export" / "decoder.onnx").write_bytes(b"cut")
     with pytest.raises(ExportError, match=r"decoder\.onnx has 3 bytes.*Export again"):
         accelerate(tmp_path / "export")
+
+
+@pytest.mark.parametrize("runtime", [None, "onnx", "torch", "tensorrt"])
+def test_without_a_gpu_one_sentence_says_so_and_nothing_is_exported(tiny_t5, monkeypatch, runtime) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = len(list_exports())
+    with pytest.raises(MissingPackageError, match=r"^device='cuda' needs a GPU and a torch that sees it: [^.]*\.$"):
+        accelerate(tiny_t5(seed=9), device="cuda", runtime=runtime)
+    assert len(list_exports()) == before
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "is_export", "expected"),
+    [
+        ("cpu", "fp32", False, "onnx"), ("cpu", "bf16", False, "torch"), ("cpu", "int8", True, "onnx"),
+        ("cuda", "fp32", False, "torch"), ("cuda", "fp16", False, "torch"), ("cuda", "bf16", False, "torch"),
+        ("cuda", "int4", False, "onnx"), ("cuda", "fp16", True, "onnx"),
+    ],
+)  # fmt: skip
+def test_the_runtime_that_suits(device: str, precision: str, is_export: bool, expected: str) -> None:
+    assert _runtime(None, device, as_recipe(precision), is_export=is_export) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_torch_by_name_on_a_cpu(tiny_t5, padded_batch, precision: str) -> None:
+    model = tiny_t5()
+    accelerated = accelerate(model, runtime="torch", precision=precision)
+    assert next(model.parameters()).dtype == torch.float32, "the model that was given stays as it is"
+    wo = accelerated.backend.model.decoder.block[0].layer[-1].DenseReluDense.wo.weight.dtype
+    assert wo == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    ids, options = torch.from_numpy(padded_batch[0]), dict(max_new_tokens=6, min_new_tokens=6)
+    tokens = accelerated.generate(ids, **options)
+    assert tokens.shape == (6, 7)
+    if precision == "fp32":
+        assert torch.equal(tokens, accelerate(model, progress=False).generate(ids, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_on_a_gpu(mini, precision: str) -> None:
+    model, tokenizer = mini
+    accelerated = accelerate("mini", device="cuda", precision=precision)
+    batch = tokenizer([TEXT], return_tensors="pt")
+    answer = greedy(accelerated.backend, batch["input_ids"], max_new_tokens=20).sequences
+    assert tokenizer.batch_decode(answer, skip_special_tokens=True) == tokenizer.batch_decode(
+        model.generate(**batch, max_new_tokens=20), skip_special_tokens=True
+    )
+    assert accelerated.backend.captured > 0
 
 
 def test_longer_sources_than_stated_are_refused(tiny_t5) -> None:

@@ -236,30 +236,35 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return super()._apply(fn, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str], **options: Any) -> OrtT5ForConditionalGeneration:
-        """The model in the folder of an ONNX export, on ONNX Runtime.
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, backend: Callable[..., Backend] | None = None, **options: Any
+    ) -> OrtT5ForConditionalGeneration:
+        """The model in the folder of an ONNX export.
 
         Args:
             folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
-            options: of the backend: `OrtNumpy` on a CPU, where binding saves nothing; `OrtPointers` if ``settings``
-                name another device.
+            backend: the class that runs it; by default, on ONNX Runtime, `OrtNumpy` on a CPU, where binding saves
+                nothing, and `OrtPointers` if ``settings`` name another device.
+            options: of the backend.
 
         Raises:
             ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
         """
         from t5accel.backends.ort import OrtNumpy
 
-        folder, kind = as_folder(folder), OrtNumpy
-        if getattr(options.get("settings"), "device", "cpu") != "cpu":
-            from t5accel.backends.ort_pointers import OrtPointers
+        folder = as_folder(folder)
+        if backend is None:
+            backend = OrtNumpy
+            if getattr(options.get("settings"), "device", "cpu") != "cpu":
+                from t5accel.backends.ort_pointers import OrtPointers
 
-            kind = OrtPointers
-        backend = kind(folder, **options)
+                backend = OrtPointers
+        running = backend(folder, **options)
         if not (folder / _FILES[0]).is_file():
             raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
         has_defaults = (folder / _FILES[1]).is_file()
         defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
-        return cls(backend, AutoConfig.from_pretrained(folder), defaults)
+        return cls(running, AutoConfig.from_pretrained(folder), defaults)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **unsupported: Any) -> None:
         """Copy the export that the backend came from, with this model's configuration and defaults.
