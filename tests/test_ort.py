@@ -34,6 +34,7 @@ from t5accel.backends.traffic import bytes_per_step
 from t5accel.checkpoints import T5Dims
 from t5accel.decoding import Backend
 from t5accel.decoding.encoder_cache import EncoderCache
+from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.export import export_t5
 from t5accel.parity import parity
@@ -852,6 +853,17 @@ def test_the_device_is_waited_for_before_binding_and_after_the_run(exported, mon
     backend._run(recorder, recorder, {"input_ids": None}, {"logits": None})
     names = [name for name, _ in recorder.calls]
     assert names == ["synchronize", "bind_tensor", "bind_tensor", "run_with_iobinding", "synchronize_outputs"]
+
+
+def test_of_a_greedy_step_only_the_token_comes_to_the_host(exported, tiny_t5, padded_batch, monkeypatch) -> None:
+    backend, shapes = OrtPointers(exported(), settings=ONE_THREAD), []
+    to_host = backend._to_host
+    monkeypatch.setattr(backend, "_to_host", lambda tensor: (shapes.append(tuple(tensor.shape)), to_host(tensor))[1])
+    options = dict(min_new_tokens=5, max_new_tokens=9)
+    found = greedy(backend, *padded_batch, **options).sequences
+    assert {*shapes} == {(6, 1)} and len(shapes) >= 5
+    expected = greedy(TorchEager(tiny_t5()), *padded_batch, **options).sequences
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_its_tensors_are_contiguous_after_every_operation(opened, padded_batch) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_state import OrtState
+from t5accel.decoding.histories import check_forbidden
 from t5accel.errors import InputError, MissingPackageError
 
 ELEMENT_TYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
@@ -104,9 +105,29 @@ class OrtPointers(OrtNumpy):
         self._run(self.encoder, self.encoder.io_binding(), inputs, dict(zip(self.cross_names, cross, strict=True)))
         return cross
 
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+        """The likeliest is found where the logits are: of them only its number comes to the host."""
+        self._check_state(state)
+        new = np.ascontiguousarray(state.rows.check_step(input_ids, self.vocab_size))
+        check_forbidden(forbidden, self.vocab_size)
+        logits, past = self._decode(state, new, state.rows.mask())
+        last = logits[:, :, -1]  # of memory that nobody else reads
+        if forbidden is not None:
+            last[..., forbidden] = -torch.inf
+        tokens = self._to_host(last.argmax(dim=-1))
+        state.rows, state.past = state.rows.appended(new.shape[2]), past
+        return tokens
+
     def _run_decoder(
         self, state: OrtState, new: np.ndarray, past_mask: np.ndarray
     ) -> tuple[np.ndarray, list[torch.Tensor]]:
+        logits, present = self._decode(state, new, past_mask)
+        return self._to_host(logits), present
+
+    def _decode(
+        self, state: OrtState, new: np.ndarray, past_mask: np.ndarray
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same, but the logits stay on the device."""
         batch, rows, count = new.shape
         length = past_mask.shape[2] + count
         logits = torch.empty((batch, rows, count, self.vocab_size), dtype=torch.float32, device=self.device)
@@ -120,7 +141,7 @@ class OrtPointers(OrtNumpy):
         # Kept for the next step, where cross-attention is bound already, to tensors that the source keeps alive. All
         # else is bound anew by every step; between steps these addresses may be of tensors that are gone.
         state.binding = binding
-        return self._to_host(logits), present
+        return logits, present
 
     def _run(
         self, session: Any, binding: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]

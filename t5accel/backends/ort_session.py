@@ -135,12 +135,12 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     for name, value in (weights or {}).items():
         options.add_initializer(name, value)
-    chosen = [(provider, dict(provider_options or {}))]
+    how = dict(providers=[provider], provider_options=[dict(provider_options or {})], enable_fallback=0)
     try:
         # No fallback, which prints to standard output and goes on with the CPU in place of a GPU. Older releases (1.20)
         # do so all the same while they open a graph; then the providers tell.
         with huge_pages(settings.huge_pages):
-            session = onnxruntime.InferenceSession(str(Path(path)), options, providers=chosen, enable_fallback=0)
+            session = onnxruntime.InferenceSession(str(Path(path)), options, **how)
     except Exception as error:  # of several kinds, none of them documented
         raise ExportError(
             f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"

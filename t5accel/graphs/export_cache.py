@@ -39,10 +39,11 @@ class CachedExport:
 
 def cache_folder() -> Path:
     """Where exports are kept: ``$T5ACCEL_CACHE``, or the place for caches on this system (``~/.cache/t5accel`` …)."""
+    if chosen := os.environ.get(ENVIRONMENT):
+        return Path(chosen).expanduser() / "exports"
     from platformdirs import user_cache_path
 
-    chosen = os.environ.get(ENVIRONMENT)
-    return (Path(chosen).expanduser() if chosen else user_cache_path("t5accel", appauthor=False)) / "exports"
+    return user_cache_path("t5accel", appauthor=False) / "exports"
 
 
 def cached_export(
