@@ -43,6 +43,12 @@ class Runtime(StrEnum):
     ONNX = "onnx"
 
 
+class Suite(StrEnum):
+    """A list of measurements of its own."""
+
+    GPU = "gpu"
+
+
 ModelOption = Annotated[str, typer.Option(help="mini, mini-d1, mini-d1p, random:t5-small, a folder, or a hub id.")]
 
 
@@ -157,8 +163,18 @@ def bench(
     technique: Annotated[
         list[str] | None, typer.Option(help="Only techniques whose name holds this (and the reference).")
     ] = None,
+    suite: Annotated[
+        Suite | None, typer.Option(help="gpu: what is measured on a GPU; of the other options --json alone counts.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Of the suite: it ends by then, and goes on when called again.")] = 8.0,
 ) -> None:
     """Measure every technique that exists: equal output first, then speed, memory and quality."""
+    if suite is Suite.GPU:
+        from t5accel.gpu.suite import run_in_time
+
+        if json is None:
+            raise InputError("--suite gpu keeps each result as it comes: give --json FILE.")
+        return run_in_time(json, minutes)
     from dataclasses import replace
 
     from t5accel import scoreboard

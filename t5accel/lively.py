@@ -23,6 +23,7 @@ RANDOM_SIZES: dict[str, dict[str, Any]] = {
     "t5-large": dict(_T5, d_model=1024, d_ff=4096, num_heads=16, num_layers=24),
     "flan-t5-small": dict(_FLAN, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
     "flan-t5-base": dict(_FLAN, d_model=768, d_ff=2048, num_heads=12, num_layers=12),
+    "flan-t5-large": dict(_FLAN, d_model=1024, d_ff=2816, num_heads=16, num_layers=24),
     "mt5-small": dict(_FLAN, vocab_size=250112, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
 }
 

@@ -54,6 +54,7 @@ FLOORS = {
     "ladder_picture": 5,
     "advice": 5,
     "advise": 5,
+    "gpu": 5,
     "serving": 5,
     "cli": 6,
     "cli_training": 6,

@@ -1,0 +1,258 @@
+"""One cell of the GPU suite, measured: are the outputs equal, how long does it take, and how long would it have to?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from t5accel import machine
+from t5accel.backends.launches import kernels, operators, prices
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.checkpoints import T5Dims
+from t5accel.errors import InputError
+from t5accel.gpu.cells import Cell
+from t5accel.gpu.systems import COMPILED, GRAPH, REFERENCE, SYSTEMS, Generate, Subject
+from t5accel.parity import ParityError, assert_varied, parity
+from t5accel.timing import Candidate, Work, compare
+
+ATOL = {"float32": 1e-3}  # of logits, whose scale is about 10; fewer bits are asked for their relative error alone
+LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}  # norm of the difference over that of the logits
+FEWEST_ROUNDS = 3
+Rows = list[dict[str, Any]]
+
+
+def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int = 5) -> Rows:
+    """The rows of a cell.
+
+    Args:
+        cell: what to measure.
+        subject: its model.
+        refused: systems that are not equal in these floats, and why: they are not timed.
+        seconds: that it may take; fewer rounds are made where five would take longer.
+        rounds: at most.
+
+    Returns:
+        A row for each system that takes part, and more by what is measured. A system that fails has a row that says
+        why. No rows at all where the time is too short for `FEWEST_ROUNDS`.
+    """
+    if cell.measured == "equality":
+        return equality(cell, subject)
+    if cell.measured == "floor":
+        return [floor(cell, subject)]
+    rows = speed(cell, subject, refused=refused, seconds=seconds, rounds=rounds)
+    return rows + price_of_compiling(rows) if cell.measured == "compile" else rows
+
+
+def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seeded ids and a mask, both (B, S) int64. For equality rows end at different places, and the rest is padding."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, vocab_size, (cell.batch, cell.source_tokens))
+    lengths = np.full(cell.batch, cell.source_tokens)
+    if cell.measured == "equality":
+        lengths = np.maximum(cell.source_tokens - 3 * np.arange(cell.batch), 1)
+    mask = (np.arange(cell.source_tokens) < lengths[:, None]).astype(np.int64)
+    return ids * mask, mask
+
+
+# Equality
+
+
+def equality(cell: Cell, subject: Subject) -> Rows:
+    """Tokens and logits beside those of transformers in fp32 on the same device.
+
+    In fp32 every token has to be equal. In fewer bits outputs part ways sooner or later, so logits of given tokens are
+    compared, and the tokens are counted. A run that drops the mask has to be caught.
+    """
+    exact = Subject(subject.name, "float32", subject.device, subject.scratch)
+    ids, mask = batch_of(cell, exact.model.config.vocab_size)
+    expected = SYSTEMS[REFERENCE].build(exact)(ids, mask, cell.new_tokens, 1)
+    assert_varied(expected)
+    given = np.concatenate([np.zeros_like(expected[:, :1]), expected[:, :7]], axis=1)  # behind the start token
+    logits = _teacher_forced(exact.model, ids, mask, given)
+    rows = [_equality_of(name, cell, subject, (ids, mask, expected), (given, logits)) for name in cell.systems]
+    broken = SYSTEMS[GRAPH].build(subject)(ids, np.ones_like(mask), cell.new_tokens, 1)
+    if (broken == expected).all():
+        raise InputError("A run without the mask gives the same tokens: this comparison proves nothing.")
+    return rows
+
+
+def _equality_of(name: str, cell: Cell, subject: Subject, texts: tuple[Any, ...], forced: tuple[Any, ...]) -> Any:
+    (ids, mask, expected), (given, logits), system = texts, forced, SYSTEMS[name]
+    row = _row(name, cell)
+    if subject.floats not in system.floats:
+        return row | {"failed": f"it does not run in {subject.floats}"}
+    try:
+        found = system.build(subject)(ids, mask, cell.new_tokens, 1)
+        row |= {"equal": int((found == expected).sum()), "of": expected.size, "distinct": len(np.unique(expected))}
+        if system.backend is None:
+            seen = _teacher_forced(subject.model, ids, mask, given)
+        else:
+            seen = _by_steps(system.backend(subject), ids, mask, given)
+        row["largest_difference"] = float(np.abs(seen - logits).max())
+        row["error"] = float(np.linalg.norm(seen - logits) / np.linalg.norm(logits))
+        if subject.floats in ATOL:
+            parity(seen, logits, atol=ATOL[subject.floats])
+            parity(found, expected, atol=0)
+        if not row["error"] <= LARGEST_ERROR[subject.floats]:
+            raise ParityError(f"the error of its logits is {row['error']:.3g}")
+    except Exception as error:  # of any runtime, one that is not installed included
+        row["failed"] = _said(error)
+    return row
+
+
+@torch.inference_mode()
+def _teacher_forced(model: Any, ids: np.ndarray, mask: np.ndarray, given: np.ndarray) -> np.ndarray:
+    tensors = (torch.as_tensor(array, device=model.device) for array in (ids, mask, given))
+    arguments = dict(zip(("input_ids", "attention_mask", "decoder_input_ids"), tensors, strict=True))
+    return model(**arguments).logits.float().cpu().numpy()
+
+
+def _by_steps(backend: Any, ids: np.ndarray, mask: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """The same by a chunk and single steps, so that both ways of a backend are looked at: (B, T, V)."""
+    state = backend.start(backend.encode(ids, mask))
+    chunks = [given[:, None, :4], *(given[:, None, i : i + 1] for i in range(4, given.shape[1]))]
+    return np.concatenate([backend.step(state, chunk)[:, 0] for chunk in chunks], axis=1)
+
+
+# Speed
+
+
+def speed(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int) -> Rows:
+    """Every system once, to warm up and to look at its output; then all of them, interleaved."""
+    started = perf_counter()
+    ids, mask = batch_of(cell, subject.model.config.vocab_size)
+    rows = {name: _row(name, cell) for name in cell.systems}
+    running: dict[str, Generate] = {}
+    expected: np.ndarray | None = None
+    for name in cell.systems:
+        if name in refused or subject.floats not in SYSTEMS[name].floats:
+            rows[name]["failed"] = refused.get(name, f"it does not run in {subject.floats}")
+            continue
+        try:
+            begun = perf_counter()
+            generate = SYSTEMS[name].build(subject)
+            found = generate(ids, mask, cell.new_tokens, cell.beams)
+            rows[name]["first_s"] = perf_counter() - begun
+            expected = found if name == REFERENCE else expected
+            if found.shape != (cell.batch, cell.new_tokens):
+                raise InputError(f"it generated tokens of shape {found.shape}")
+            rows[name] |= {"equal": int((found == expected).sum()), "of": found.size}
+            running[name] = generate
+        except Exception as error:
+            rows[name]["failed"] = _said(error)
+    if REFERENCE not in running or len(running) < 2:
+        return list(rows.values())
+    rounds = _rounds(running, (ids, mask, cell), min(rounds, 5), seconds - (perf_counter() - started))
+    if rounds < FEWEST_ROUNDS:
+        return []
+    work = Work(cell.batch, cell.source_tokens, cell.new_tokens, beams=cell.beams)
+    candidates = [
+        Candidate(name, lambda run=run: _done(run(ids, mask, cell.new_tokens, cell.beams), cell), work)
+        for name, run in running.items()
+    ]
+    found = compare(*candidates, rounds=rounds, synchronize=_synchronize(subject.device))
+    for name, latency in found.latencies.items():
+        rows[name]["latency_s"] = list(latency.samples_s)
+        rows[name]["ratio"] = found.ratios[name].to_json() if name in found.ratios else None
+        rows[name]["tokens_per_s"] = cell.batch * cell.new_tokens / latency.median_s
+    return list(rows.values())
+
+
+def _done(tokens: np.ndarray, cell: Cell) -> Work:
+    return Work(len(tokens), cell.source_tokens, tokens.shape[1], beams=cell.beams)
+
+
+def _rounds(running: Mapping[str, Generate], work: tuple[Any, ...], most: int, seconds: float) -> int:
+    """As many as fit into the time, by one run of each."""
+    ids, mask, cell = work
+    begun = perf_counter()
+    for generate in running.values():
+        generate(ids, mask, cell.new_tokens, cell.beams)
+    one = perf_counter() - begun
+    return min(most, int((seconds - one) / one) - 1)  # `compare` warms everything up once more
+
+
+def price_of_compiling(rows: Rows) -> Rows:
+    """How long the first generation took beyond a later one, and after how many tokens that is won back."""
+    by_name = {row["system"]: row for row in rows if "latency_s" in row}
+    if not {GRAPH, COMPILED} <= by_name.keys():
+        return []
+    usual, compiled = (float(np.median(by_name[name]["latency_s"])) for name in (GRAPH, COMPILED))
+    row = by_name[COMPILED]
+    longer, saved = row["first_s"] - compiled, (usual - compiled) / row["new_tokens"]
+    return [{
+        "cell": row["cell"], "measured": "compile", "system": COMPILED, "compile_s": longer,
+        "saves_s_per_token": saved, "break_even_tokens": longer / saved if saved > 0 else None,
+    }]  # fmt: skip
+
+
+# The floor
+
+
+def floor(cell: Cell, subject: Subject) -> dict[str, Any]:
+    """What a step launches and reads, and the least time that this takes on this device."""
+    model, dims = subject.model, T5Dims.of(subject.model)
+    ids, mask = batch_of(cell, dims.vocab_size)
+    backend = TorchStatic(model)
+    state = backend.start(backend.encode(ids, mask))
+    backend.run_greedy(state, 1)
+
+    def eager() -> None:
+        SYSTEMS[REFERENCE].build(subject)(ids, mask, 9, 1)
+
+    def shorter() -> None:
+        SYSTEMS[REFERENCE].build(subject)(ids, mask, 1, 1)
+
+    def step() -> None:
+        with torch.inference_mode():
+            backend.decoder.advance(state.slot)
+
+    weights, keys = machine.decoder_weights_per_step(dims), sum(dims.cross_heads) * cell.source_tokens
+    size = torch.finfo(getattr(torch, subject.floats)).bits // 8
+    own = sum(dims.decoder_heads) * state.slot.width
+    row = _row(GRAPH, cell) | {
+        "operators": operators(step).total(),
+        "eager_operators": (operators(eager).total() - operators(shorter).total()) / 8,
+        "bytes_per_step": size * (weights + 2 * cell.batch * dims.d_kv * (keys + own)),
+    }
+    if subject.device != "cuda":
+        return row
+    device = torch.device("cuda", 0)
+    found, ran = prices(device), kernels(step)
+    row |= {
+        "kernels": ran.total(), "eager_kernels": (kernels(eager).total() - kernels(shorter).total()) / 8,
+        "launch_s": found.launch_s, "replayed_s": found.replayed_s, "bytes_per_s": found.bytes_per_s,
+        "floor_s": found.floor_s(ran.total(), row["bytes_per_step"]),
+    }  # fmt: skip
+    copies = kernels(lambda: backend.run_greedy(backend.start(state.source), 16))
+    for direction in ("DtoH", "HtoD"):
+        row[f"copies_{direction}_of_16_steps"] = sum(n for name, n in copies.items() if direction in name)
+    return row
+
+
+def _row(name: str, cell: Cell) -> dict[str, Any]:
+    return {
+        "cell": cell.name, "measured": "speed" if cell.measured == "compile" else cell.measured, "system": name,
+        "model": cell.model, "floats": cell.floats, "batch": cell.batch, "source_tokens": cell.source_tokens,
+        "new_tokens": cell.new_tokens, "beams": cell.beams, "reference": REFERENCE,
+    }  # fmt: skip
+
+
+def _synchronize(device: str) -> Callable[[], None] | None:
+    return torch.cuda.synchronize if device == "cuda" else None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+
+
+def let_go(device: str) -> None:
+    """Memory of models that are gone, back to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
