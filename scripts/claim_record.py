@@ -99,18 +99,25 @@ class Reading:
     Attributes:
         measured: a sentence; ``{name}`` stands for a figure, and no other number may stand in it.
         cases: the first one that fits the figures gives the verdict.
+        may_lack: its file may be there without these figures, as where a package was not installed.
     """
 
     figures: Mapping[str, Figure]
     measured: str
     cases: tuple[Case, ...] = ()
+    may_lack: bool = False
 
     def files(self) -> list[str]:
         """Those that the figures stand in, the first one first."""
         return list(dict.fromkeys(place.file for figure in self.figures.values() for place in figure.of))
 
     def is_recorded(self, folder: Path) -> bool:
-        return all((folder / file).is_file() for file in self.files())
+        if not all((folder / file).is_file() for file in self.files()):
+            return False
+        try:
+            return not self.may_lack or bool([figure.value(folder) for figure in self.figures.values()])
+        except ClaimError:
+            return False
 
 
 @dataclass(frozen=True)

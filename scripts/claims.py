@@ -484,27 +484,105 @@ ON_CPU = Reading(
     "with its cache, and {bound} times with bound outputs (t5-small's size, one text).",
 )
 kernels = Claim("C10", "TensorRT brings a substantial gain by fusing kernels.", f"{GPU} TensorRT runs nowhere else.")
+gpu = partial(Place, "gpu-h200.json")
+ON_GPU = "t5-small's size, one text of {source} tokens, {tokens} new ones, in fp32"
+
+
+def runtime(system: str) -> Figure:
+    """On a graphics card, against transformers with its cache."""
+    return ratio(gpu, cell="runtimes, float32", system=system)
+
+
+AT_GPU = {
+    "source": plain(gpu, "source_tokens", cell="runtimes, float32", system="ONNX Runtime, bound"),
+    "tokens": plain(gpu, "new_tokens", cell="runtimes, float32", system="ONNX Runtime, bound"),
+}
 numpy_outputs = Claim(
     "C11",
     "ONNX Runtime called with numpy arrays is 60% slower than PyTorch on a graphics card, because its outputs, 6 GB "
     "for 256 tokens of a GPT-2, go through the host's memory.",
-    GPU, beside=ON_CPU,
+    GPU,
+    (Reading(
+        AT_GPU | {"fed": runtime("ONNX Runtime, numpy feeds"), "bound": runtime("ONNX Runtime, bound")},
+        f"Fed with numpy arrays {{fed}} times as fast as transformers with its cache, with bound tensors {{bound}} "
+        f"times ({ON_GPU}).",
+        (
+            Case(HOLDS, "What goes through the host's memory takes longer than the step.", lambda f: f["fed"] <= 0.7),
+            Case(CONDITIONS, "Slower, by less than claimed: a graph with a cache puts out one position's scores and "
+                 "not those of all.", lambda f: f["fed"] < 0.95),
+            Case(NO_LONGER, "A graph with a cache puts out one position's scores and not those of all, and PyTorch "
+                 "itself waits for the host."),
+        ),
+        may_lack=True,
+    ),),
+    beside=ON_CPU,
 )  # fmt: skip
 binding = Claim(
-    "C12", "With outputs bound to memory on the device, ONNX Runtime is 3 times as fast as PyTorch.", GPU, beside=ON_CPU
-)
+    "C12", "With outputs bound to memory on the device, ONNX Runtime is 3 times as fast as PyTorch.", GPU,
+    (Reading(
+        AT_GPU | {"bound": runtime("ONNX Runtime, bound"), "static": runtime("static cache, CUDA graph")},
+        f"With bound tensors {{bound}} times as fast as transformers with its cache; PyTorch itself, in one graph of "
+        f"the device for a step, {{static}} times ({ON_GPU}).",
+        (
+            Case(HOLDS, "The gain is of the size that was claimed.", lambda f: f["bound"] >= 2.7),
+            Case(CONDITIONS, "It gains, by less than claimed: the host still asks for each kernel of a step.",
+                 lambda f: f["bound"] >= 1.1),
+            Case(NO_LONGER, "The host still asks for each kernel of a step, in both."),
+        ),
+        may_lack=True,
+    ),),
+    beside=ON_CPU,
+)  # fmt: skip
 tensorrt = Claim("C13", "TensorRT is 5 times as fast as PyTorch.", f"{GPU} TensorRT runs nowhere else.")
+
+GPU_LENGTHS = (16, 64, 256, 512)
+RECOMPUTED, KEPT = "no cache, CUDA graph", "static cache, CUDA graph"
+
+
+def by_length(length: int) -> dict[str, Figure]:
+    """What a cache brings on a graphics card: in one graph, and in transformers' loop."""
+    cell = {"cell": f"cache, {length} tokens"}
+    return {
+        f"n{length}": plain(gpu, "new_tokens", **cell, system=KEPT),
+        f"graph{length}": rival(gpu, cell | {"system": RECOMPUTED}, cell | {"system": KEPT}),
+        f"eager{length}": rival(gpu, cell | {"system": "transformers, no cache"},
+                                cell | {"system": "transformers, cache"}),
+    }  # fmt: skip
+
+
+def at_all_lengths(name: str) -> str:
+    """``{name16}, {name64} …`` for a sentence."""
+    return ", ".join(f"{{{name}{length}}}" for length in GPU_LENGTHS)
+
+
 recomputed = Claim(
     "C14",
     "On a graphics card a cache of keys and values brings nothing: computing them again on the optimised graph is "
     "twice as fast.",
     GPU,
+    (Reading(
+        {name: figure for length in GPU_LENGTHS for name, figure in by_length(length).items()},
+        f"For {at_all_lengths('n')} new tokens, each step as one graph of the device, a cache makes it "
+        f"{at_all_lengths('graph')} times as fast as computing all again; in transformers' own loop "
+        f"{at_all_lengths('eager')} times (t5-small's size, one text).",
+        (
+            Case(HOLDS, "Computing all again is faster at every length.",
+                 lambda f: all(f[f"graph{n}"] <= 0.8 for n in GPU_LENGTHS)),
+            Case(CONDITIONS, "For short answers a step is bound by its launches, and computing the few positions again "
+                 "takes as many of them; for long ones the cache wins.",
+                 lambda f: f["graph16"] <= 1.1 < f["graph512"]),
+            Case(CONDITIONS, "At no length does the cache bring more than a little, and at none does it lose much: a "
+                 "step is bound by its launches.", lambda f: all(0.8 <= f[f"graph{n}"] <= 1.2 for n in GPU_LENGTHS)),
+            Case(NO_LONGER, "With memory of fixed size nothing is copied for a cache, and it wins at every length.",
+                 lambda f: all(f[f"graph{n}"] > 1 for n in GPU_LENGTHS)),
+        ),
+    ),),
     beside=Reading(
         CACHED,
         "On a CPU the cache makes transformers {x64} times as fast for {n64} new tokens and {x512} times for {n512} "
         "(t5-small's size, one text).",
     ),
-)
+)  # fmt: skip
 relatives = Claim(
     "C06",
     "mT5 and Pegasus should be easy to adapt.",

@@ -199,11 +199,79 @@ def test_claims_look_only_at_files_that_are_there_or_can_be_made(scripts: Callab
     for claim in claims.CLAIMS:
         readings = [*claim.readings, *([claim.beside] if claim.beside else [])]
         for file in {file for reading in readings for file in reading.files()}:
-            made_by = {"retest.json": "retest.py", "ladder.json": "ladder.py", "distillation.json": "distillation.py",
-                       "pruning.json": "pruning.py"}  # fmt: skip
-            assert (RESULTS / file).is_file() or (ROOT / "scripts" / made_by[file]).is_file(), f"{claim.id}: {file}"
+            made_by = {"gpu-h200.json": "t5accel/gpu/suite.py"}  # not recorded yet
+            assert (RESULTS / file).is_file() or (ROOT / made_by[file]).is_file(), f"{claim.id}: {file}"
         for reading in readings:
             bare = re.sub(r"\{\w+\}", " ", reading.measured)
             assert not NUMBER.findall(bare), f"{claim.id} has a number that is no figure"
             used = set(re.findall(r"\{(\w+)\}", " ".join([reading.measured, *(case.why for case in reading.cases)])))
             assert used == reading.figures.keys() or claim in (claims.past, claims.recomputed), claim.id
+
+
+# --- a recorded run on a GPU ----------------------------------------------------------------------------------------
+
+
+def gpu_record(seconds: Callable[[str, str], float | None]) -> dict[str, Any]:
+    """A file as the GPU suite writes it; ``seconds`` of a cell and a system, ``None`` for one that failed."""
+    from t5accel.gpu.cells import CELLS
+
+    rows = []
+    for cell in (cell for cell in CELLS if cell.measured == "speed"):
+        reference = seconds(cell.name, cell.systems[0])
+        for system in cell.systems:
+            row = {"cell": cell.name, "measured": "speed", "system": system, "source_tokens": cell.source_tokens,
+                   "new_tokens": cell.new_tokens}  # fmt: skip
+            mine = seconds(cell.name, system)
+            timed = {"latency_s": [mine] * 3, "ratio": {"median": reference / mine}} if mine else {"failed": "why"}
+            rows.append(row | timed)
+    machine = {"cpu": "a CPU", "usable_threads": 16, "gpu": {"name": "a GPU", "memory_bytes": 1}}
+    return {"machine": machine, "versions": {"torch": "2"}, "date": "2026-12-01", "commit": "abc", "rows": rows}
+
+
+@pytest.fixture
+def judged(scripts: Callable[[str], ModuleType], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The rows of the claims that a GPU is needed for, by their ids, from such a file beside the recorded ones."""
+
+    def judge(seconds: Callable[[str, str], float | None]) -> dict[str, Any]:
+        for file in RESULTS.glob("*.json"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        (tmp_path / "gpu-h200.json").write_text(json.dumps(gpu_record(seconds)))
+        claims = scripts("claims")
+        return {claim.id: claim.to_row(tmp_path) for claim in claims.CLAIMS if claim.id in ("C11", "C12", "C14")}
+
+    return judge
+
+
+@pytest.mark.parametrize(("fed", "bound", "verdicts"), [
+    (2.5, 0.3, ("holds", "holds")), (1.2, 0.8, ("holds with conditions", "holds with conditions")),
+    (0.9, 1.0, ("no longer holds", "no longer holds")),
+])  # fmt: skip
+def test_verdicts_on_runtimes_follow_a_gpu_record(
+    judged: Callable[..., dict[str, Any]], fed: float, bound: float, verdicts: tuple[str, str]
+) -> None:
+    times = {"ONNX Runtime, numpy feeds": fed, "ONNX Runtime, bound": bound}
+    rows = judged(lambda cell, system: times.get(system, 1.0))
+    assert tuple(rows[name]["verdict"] for name in ("C11", "C12")) == verdicts
+    assert f"Fed with numpy arrays {1 / fed:.2f} times" in rows["C11"]["measured"]
+    assert rows["C12"]["result_file"] == "data/results/gpu-h200.json"
+
+
+def test_without_onnxruntime_on_the_gpu_two_claims_stay_open(judged: Callable[..., dict[str, Any]]) -> None:
+    rows = judged(lambda cell, system: None if system.startswith("ONNX") else 1.0)
+    assert rows["C11"]["verdict"] == rows["C12"]["verdict"] == "not measured here"
+    assert rows["C14"]["verdict"] == "holds with conditions"
+
+
+@pytest.mark.parametrize(("short", "long", "verdict"), [
+    (0.5, 0.6, "holds"), (1.0, 2.0, "holds with conditions"), (1.3, 4.0, "no longer holds"),
+])  # fmt: skip
+def test_the_verdict_on_the_cache_follows_a_gpu_record(
+    judged: Callable[..., dict[str, Any]], short: float, long: float, verdict: str
+) -> None:
+    def seconds(cell: str, system: str) -> float:
+        length = int(cell.split()[1]) if cell.startswith("cache") else 0
+        again = short if length <= 64 else long
+        return again if system.startswith(("no cache", "transformers, no")) else 1.0
+
+    row = judged(seconds)["C14"]
+    assert row["verdict"] == verdict and f"{short:.2f}, {short:.2f}, {long:.2f}, {long:.2f} times" in row["measured"]
