@@ -23,7 +23,8 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.lookup import FIXED, VERIFYING, Text, best_length, lookup
+from t5accel.decoding.lookup import FIXED, VERIFYING, Copier, Text, best_length, lookup
+from t5accel.decoding.request import Request
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
 from t5accel.graphs.convert import convert_export
@@ -184,15 +185,17 @@ def test_equals_greedy_on_every_backend(tiny_t5, exported, kind: str, padded_bat
     ids, mask = padded_batch[0] % 37 + 3 * padded_batch[1], padded_batch[1]
     drafted = accepted = 0
     backend = BACKENDS[name](tiny_t5(kind, seed=5, vocab_size=40), exported(kind, seed=5, vocab_size=40))
-    for options in (
-        dict(max_new_tokens=30),
-        dict(max_new_tokens=16, min_new_tokens=16, max_ngram=1),
-        dict(max_new_tokens=9, decoder_input_ids=ids[:, :2] + 1),
+    for options, rows in (
+        (dict(max_new_tokens=30), slice(6)),
+        (dict(max_new_tokens=30), slice(2)),
+        (dict(max_new_tokens=30), slice(2, 4)),
+        (dict(max_new_tokens=16, min_new_tokens=16, max_ngram=1), slice(6)),
+        (dict(max_new_tokens=9, decoder_input_ids=ids[:, :2] + 1), slice(6)),
     ):
         bounds_only = {key: value for key, value in options.items() if key != "max_ngram"}
-        expected = greedy(backend, ids, mask, **bounds_only)
+        expected = greedy(backend, ids[rows], mask[rows], **bounds_only)
         assert_varied(expected.sequences)
-        found = lookup(backend, ids, mask, **options)
+        found = lookup(backend, ids[rows], mask[rows], **options)
         np.testing.assert_array_equal(found.sequences, expected.sequences)
         drafted, accepted = drafted + found.drafted, accepted + found.accepted
     assert 0 < accepted < drafted, "guesses should be accepted and rejected"
@@ -319,3 +322,34 @@ def test_an_answer_does_not_depend_on_its_batch() -> None:
         alone = lookup(Machine(ends=0.1), source[None, : real.sum()], max_new_tokens=25).sequences[0]
         np.testing.assert_array_equal(alone, together[row, : len(alone)])
         assert not together[row, len(alone) :].any()
+
+
+# Looking only where it may pay
+
+
+def test_a_batch_that_finds_nothing_looks_less_often_and_one_row_always(monkeypatch) -> None:
+    looks: list[int] = []
+    look = Copier._guess
+    monkeypatch.setattr(Copier, "_guess", lambda self, row, most: (looks.append(row), look(self, row, most))[1])
+    for rows, expected in ((1, 30), (2, 15), (8, 8)):
+        request = Request.checked(Machine(0.0, 0.0, 0), np.full((rows, 1), 7), max_new_tokens=64)
+        copier, looks[:] = Copier(request, 3, 12), []
+        for call in range(30):
+            drafts = copier.guess(range(rows), [60] * rows, [0] * rows)
+            assert not any(drafts)
+            copier.learn(range(rows), drafts, [[100 + 40 * row + call] for row in range(rows)])
+        assert len(looks) == pytest.approx(expected * rows, abs=2 * rows)
+
+
+def test_what_came_while_it_rested_is_looked_up_later() -> None:
+    rows = 8
+    request = Request.checked(Machine(0.0, 0.0, 0), np.full((rows, 1), 7), max_new_tokens=64)
+    copier, drafts = Copier(request, 3, 12), []
+    text = [*range(20, 36)] * 3  # nothing comes twice in the first sixteen calls
+    for token in text:
+        drafts.append(copier.guess(range(rows), [60] * rows, [0] * rows))
+        copier.learn(range(rows), drafts[-1], [[token]] * rows)
+    assert not any(map(any, drafts[:17])) and any(map(any, drafts[17:]))
+    for call, found in enumerate(drafts):
+        for draft in filter(None, found):
+            assert draft == text[call : call + len(draft)]

@@ -81,13 +81,13 @@ def test_rows_are_gathered_into_memory_that_the_step_before_used():
     for width in range(1, 9):  # a past that grows by every step
         past = [rng.normal(size=(6, width)) for _ in range(2)]
         index = rng.integers(0, 6, 6)
-        found = spare.gathered(past, index)
+        found = spare.gathered(past, [index] * len(past))
         assert all((new == old[index]).all() for new, old in zip(found, past, strict=True))
         addresses.add(address(found[0]))
     assert len(addresses) < 5
-    once = spare.gathered(past, index)
+    once = spare.gathered(past, [index] * len(past))
     before = [array.copy() for array in once]
-    twice = spare.gathered(once, index)  # without a step between
+    twice = spare.gathered(once, [index] * len(once))  # without a step between
     assert all((array == copy).all() for array, copy in zip(once, before, strict=True))
     assert all((new == old[index]).all() for new, old in zip(twice, before, strict=True))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,16 +143,12 @@ class OrtNumpy:
     def trim(self, state: OrtState, accepted: np.ndarray) -> None:
         self._check_state(state)
         histories, index = state.rows.trimmed(accepted)
-        if index is not None:
-            batch, rows, width = index.shape
-            flat = {
-                heads: self._from_host(of_each_head(index.reshape(batch * rows, width), heads, state.rows.width))
-                for heads in set(self.past_heads)
-            }
-            state.past = [
-                self._gathered(past, 4, flat[heads], (batch, rows, heads, width))
-                for past, heads in zip(state.past, self.past_heads, strict=True)
-            ]
+        if index is not None and not histories.ragged and not state.rows.ragged:  # all rows lose their last ones
+            state.past = [self._hold(self._array(past)[..., : histories.width, :]) for past in state.past]
+        elif index is not None:
+            flat, positions = index.reshape(-1, index.shape[2]), state.rows.width
+            by_heads = {heads: of_each_head(flat, heads, positions) for heads in set(self.past_heads)}
+            state.past = self._trimmed(state, index.shape, by_heads)
         state.rows = histories
 
     def keep(self, state: OrtState, sources: np.ndarray) -> None:
@@ -234,8 +230,17 @@ class OrtNumpy:
     def _reordered(self, state: OrtState, index: Any) -> list[Any]:
         """The past whose rows, counted through, are those numbered ``index`` (B * K,)."""
         arrays = [self._array(past) for past in state.past]
-        rows = state.spare.gathered([array.reshape(index.size, *array.shape[2:]) for array in arrays], index)
+        flat = [array.reshape(index.size, *array.shape[2:]) for array in arrays]
+        rows = state.spare.gathered(flat, [index] * len(flat))
         return [self._hold(new.reshape(array.shape)) for new, array in zip(rows, arrays, strict=True)]
+
+    def _trimmed(self, state: OrtState, shape: tuple[int, ...], by_heads: Mapping[int, np.ndarray]) -> list[Any]:
+        """The past (B, K, P') whose positions, counted through all rows and heads, are those numbered in the index."""
+        flat = [self._array(past).reshape(-1, self.dims.d_kv) for past in state.past]
+        found = state.spare.gathered(flat, [by_heads[heads] for heads in self.past_heads])
+        batch, rows, width = shape
+        return [self._hold(new.reshape(batch, rows, heads, width, -1))
+                for new, heads in zip(found, self.past_heads, strict=True)]  # fmt: skip
 
     def _hold(self, array: Any) -> Any:
         """What was computed, as it is kept in sources and states."""

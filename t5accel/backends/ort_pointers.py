@@ -184,6 +184,13 @@ class OrtPointers(OrtNumpy):
     def _reordered(self, state: OrtState, index: torch.Tensor) -> list[torch.Tensor]:
         return [self._gathered(past, 2, index, past.shape[:2]) for past in state.past]
 
+    def _trimmed(
+        self, state: OrtState, shape: tuple[int, ...], by_heads: Mapping[int, np.ndarray]
+    ) -> list[torch.Tensor]:
+        index = {heads: self._from_host(flat) for heads, flat in by_heads.items()}
+        (batch, rows, width), heads_of = shape, zip(state.past, self.past_heads, strict=True)
+        return [self._gathered(past, 4, index[heads], (batch, rows, heads, width)) for past, heads in heads_of]
+
     def _take(self, array: torch.Tensor, axes: int, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         block = array.shape[axes:]
         return array.reshape(math.prod(array.shape[:axes]), *block).index_select(0, index).reshape(*shape, *block)

@@ -60,24 +60,25 @@ class Spare:
     What was gathered is handed to the next step, whose results lie elsewhere; after it the memory is free again.
 
     >>> spare, past = Spare(), [np.array([[1.0], [2.0]])]
-    >>> first = spare.gathered(past, np.array([1, 1]))
-    >>> second = spare.gathered(first, np.array([0, 1]))  # `first` is in use, so it is not written to
+    >>> first = spare.gathered(past, [np.array([1, 1])])
+    >>> second = spare.gathered(first, [np.array([0])])  # `first` is in use, so it is not written to
     >>> first[0].tolist(), second[0].tolist()
-    ([[2.0], [2.0]], [[2.0], [2.0]])
+    ([[2.0], [2.0]], [[2.0]])
     """
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray] = []  # one flat array for each that is gathered
 
-    def gathered(self, arrays: list[np.ndarray], index: np.ndarray) -> list[np.ndarray]:
-        """``[array[index] for array in arrays]``, where each stays as long, in memory that none of them uses."""
+    def gathered(self, arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """``[array[index] for array, index in …]``, of numbers (n,) each, in memory that none of the arrays uses."""
         self._memory += [np.empty(0, array.dtype) for array in arrays[len(self._memory) :]]
         results = []
-        for number, array in enumerate(arrays):
-            memory = self._memory[number]
-            if memory.size < array.size or np.may_share_memory(memory, array):
-                memory = self._memory[number] = np.empty(2 * array.size, array.dtype)  # as a past grows by every step
-            result = memory[: array.size].reshape(array.shape)
+        for number, (array, index) in enumerate(zip(arrays, indices, strict=True)):
+            shape = (index.size, *array.shape[1:])
+            size, memory = math.prod(shape), self._memory[number]
+            if memory.size < size or np.may_share_memory(memory, array):
+                memory = self._memory[number] = np.empty(2 * size, array.dtype)  # as a past grows by every step
+            result = memory[:size].reshape(shape)
             results.append(
                 array.take(index, axis=0, out=result, mode="clip")
             )  # other modes write to fresh memory first

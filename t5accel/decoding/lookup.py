@@ -54,6 +54,9 @@ def lookup(
     - The time of a call has a fixed part and a part for each token of each row (`FIXED`, `VERIFYING`). One row alone is
       worth a guess from p = 2/7 on; in a batch, where every token costs more, most rows have to be promising.
 
+    Looking takes time for every row, and in a batch a single row's match hardly pays. So after looks in vain as many
+    calls are made without one, up to half as many as there are rows.
+
     Nothing is timed: the same batch is guessed the same, always.
 
     The tokens are those of `greedy.greedy`, whatever is guessed: lossless up to the rounding of floats, by which a call
@@ -149,20 +152,28 @@ class Copier:
         # right; both begin as if the match had been believed TRUST times, see _guess.
         self._right, self._tried = [0] * len(sources), [0] * len(sources)
         self._most = max_draft
+        self._news: Drafts = [[] for _ in sources]  # what the texts do not have yet
+        self._in_vain, self._rest = 0, 0  # looks since something was guessed; calls before the next look
 
     def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+        if self._rest:
+            self._rest -= 1
+            return [[] for _ in rows]
         found = [
             self._guess(row, min(room, self._most)) if room else ([], 0.0)
             for row, room in zip(rows, rooms, strict=True)
         ]
         length = best_length([(len(draft), odds) for draft, odds in found if draft], len(rows))
+        self._in_vain = 0 if length else self._in_vain + 1
+        self._rest = min(self._in_vain, len(rows) // 2)
         return [draft[:length] for draft, _ in found]
 
     def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
         for row, draft, answer in zip(rows, drafts, found, strict=True):
-            self._texts[row].extend(answer)
-            self._right[row] += len(answer) - 1
-            self._tried[row] += min(len(answer), len(draft))
+            self._news[row] += answer
+            if draft:
+                self._right[row] += len(answer) - 1
+                self._tried[row] += min(len(answer), len(draft))
 
     def keep(self, places: np.ndarray) -> None:
         pass  # rows are known by their places in the result
@@ -170,6 +181,9 @@ class Copier:
     def _guess(self, row: int, most: int) -> tuple[list[int], float]:
         """What may follow, and how likely each of its tokens is right if those before it are."""
         text = self._texts[row]
+        if self._news[row]:
+            text.extend(self._news[row])
+            self._news[row] = []
         place, run = text.match()
         if not run:
             return [], 0.0
