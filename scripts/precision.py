@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,6 +48,12 @@ def blocks(bits: int, size: int, level: int = 4) -> Recipe:
     return everywhere(f"weights-{bits}bit-{size}{'' if level == 4 else f'-level{level}'}", scheme, scheme)
 
 
+def int4_in_blocks(size: int) -> Recipe:
+    """int4 with blocks of one size in all that has 4 bits, to compare with."""
+    scheme = Scheme(bits=4, block_size=size)
+    return replace(RECIPES["int4"], name=f"int4-{size}", decoder=scheme, head=scheme, embedding=scheme)
+
+
 DYNAMIC = Scheme("dynamic")
 LADDER = (
     RECIPES["fp16"],
@@ -66,6 +72,8 @@ LADDER = (
     RECIPES["int8"],
     RECIPES["int8-dynamic"],
     RECIPES["int4"],
+    int4_in_blocks(32),
+    int4_in_blocks(64),
 )
 
 
