@@ -130,8 +130,7 @@ def list_cache() -> None:
 
     found = list_exports()
     for kept in found:
-        state = "damaged" if kept.manifest is None else kept.manifest.source["name"]
-        typer.echo(f"{kept.size_bytes / 1e6:8.0f} MB   {kept.folder.name}   ({state})")
+        typer.echo(f"{kept.size_bytes / 1e6:8.0f} MB   {kept.folder.name}   ({kept.what})")
     typer.echo(f"{len(found)} exports, {sum(kept.size_bytes for kept in found) / 1e6:.0f} MB, in {cache_folder()}")
 
 

@@ -87,6 +87,20 @@ def test_what_is_listed_is_cleared_and_nothing_else(tiny_t5, cache: Path) -> Non
     assert [path.name for path in cache.iterdir()] == ["letters"]
 
 
+def test_engines_are_listed_as_such_and_cleared(tiny_t5, cache: Path) -> None:
+    folder = cached_export(tiny_t5())
+    engines = cache / "tensorrt-0123456789abcdef"
+    engines.mkdir()
+    (engines / "decoder.engine").write_bytes(b"12345")
+    entries = {entry.folder: entry for entry in list_exports()}
+    assert entries.keys() == {folder, engines} and entries[engines].size_bytes == 5
+    assert (entries[folder].what, entries[engines].what) == ("T5ForConditionalGeneration", "TensorRT engines")
+    (folder / "manifest.json").write_text("{}")
+    assert [entry.what for entry in list_exports() if entry.folder == folder] == ["damaged"]
+    clear_exports()
+    assert not [*cache.iterdir()]
+
+
 def test_what_is_no_model_leaves_nothing(cache: Path, tmp_path: Path, offline) -> None:
     for name, error in (("no such model", UnknownModelError), ("google-t5/t5-small", ModelUnavailableError)):
         with pytest.raises(error):

@@ -25,16 +25,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ENVIRONMENT = "T5ACCEL_CACHE"  # where to keep exports instead
+ENGINES = "tensorrt-"  # how the folders of `tensorrt_engines` begin
 _DRAWN_BY = ("torch", "transformers", "t5accel")
 
 
 @dataclass(frozen=True)
 class CachedExport:
-    """One folder of the cache; ``manifest`` is ``None`` where it is damaged."""
+    """One folder of the cache; ``manifest`` is ``None`` where it is damaged, or holds an export's TensorRT engines."""
 
     folder: Path
     manifest: Manifest | None
     size_bytes: int
+
+    @property
+    def what(self) -> str:
+        """What lies there, in a word or two."""
+        if self.manifest is not None:
+            return self.manifest.source["name"]
+        return "TensorRT engines" if self.folder.name.startswith(ENGINES) else "damaged"
 
 
 def cache_folder() -> Path:
@@ -110,7 +118,7 @@ def _converted(source: Path, recipe: Recipe) -> Path:
 
 
 def list_exports() -> list[CachedExport]:
-    """What the cache holds, by name. Damaged exports are listed too.
+    """What the cache holds, by name. Damaged exports are listed too, and TensorRT engines that were built from exports.
 
     >>> all(export.folder.parent == cache_folder() for export in list_exports())
     True
@@ -151,7 +159,9 @@ def _key_of_name(name: str) -> str | None:
 def _folders() -> Iterator[Path]:
     root = cache_folder()
     if root.is_dir():
-        yield from sorted(path for path in root.iterdir() if (path / MANIFEST).is_file())
+        yield from sorted(
+            path for path in root.iterdir() if (path / MANIFEST).is_file() or path.name.startswith(ENGINES)
+        )
 
 
 def _manifest(folder: Path) -> Manifest | None:

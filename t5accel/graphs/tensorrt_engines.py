@@ -15,7 +15,7 @@ from typing import Any
 
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.contract import as_folder
-from t5accel.graphs.export_cache import cache_folder
+from t5accel.graphs.export_cache import ENGINES, cache_folder
 from t5accel.graphs.staging import locked, staged
 from t5accel.graphs.tensorrt_plan import GraphPlan, Plan
 
@@ -105,7 +105,7 @@ def cached_engines(
     """
     trt = load_tensorrt() if trt is None else trt
     key = plan.key(version=f"{trt.__name__} {trt.__version__}", device=_device() if device is None else device)
-    kept = cache_folder() / f"tensorrt-{key}"
+    kept = cache_folder() / f"{ENGINES}{key}"
     names = {graph: Path(graph).with_suffix(".engine").name for graph in plan.graphs}
     with locked(kept):
         if not all((kept / name).is_file() for name in names.values()):
