@@ -160,12 +160,12 @@ def test_the_price_of_compiling() -> None:
     usual = {"system": GRAPH, "cell": "c", "new_tokens": 100, "latency_s": [0.2], "first_s": 1.0}
     fast = {"system": COMPILED, "cell": "c", "new_tokens": 100, "latency_s": [0.1], "first_s": 30.1}
     (row,) = measuring.price_of_compiling([usual, fast])
-    assert row["compile_s"] == pytest.approx(30.0) and row["saves_s_per_token"] == pytest.approx(0.001)
-    assert row["break_even_tokens"] == pytest.approx(30_000)
+    assert row["compile_s"] == pytest.approx(30.0) and row["saves_s_per_step"] == pytest.approx(0.001)
+    assert row["break_even_steps"] == pytest.approx(30_000)
     (never,) = measuring.price_of_compiling([usual, fast | {"latency_s": [0.3]}])
-    assert never["break_even_tokens"] is None
+    assert never["break_even_steps"] is None
     assert measuring.price_of_compiling([usual, {**fast, "failed": "no compiler"}][:1]) == []
-    assert "won back after 30,000 tokens" in suite.table([row]) and "won back never" in suite.table([never])
+    assert "won back after 30,000 steps" in suite.table([row]) and "won back never" in suite.table([never])
 
 
 def test_the_floor_counts_what_a_step_reads(toy: str, tmp_path: Path) -> None:

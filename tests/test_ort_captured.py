@@ -45,7 +45,7 @@ def test_greedy_gives_eager_tokens(exported, tiny_t5, kind: str, padded_batch, l
     expected = greedy(TorchEager(tiny_t5(kind)), *padded_batch, **options).sequences
     assert_varied(expected)
     np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, expected)
-    assert len(backend._fixed) == 1 + (length > MULTIPLE)
+    assert len(backend.fixed) == 1 + (length > MULTIPLE)
 
 
 def test_rows_that_end_early_leave(exported_mini, mini) -> None:
@@ -94,7 +94,7 @@ def test_what_is_not_real_is_never_read(exported, padded_batch) -> None:
     backend = OrtCaptured(exported())
     source = backend.encode(*padded_batch)
     expected = backend.run_greedy(backend.start(source), 12)
-    (fixed,) = backend._fixed.values()
+    (fixed,) = backend.fixed.values()
     with torch.inference_mode():
         for name, tensor in fixed.inputs.items():
             if name.startswith(("past_key", "past_value", "cross")):
@@ -114,7 +114,7 @@ def test_two_states_take_turns(exported, padded_batch) -> None:
     pieces = [[backend.run_greedy(state, 3) for state in states] for _ in range(3)]
     for whole, *parts in zip(alone, *pieces, strict=True):
         np.testing.assert_array_equal(np.concatenate(parts, axis=2), whole)
-    assert len(backend._fixed) == 1
+    assert len(backend.fixed) == 1
 
 
 def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(exported, padded_batch) -> None:
@@ -153,7 +153,7 @@ def test_a_run_that_fails_leaves_the_state_as_it_was(exported, padded_batch, mon
     states = [backend.start(source) for _ in range(2)]
     for state in states:
         backend.run_greedy(state, 3)
-    (fixed,) = backend._fixed.values()
+    (fixed,) = backend.fixed.values()
     left = [2]
 
     def fail() -> None:

@@ -28,7 +28,7 @@ def test_it_gives_the_tokens_of_a_cache(tiny_t5, kind: str, padded_batch, length
     np.testing.assert_array_equal(found, expected)
     other = padded_batch[0][::-1], padded_batch[1][::-1]  # the same memory again, for other texts
     np.testing.assert_array_equal(backend.generate(*other, new_tokens=length), expected[::-1])
-    assert len(backend._texts) == 1
+    assert len(backend.texts) == 1
 
 
 def test_a_token_that_came_later_would_show(tiny_t5, padded_batch) -> None:
@@ -36,15 +36,15 @@ def test_a_token_that_came_later_would_show(tiny_t5, padded_batch) -> None:
     model = tiny_t5()
     backend = TorchRecompute(model)
     expected = backend.generate(*padded_batch, new_tokens=12)
-    begin = backend._begin
+    begin = backend.begin
 
     def noisy(texts: Any) -> None:
         begin(texts)
         texts.tokens[:, 1:] = 77
 
-    backend._begin = noisy
+    backend.begin = noisy
     np.testing.assert_array_equal(backend.generate(*padded_batch, new_tokens=12), expected)
-    backend._begin = lambda texts: (begin(texts), texts.tokens.fill_(77))
+    backend.begin = lambda texts: (begin(texts), texts.tokens.fill_(77))
     assert (backend.generate(*padded_batch, new_tokens=12) != expected).any()
 
 

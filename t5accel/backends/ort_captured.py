@@ -80,6 +80,9 @@ class OrtCaptured(OrtPointers):
 
     On CUDA the decoder has a session of its own for that, and a stream that it shares with torch. It is for one thread.
 
+    Attributes:
+        fixed: the memory of each size (B, K, S, W) that was used.
+
     Raises:
         ExportError: this ONNX Runtime cannot capture the decoder's graph, as where a node runs on the CPU.
         InputError, MissingPackageError: as of `OrtPointers`.
@@ -96,7 +99,7 @@ class OrtCaptured(OrtPointers):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.float_type = self._dtype
-        self._fixed: dict[tuple[int, int, int, int], Fixed] = {}
+        self.fixed: dict[tuple[int, int, int, int], Fixed] = {}
         self._captured, self._stream = self.decoder, None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # the default one cannot be captured
@@ -145,9 +148,9 @@ class OrtCaptured(OrtPointers):
         rows, given = state.rows, state.source.mask.shape[1]
         width = rows.width + count
         key = (*rows.shape, _rounded(given), _rounded(width))
-        if key not in self._fixed:
-            self._fixed[key] = Fixed(self, *key)
-        fixed = self._fixed[key]
+        if key not in self.fixed:
+            self.fixed[key] = Fixed(self, *key)
+        fixed = self.fixed[key]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -189,7 +192,7 @@ class OrtCaptured(OrtPointers):
         binding, options = self._captured.io_binding(), RunOptions()
         self._bind(binding, fixed.inputs, fixed.outputs)
         if self._stream is not None:
-            options.add_run_config_entry("gpu_graph_id", str(len(self._fixed)))
+            options.add_run_config_entry("gpu_graph_id", str(len(self.fixed)))
             for _ in range(2):  # the first run is for warming up
                 self._captured.run_with_iobinding(binding, options)
                 fixed.choose_and_move()

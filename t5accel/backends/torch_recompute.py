@@ -39,6 +39,9 @@ class TorchRecompute:
     Args:
         model: on a GPU or on the CPU, in fp32, bf16 or fp16; put into evaluation mode. Its weights must not change.
 
+    Attributes:
+        texts: the memory for each size (B, S, W) that was used.
+
     >>> from t5accel.checkpoints import load_t5
     >>> TorchRecompute(load_t5("random:t5-small")[0]).generate([[100, 200, 1]], new_tokens=5).shape
     (1, 5)
@@ -47,7 +50,7 @@ class TorchRecompute:
     def __init__(self, model: PreTrainedModel):
         self.model, self.decoder = model.eval(), StaticDecoder(model)
         self.device = self.decoder.device
-        self._texts: dict[tuple[int, int, int], Texts] = {}
+        self.texts: dict[tuple[int, int, int], Texts] = {}
 
     @torch.inference_mode()
     def generate(self, input_ids: Any, attention_mask: Any = None, *, new_tokens: int) -> np.ndarray:
@@ -70,29 +73,32 @@ class TorchRecompute:
         on_device = [torch.as_tensor(np.array(array, order="C"), device=self.device) for array in (ids, mask)]
         encoded = self.model.encoder(input_ids=on_device[0], attention_mask=on_device[1]).last_hidden_state
         key = (*ids.shape, count)
-        if key not in self._texts:
+        if key not in self.texts:
             slot = self.decoder.slot(batch=len(ids), rows=1, source=ids.shape[1], width=count)
             tokens = torch.zeros((len(ids), count + 1), dtype=torch.int64, device=self.device)
-            self._texts[key] = Texts(slot, tokens, torch.zeros(1, dtype=torch.int64, device=self.device))
-        texts = self._texts[key]
+            self.texts[key] = Texts(slot, tokens, torch.zeros(1, dtype=torch.int64, device=self.device))
+        texts = self.texts[key]
         self.decoder.fill(texts.slot, self.decoder.cross_of(encoded), on_device[1])
         texts.slot.penalty.zero_()
         texts.slot.penalty[config.eos_token_id] = -torch.inf
         if self.device.type == "cuda" and texts.graph is None:
-            texts.graph = captured(lambda: self._step(texts), lambda: self._begin(texts), self.device)
-        self._begin(texts)
+            texts.graph = captured(lambda: self.advance(texts), lambda: self.begin(texts), self.device)
+        self.begin(texts)
         for _ in range(count):
             if texts.graph is None:
-                self._step(texts)
+                self.advance(texts)
             else:
                 texts.graph.replay()
         return texts.tokens[:, 1:].to("cpu", copy=True).numpy()
 
-    def _begin(self, texts: Texts) -> None:
+    @torch.inference_mode()
+    def begin(self, texts: Texts) -> None:
+        """The start token alone."""
         texts.tokens.fill_(self.model.config.decoder_start_token_id)
         texts.count.zero_()
 
-    def _step(self, texts: Texts) -> None:
+    @torch.inference_mode()
+    def advance(self, texts: Texts) -> None:
         """Decode all W places, of which the first ``count + 1`` are real, and write one token more."""
         slot = texts.slot
         slot.lengths.zero_()

@@ -12,6 +12,7 @@ import torch
 
 from t5accel import machine
 from t5accel.backends.launches import kernels, operators, prices
+from t5accel.backends.static_decoder import LONGEST_RUN
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError
@@ -178,7 +179,7 @@ def _rounds(running: Mapping[str, Generate], work: tuple[Any, ...], most: int, s
 
 
 def price_of_compiling(rows: Rows) -> Rows:
-    """How long the first generation took beyond a later one, and after how many tokens that is won back."""
+    """How long the first generation took beyond a later one, and after how many steps that is won back."""
     by_name = {row["system"]: row for row in rows if "latency_s" in row}
     if not {GRAPH, COMPILED} <= by_name.keys():
         return []
@@ -187,7 +188,7 @@ def price_of_compiling(rows: Rows) -> Rows:
     longer, saved = row["first_s"] - compiled, (usual - compiled) / row["new_tokens"]
     return [{
         "cell": row["cell"], "measured": "compile", "system": COMPILED, "compile_s": longer,
-        "saves_s_per_token": saved, "break_even_tokens": longer / saved if saved > 0 else None,
+        "saves_s_per_step": saved, "break_even_steps": longer / saved if saved > 0 else None,
     }]  # fmt: skip
 
 
@@ -200,7 +201,8 @@ def floor(cell: Cell, subject: Subject) -> dict[str, Any]:
     ids, mask = batch_of(cell, dims.vocab_size)
     backend = TorchStatic(model)
     state = backend.start(backend.encode(ids, mask))
-    backend.run_greedy(state, 1)
+    while (left := max(cell.new_tokens - 8, 1) - state.rows.width) > 0:  # nearly to the end, when memory is widest
+        backend.run_greedy(state, min(left, LONGEST_RUN))
 
     def eager() -> None:
         SYSTEMS[REFERENCE].build(subject)(ids, mask, 9, 1)

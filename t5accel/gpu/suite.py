@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -62,10 +63,7 @@ def run_suite(
     conditions = here() | {"suite": 1, "device": device}
     rows = rows_so_far(path, conditions)
     end = perf_counter() + 60 * minutes - RESERVE_S
-    with TemporaryDirectory() as scratch:
-        os.environ.setdefault("T5ACCEL_CACHE", scratch)  # of engines; its usual place needs one package more
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # compiling is timed from nothing
-            os.environ.setdefault(name, f"{scratch}/{name}")
+    with TemporaryDirectory() as scratch, caches_in(scratch):
         subject: Subject | None = None
         for cell in cells:
             if cell.name in {row["cell"] for row in rows}:
@@ -89,6 +87,22 @@ def run_suite(
             say(f"{cell.name}: {perf_counter() - begun:.0f} s")
     say(f"\n{table(rows)}")
     return rows
+
+
+@contextmanager
+def caches_in(folder: str) -> Iterator[None]:
+    """Where engines and compiled code are kept meanwhile, unless somebody has said where.
+
+    Compiling is timed from nothing, and the usual place for engines needs one package more to be found.
+    """
+    named = ("T5ACCEL_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    ours = {name: f"{folder}/{name}" for name in named if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
 
 
 def unequal(rows: Sequence[Mapping[str, Any]], floats: str) -> dict[str, str]:
@@ -125,8 +139,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['bytes_per_step'] / 1e6:.0f} MB: at least {row['floor_s'] * 1e3:.3f} ms"
             )
         elif row["measured"] == "compile":
-            tokens = row["break_even_tokens"]
-            after = "never" if tokens is None else f"after {tokens:,.0f} tokens"
+            steps = row["break_even_steps"]
+            after = "never" if steps is None else f"after {steps:,.0f} steps"
             notes.append(f"{row['cell']}: {row['compile_s']:.0f} s to compile, won back {after}")
         elif "latency_s" in row:
             ratio = row["ratio"]["median"] if row["ratio"] else 1.0

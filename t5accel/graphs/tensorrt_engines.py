@@ -78,7 +78,7 @@ def build_engine(graph: str | os.PathLike[str], graph_plan: GraphPlan, *, trt: M
     for name, shapes in graph_plan.profile.items():
         profile.set_shape(name, *shapes)
     if not profile or config.add_optimization_profile(profile) < 0:  # which an unordered profile does not say by itself
-        raise InputError(f"TensorRT refuses the profile {dict(graph_plan.profile)}: {log.last}")
+        raise InputError(f"TensorRT refuses the profile of {graph}: {log.last}")
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise ExportError(f"TensorRT cannot build {graph} for this profile: {log.last}")
@@ -125,11 +125,15 @@ def _require_types(trt: ModuleType, network: Any, graph_plan: GraphPlan) -> None
     if missing := sorted({*graph_plan.dtypes} ^ {*found}):
         raise ExportError(f"The graph and the plan differ in {', '.join(missing)}: the plan is of another export.")
     for name, dtype in graph_plan.dtypes.items():
+        if dtype not in TYPES:
+            raise InputError(f"The plan says {dtype!r} for {name}; a graph's tensors are of {', '.join(TYPES)}.")
         if found[name].dtype != getattr(trt.DataType, TYPES[dtype]):
             raise ExportError(f"{name} is {found[name].dtype} in TensorRT; the plan says {dtype}.")
     for tensor in inputs:
-        least, _, most = graph_plan.profile[tensor.name]
+        least, usual, most = graph_plan.profile[tensor.name]
         fixed = tuple(tensor.shape)
+        if any(not low <= size <= high for low, size, high in zip(least, usual, most, strict=True)):
+            raise InputError(f"{tensor.name} has sizes from {least} over {usual} to {most}: they have to rise.")
         if len(fixed) != len(least) or any(
             size >= 0 and not low == size == high for size, low, high in zip(fixed, least, most, strict=True)
         ):
