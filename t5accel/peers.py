@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from t5accel.errors import InputError, PeerError
+from t5accel.graphs.recipes import RECIPES
 from t5accel.parity import assert_varied
 
 REFERENCE = "transformers 4.57"
@@ -56,6 +57,7 @@ class System:
         engine: what ``scripts/peer_worker.py`` calls it.
         environment: the name of its list of packages under ``peers/``; ours run in the project's own.
         precision: of the weights and of the arithmetic.
+        recipe: of ours, if it is not called as the precision.
         cells: those that it takes part in.
     """
 
@@ -64,6 +66,7 @@ class System:
     environment: str
     precision: str = "fp32"
     cells: Callable[[Cell], bool] = lambda _: True
+    recipe: str | None = None
 
     @property
     def ours(self) -> bool:
@@ -90,7 +93,7 @@ SYSTEMS = (
     System(OURS_GENERATE, "ours-generate", "ours"),
     System(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
     System(OURS_INT8, "ours-int8", "ours", "int8"),
-    System(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8"),
+    System(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8", recipe="int8-dynamic"),
     System(OURS_INT4, "ours-int4", "ours", "int4"),
 )  # fmt: skip
 
@@ -199,10 +202,14 @@ def measure_cell(cell: Cell, systems: Mapping[System, Generate], *, rounds: int,
 
 
 def _row(system: System, cell: Cell) -> dict[str, Any]:
-    return {
+    row = {
         "system": system.name, "precision": system.precision, "batch": cell.batch, "source_tokens": cell.source_tokens,
         "beams": cell.beams, "new_tokens": cell.new_tokens, "latency_s": [],
     }  # fmt: skip
+    if system.ours:
+        recipe = RECIPES[system.recipe or system.precision]
+        row |= {"recipe": recipe.name, "hash": recipe.hash}
+    return row
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:

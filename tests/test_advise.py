@@ -435,6 +435,18 @@ def test_every_ratio_stands_in_the_row_that_it_names(recorded):
             assert RECIPES[one.recipe].hash in (row.get("hash"), row["recipe"])
 
 
+def test_a_peers_row_counts_if_its_recipe_is_still_that():
+    def rows(**of_int4) -> list:
+        cell = dict(batch=1, source_tokens=32, beams=1, new_tokens=64, agreement=1.0)
+        reference = dict(cell, system="transformers 4.57", precision="fp32", latency_s=[4.0])
+        mine = dict(cell, system="t5accel int4", precision="int4", latency_s=[1.0], **of_int4)
+        found = read_rows(content(reference, mine) | {"model": "random:t5-small", "threads": 2}, "peers-cpu.json").found
+        return [(one.recipe, one.ratio.median) for one in found]
+
+    assert rows(hash=RECIPES["int4"].hash) == [("int4", 4.0)]
+    assert rows(hash="0" * 16) == rows() == []
+
+
 def test_the_names_that_are_read_are_those_that_are_measured():
     from t5accel.techniques import TECHNIQUES, THROUGHPUT
 

@@ -15,6 +15,7 @@ import pytest
 from script import load_script
 
 from t5accel.errors import InputError, PeerError
+from t5accel.graphs.recipes import RECIPES
 from t5accel.heat_map import plot_standings
 from t5accel.peers import (
     GRID,
@@ -30,6 +31,7 @@ from t5accel.peers import (
     Standing,
     System,
     Worker,
+    _row,
     cell_of,
     int8_for,
     measure_cell,
@@ -242,3 +244,13 @@ def test_a_missing_environment_is_named(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode != 0 and "transformers4/bin/python is missing: `make peers`" in done.stderr
     assert not (tmp_path / "x.json").exists()
+
+
+def test_our_rows_say_by_which_recipe() -> None:
+    rows = {system.name: _row(system, GRID[0]) for system in SYSTEMS}
+    assert rows["t5accel int8 for throughput"]["recipe"] == "int8-dynamic"
+    for system in SYSTEMS:
+        row = rows[system.name]
+        assert ("hash" in row) == system.ours
+        if system.ours:
+            assert row["hash"] == RECIPES[row["recipe"]].hash

@@ -130,7 +130,10 @@ def _ladder_scores(row: Mapping[str, Any], content: Mapping[str, Any], source: S
 
 
 def _peers(row: Mapping[str, Any], content: Mapping[str, Any], source: Source) -> list[Any]:
-    """A row of ``scripts/peers.py``; in fp32 its tokens have to be the reference's."""
+    """A row of ``scripts/peers.py``; in fp32 its tokens have to be the reference's.
+
+    Rows without a hash were written before recipes were noted; of these int4 was another one.
+    """
     cell = ("batch", "source_tokens", "beams", "new_tokens")
     here = [other for other in content["rows"] if all(other.get(name) == row[name] for name in cell)]
     reference = next((other for other in here if other.get("system") == PEERS_REFERENCE), None)
@@ -138,6 +141,8 @@ def _peers(row: Mapping[str, Any], content: Mapping[str, Any], source: Source) -
         return []
     recipe, loop = SYSTEMS[row["system"]]
     if recipe == "fp32" and row["agreement"] != 1:
+        return []
+    if not _current(recipe, row["hash"]) if "hash" in row else recipe == "int4":
         return []
     setting = Setting(content["model"], row["batch"], row["beams"], row["source_tokens"], row["new_tokens"],
                       content["threads"])  # fmt: skip
