@@ -146,8 +146,9 @@ def show(rows: list[dict[str, Any]], picture: Path) -> None:
         print(f"\n{title}")
         for standing in board:
             print(f"  {standing.cell!s:34} {standing.ratio:5.2f}x  {standing.peer}")
-    plot_standings(boards, picture)
-    print(f"\n{picture}")
+    if any(boards.values()):  # there was a peer
+        plot_standings(boards, picture)
+        print(f"\n{picture}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The two graphs on ONNX Runtime, which reads and writes torch's tensors where they lie: the way for a GPU.
 
 torch allocates every input and output on the device, their shapes being known ahead, and the session is told addresses.
-So keys and values never leave the device, and torch gathers them there when beams are reordered. Only tokens and masks
-go in, logits come out. This is the one ONNX backend that needs torch. It runs on the CPU too, for tests.
+So keys and values never leave the device, and torch gathers them there when beams are reordered. The past of the step
+before last is free when the next one is allocated: two sets of memory take turns. Tokens and masks go in, logits come
+out, of greedy steps only tokens. This is the one ONNX backend that needs torch. It runs on the CPU too, for tests.
 """
 
 from __future__ import annotations

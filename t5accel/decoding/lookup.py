@@ -55,7 +55,7 @@ def lookup(
       worth a guess from p = 2/7 on; in a batch, where every token costs more, most rows have to be promising.
 
     Looking takes time for every row, and in a batch a single row's match hardly pays. So after looks in vain as many
-    calls are made without one, up to half as many as there are rows.
+    calls are made without one, one fewer than there are rows at most.
 
     Nothing is timed: the same batch is guessed the same, always.
 
@@ -165,7 +165,7 @@ class Copier:
         ]
         length = best_length([(len(draft), odds) for draft, odds in found if draft], len(rows))
         self._in_vain = 0 if length else self._in_vain + 1
-        self._rest = min(self._in_vain, len(rows) // 2)
+        self._rest = max(min(self._in_vain, len(rows)) - 1, 0)
         return [draft[:length] for draft, _ in found]
 
     def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
