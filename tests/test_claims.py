@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "data" / "results"
 ROWS = json.loads((RESULTS / "claims.json").read_text(encoding="utf-8"))["rows"]
 VERDICTS = ("holds", "holds with conditions", "no longer holds", "not measured here")
-NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w])")  # not the digits of a name such as t5-small or int8
+NUMBER = re.compile(r"[+]?(?<![\w.-])-?\d+(?:\.\d+)?(?![\w])")  # not the digits of a name such as t5-small or int8
 
 
 @pytest.fixture
