@@ -206,10 +206,8 @@ def _row(system: System, cell: Cell) -> dict[str, Any]:
         "system": system.name, "precision": system.precision, "batch": cell.batch, "source_tokens": cell.source_tokens,
         "beams": cell.beams, "new_tokens": cell.new_tokens, "latency_s": [],
     }  # fmt: skip
-    if system.ours:
-        recipe = RECIPES[system.recipe or system.precision]
-        row |= {"recipe": recipe.name, "hash": recipe.hash}
-    return row
+    recipe = RECIPES[system.recipe or system.precision]
+    return row | ({"recipe": recipe.name, "hash": recipe.hash} if system.ours else {})
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
@@ -259,10 +257,8 @@ def standings(
         names = [row["system"] for row in here if row["precision"] == precision and row["system"] not in mine]
         own = ours if isinstance(ours, str) else ours(cell)
         ratios = {name: pairwise(here, own, name) for name in names if peers is None or name in peers}
-        found = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-        if found:
-            peer = min(found, key=found.__getitem__)
-            yield Standing(cell, peer, found[peer])
+        if found := {name: ratio for name, ratio in ratios.items() if ratio is not None}:
+            yield Standing(cell, *min(found.items(), key=lambda pair: pair[1]))
 
 
 def int8_for(cell: Cell) -> str:

@@ -34,6 +34,7 @@ PUBLISHED = {
     "t5-large": 737_668_096,
     "flan-t5-small": 76_961_152,
     "flan-t5-base": 247_577_856,
+    "flan-t5-large": 783_150_080,
     "mt5-small": 300_176_768,
 }
 

@@ -179,7 +179,13 @@ def _rounds(running: Mapping[str, Generate], work: tuple[Any, ...], most: int, s
 
 
 def price_of_compiling(rows: Rows) -> Rows:
-    """How long the first generation took beyond a later one, and after how many steps that is won back."""
+    """How long the first generation took beyond a later one, and after how many steps that is won back.
+
+    >>> usual = {"system": GRAPH, "cell": "c", "new_tokens": 100, "latency_s": [0.2], "first_s": 1.0}
+    >>> compiled = usual | {"system": COMPILED, "latency_s": [0.1], "first_s": 30.1}
+    >>> [round(row["break_even_steps"]) for row in price_of_compiling([usual, compiled])]
+    [30000]
+    """
     by_name = {row["system"]: row for row in rows if "latency_s" in row}
     if not {GRAPH, COMPILED} <= by_name.keys():
         return []
