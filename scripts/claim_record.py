@@ -114,10 +114,13 @@ class Reading:
     def is_recorded(self, folder: Path) -> bool:
         if not all((folder / file).is_file() for file in self.files()):
             return False
-        try:
-            return not self.may_lack or bool([figure.value(folder) for figure in self.figures.values()])
-        except ClaimError:
-            return False
+        if self.may_lack:
+            try:
+                for figure in self.figures.values():
+                    figure.value(folder)
+            except ClaimError:
+                return False
+        return True
 
 
 @dataclass(frozen=True)

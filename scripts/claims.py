@@ -16,6 +16,8 @@ from typing import Any
 
 from claim_record import CONDITIONS, HOLDS, NO_LONGER, Case, Claim, Figure, Place, Reading, record
 
+from t5accel.gpu.cells import LENGTHS as LENGTHS_ON_GPU
+from t5accel.gpu.systems import BOUND, FED, GRAPH, NAIVE, RECOMPUTE, REFERENCE
 from t5accel.records import write_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "results"
@@ -501,8 +503,8 @@ def runtime(system: str) -> Figure:
 
 
 AT_GPU = {
-    "source": plain(gpu, "source_tokens", cell="runtimes, float32", system="ONNX Runtime, bound"),
-    "tokens": plain(gpu, "new_tokens", cell="runtimes, float32", system="ONNX Runtime, bound"),
+    "source": plain(gpu, "source_tokens", cell="runtimes, float32", system=BOUND),
+    "tokens": plain(gpu, "new_tokens", cell="runtimes, float32", system=BOUND),
 }
 numpy_outputs = Claim(
     "C11",
@@ -510,7 +512,7 @@ numpy_outputs = Claim(
     "for 256 tokens of a GPT-2, go through the host's memory.",
     GPU,
     (Reading(
-        AT_GPU | {"fed": runtime("ONNX Runtime, numpy feeds"), "bound": runtime("ONNX Runtime, bound")},
+        AT_GPU | {"fed": runtime(FED), "bound": runtime(BOUND)},
         f"Fed with numpy arrays {{fed}} times as fast as transformers with its cache, with bound tensors {{bound}} "
         f"times ({ON_GPU}).",
         (
@@ -527,7 +529,7 @@ numpy_outputs = Claim(
 binding = Claim(
     "C12", "With outputs bound to memory on the device, ONNX Runtime is 3 times as fast as PyTorch.", GPU,
     (Reading(
-        AT_GPU | {"bound": runtime("ONNX Runtime, bound"), "static": runtime("static cache, CUDA graph")},
+        AT_GPU | {"bound": runtime(BOUND), "static": runtime(GRAPH)},
         f"With bound tensors {{bound}} times as fast as transformers with its cache; PyTorch itself, in one graph of "
         f"the device for a step, {{static}} times ({ON_GPU}).",
         (
@@ -542,24 +544,20 @@ binding = Claim(
 )  # fmt: skip
 tensorrt = Claim("C13", "TensorRT is 5 times as fast as PyTorch.", f"{GPU} TensorRT runs nowhere else.")
 
-GPU_LENGTHS = (16, 64, 256, 512)
-RECOMPUTED, KEPT = "no cache, CUDA graph", "static cache, CUDA graph"
-
 
 def by_length(length: int) -> dict[str, Figure]:
     """What a cache brings on a graphics card: in one graph, and in transformers' loop."""
     cell = {"cell": f"cache, {length} tokens"}
     return {
-        f"n{length}": plain(gpu, "new_tokens", **cell, system=KEPT),
-        f"graph{length}": rival(gpu, cell | {"system": RECOMPUTED}, cell | {"system": KEPT}),
-        f"eager{length}": rival(gpu, cell | {"system": "transformers, no cache"},
-                                cell | {"system": "transformers, cache"}),
+        f"n{length}": plain(gpu, "new_tokens", **cell, system=GRAPH),
+        f"graph{length}": rival(gpu, cell | {"system": RECOMPUTE}, cell | {"system": GRAPH}),
+        f"eager{length}": rival(gpu, cell | {"system": NAIVE}, cell | {"system": REFERENCE}),
     }  # fmt: skip
 
 
 def at_all_lengths(name: str) -> str:
     """``{name16}, {name64} …`` for a sentence."""
-    return ", ".join(f"{{{name}{length}}}" for length in GPU_LENGTHS)
+    return ", ".join(f"{{{name}{length}}}" for length in LENGTHS_ON_GPU)
 
 
 recomputed = Claim(
@@ -568,20 +566,20 @@ recomputed = Claim(
     "twice as fast.",
     GPU,
     (Reading(
-        {name: figure for length in GPU_LENGTHS for name, figure in by_length(length).items()},
+        {name: figure for length in LENGTHS_ON_GPU for name, figure in by_length(length).items()},
         f"For {at_all_lengths('n')} new tokens, each step as one graph of the device, a cache makes it "
         f"{at_all_lengths('graph')} times as fast as computing all again; in transformers' own loop "
         f"{at_all_lengths('eager')} times (t5-small's size, one text).",
         (
             Case(HOLDS, "Computing all again is faster at every length.",
-                 lambda f: all(f[f"graph{n}"] <= 0.8 for n in GPU_LENGTHS)),
+                 lambda f: all(f[f"graph{n}"] <= 0.8 for n in LENGTHS_ON_GPU)),
             Case(CONDITIONS, "For short answers a step is bound by its launches, and computing the few positions again "
                  "takes as many of them; for long ones the cache wins.",
                  lambda f: f["graph16"] <= 1.1 < f["graph512"]),
             Case(CONDITIONS, "At no length does the cache bring more than a little, and at none does it lose much: a "
-                 "step is bound by its launches.", lambda f: all(0.8 <= f[f"graph{n}"] <= 1.2 for n in GPU_LENGTHS)),
+                 "step is bound by its launches.", lambda f: all(0.8 <= f[f"graph{n}"] <= 1.2 for n in LENGTHS_ON_GPU)),
             Case(NO_LONGER, "With memory of fixed size nothing is copied for a cache, and it wins at every length.",
-                 lambda f: all(f[f"graph{n}"] > 1 for n in GPU_LENGTHS)),
+                 lambda f: all(f[f"graph{n}"] > 1 for n in LENGTHS_ON_GPU)),
         ),
     ),),
     beside=Reading(

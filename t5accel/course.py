@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from t5accel import scoreboard
 from t5accel.bench import BenchConfig, bench
 from t5accel.checkpoints import data_folder
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
+from t5accel.records import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +100,7 @@ def run_course(notebooks: Path, out: Path, *, config: BenchConfig | None = None)
         "machine": live.machine, "versions": live.versions, "date": live.date, "commit": live.commit,
         "command": live.command, "rows": [{"notebook": run.name, "seconds": round(run.seconds, 1)} for run in runs],
     }  # fmt: skip
-    (out / "course.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(out / "course.json", record)
     items = "".join(f"<li>{html.escape(run.name)}: {run.seconds:.0f} s</li>" for run in runs)
     page = scoreboard.page(boards, notes=f"<p>Notebooks</p><ul>{items}</ul>")
     (out / "scoreboard.html").write_text(page, encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t5accel.errors import InputError, MissingPackageError
+from t5accel.records import aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,15 +111,7 @@ def table(rows: Rows) -> str:
     """
     _require_one_ladder(rows)
     lines = [_HEADER, *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-    lines.insert(1, tuple("-" * width for width in widths))
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(aligned(lines, left=(0, 1), rule=True))
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import numpy as np
 from t5accel.errors import InputError, PeerError
 from t5accel.graphs.recipes import RECIPES
 from t5accel.parity import assert_varied
+from t5accel.records import aligned
 
 REFERENCE = "transformers 4.57"
 
@@ -286,11 +287,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for cell in cells:
         here = {row["system"]: row for row in rows if cell_of(row) == cell}
         lines.append([str(cell), *(_per_step(here[name]) if name in here else "" for name in names)])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )
+    return "\n".join(aligned(lines))
 
 
 def _per_step(row: Mapping[str, Any]) -> str:

@@ -1,11 +1,11 @@
-"""Files of results: where rows are from, written in one piece, gone on with if interrupted, and described in words."""
+"""Files of results: where rows are from, written in one piece, gone on with if interrupted, described and tabulated."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,31 @@ def described(record: Mapping[str, Any], libraries: Sequence[str] = LIBRARIES) -
     on = gpu["name"] if gpu else f"{facts['cpu']}, {facts['usable_threads']} threads"
     with_what = ", ".join(f"{name} {versions[name]}" for name in libraries if name in versions)
     return f"{on}; {with_what}; {record['date']}, commit {record['commit']}\n{record['command']}"
+
+
+def aligned(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,), rule: bool = False) -> list[str]:
+    """Cells of text as lines of a table.
+
+    Args:
+        lines: equally many cells each; the first one is the header.
+        left: the columns that begin at the left; the others end at the right.
+        rule: dashes below the header.
+
+    >>> print("\\n".join(aligned([("name", "MB"), ("a", "35"), ("longer", "9")], rule=True)))
+    name    MB
+    ------  --
+    a       35
+    longer   9
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    dashes = [tuple("-" * width for width in widths)] if rule else []
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (lines[0], *dashes, *lines[1:])
+    ]
 
 
 def here() -> dict[str, Any]:

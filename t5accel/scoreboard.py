@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.records import write_json
+from t5accel.records import aligned, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,14 +146,7 @@ def table(rows: Sequence[Row]) -> str:
     """
     _require(rows)
     lines = [_HEADER, *map(cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-
-    def aligned(line: tuple[str, ...]) -> str:
-        return "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-
-    return "\n".join(
-        [caption(rows), "", aligned(lines[0]), aligned(tuple("-" * w for w in widths)), *map(aligned, lines[1:])]
-    )
+    return "\n".join([caption(rows), "", *aligned(lines, rule=True)])
 
 
 def plot(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> Figure:

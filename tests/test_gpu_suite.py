@@ -190,7 +190,7 @@ def test_every_cell_is_kept_at_once_and_a_second_run_goes_on(toy: str, tmp_path:
             raise KeyboardInterrupt
         return measure(one, *arguments, **options)
 
-    monkeypatch.setattr(measuring, "measure", until_the_third)
+    monkeypatch.setattr(suite, "measure", until_the_third)
     with pytest.raises(KeyboardInterrupt):
         run(path, cells)
     kept = json.loads(path.read_text(encoding="utf-8"))
@@ -211,11 +211,9 @@ def test_cells_that_do_not_fit_are_not_begun(toy: str, tmp_path: Path, monkeypat
 
 def test_fewer_rounds_where_time_is_short() -> None:
     clock = iter([0.0, 10.0])
-    ids = np.zeros((1, 1))
-    running = {"a": lambda *_: ids}
     original, measuring.perf_counter = measuring.perf_counter, lambda: next(clock)
     try:  # one run takes 10 s; of 60 left one is gone, and one more is for warming up
-        assert measuring._rounds(running, (ids, ids, Cell("c", "speed")), 5, 60.0) == 4
+        assert measuring._rounds([lambda: None], 5, 60.0) == 4
     finally:
         measuring.perf_counter = original
 

@@ -54,6 +54,8 @@ def test_bad_arguments(tiny_t5, padded_batch) -> None:
         backend.generate(*padded_batch, new_tokens=0)
     with pytest.raises(InputError, match="input_ids"):
         backend.generate([1, 2], new_tokens=1)
+    with pytest.raises(InputError, match="input_ids must lie in"):  # on a GPU the lookup would end the process
+        backend.generate([[5, 300]], new_tokens=1)
 
 
 # What a step asks of a device

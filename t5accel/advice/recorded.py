@@ -142,7 +142,8 @@ def _peers(row: Mapping[str, Any], content: Mapping[str, Any], source: Source) -
     recipe, loop = SYSTEMS[row["system"]]
     if recipe == "fp32" and row["agreement"] != 1:
         return []
-    if not _current(recipe, row["hash"]) if "hash" in row else recipe == "int4":
+    is_current = _current(recipe, row["hash"]) if "hash" in row else recipe != "int4"
+    if not is_current:
         return []
     setting = Setting(content["model"], row["batch"], row["beams"], row["source_tokens"], row["new_tokens"],
                       content["threads"])  # fmt: skip

@@ -13,6 +13,7 @@ from t5accel.advice.recorded import REFERENCE
 from t5accel.advise import TOO_MUCH, UNKNOWN, Advice, Candidate, same_machine
 from t5accel.checkpoints import BUNDLED, data_folder
 from t5accel.graphs.recipes import RECIPES
+from t5accel.records import aligned
 
 LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "EM"}
 # Instructions that multiply 8-bit integers; without one of them they are slower, and on x86 products may saturate.
@@ -130,11 +131,7 @@ def _table(advice: Advice) -> Iterator[str]:
             mark, _name(one), f"{ratio.median:.2f}x", f"{ratio.min:.2f}–{ratio.max:.2f}",
             f"{one.speed.tokens_per_s:.0f}", *megabytes, *changes, str(one.speed.source.row), one.quality,
         ])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, 1, len(header) - 1}
-    for cells in lines:
-        padded = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        yield "  ".join(padded).rstrip()
+    yield from aligned(lines, left={0, 1, len(header) - 1})
     if advice.tied:
         yield "(=: not slower than the recommended one in every round; of such the one that loses least is taken)"
 

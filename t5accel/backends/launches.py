@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from t5accel.timing import measure
 
 WARM_UP = 2  # steps before a graph is captured, in which libraries choose their kernels
 _NO_KERNEL = ("aten.empty", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.is_same_size")
@@ -118,17 +119,8 @@ def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_b
     graph = captured(row, lambda: None, device)
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
-    launched, replayed, copied = (_median_s(run, repeats) for run in (row, graph.replay, lambda: target.copy_(source)))
+    launched, replayed, copied = (
+        measure(run, repeats=repeats, synchronize=torch.cuda.synchronize).median_s
+        for run in (row, graph.replay, lambda: target.copy_(source))
+    )
     return Prices(launched / count, replayed / count, 2 * size_bytes / copied)
-
-
-def _median_s(run: Callable[[], Any], repeats: int) -> float:
-    run()
-    samples = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = perf_counter()
-        run()
-        torch.cuda.synchronize()
-        samples.append(perf_counter() - start)
-    return sorted(samples)[repeats // 2]

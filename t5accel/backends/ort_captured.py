@@ -45,7 +45,7 @@ class Fixed:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         def floats(heads: int, length: int, *first: int) -> torch.Tensor:
-            return zeros(*first, heads, length, dims.d_kv, dtype=backend.float_type)
+            return zeros(*first, heads, length, dims.d_kv, dtype=backend._dtype)
 
         past = {name: floats(heads, width, batch, rows)
                 for name, heads in zip(backend.past_names, backend.past_heads, strict=True)}  # fmt: skip
@@ -98,7 +98,6 @@ class OrtCaptured(OrtPointers):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.float_type = self._dtype
         self.fixed: dict[tuple[int, int, int, int], Fixed] = {}
         self._captured, self._stream = self.decoder, None
         if self.device.type == "cuda":
@@ -129,18 +128,8 @@ class OrtCaptured(OrtPointers):
     def run_greedy(self, state: OrtState, k: int, *, forbidden: int | None = None) -> np.ndarray:
         """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
 
-        The first step reads the start token, or what the last `next_tokens` or `run_greedy` chose.
-
-        Args:
-            state: gets one position for each step.
-            k: how many; no more than `LONGEST_RUN` are taken.
-            forbidden: a token that shall not be chosen.
-
-        Returns:
-            (B, K, n) int64, n <= k: what was chosen. Rows do not stop at the end token.
-
-        Raises:
-            InputError: an argument is wrong; the state is as it was.
+        Arguments, result (B, K, n) int64 and errors are those of `torch_static.TorchStatic.run_greedy`; n is at most
+        `LONGEST_RUN`.
         """
         self._check_state(state)
         check_forbidden(forbidden, self.vocab_size)

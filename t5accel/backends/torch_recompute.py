@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from t5accel.backends.launches import captured
-from t5accel.backends.static_decoder import Slot, StaticDecoder
-from t5accel.decoding.backend import as_batch, as_count
+from t5accel.backends.static_decoder import Slot
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.decoding.backend import as_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,8 +49,8 @@ class TorchRecompute:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model, self.decoder = model.eval(), StaticDecoder(model)
-        self.device = self.decoder.device
+        self._encoder = TorchStatic(model, graphs=False)
+        self.model, self.decoder, self.device = model, self._encoder.decoder, self._encoder.device
         self.texts: dict[tuple[int, int, int], Texts] = {}
 
     @torch.inference_mode()
@@ -67,20 +68,18 @@ class TorchRecompute:
         Raises:
             InputError: a shape, type or count is wrong.
         """
-        config = self.model.config
-        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=config.pad_token_id)
         count = as_count(new_tokens, "new_tokens", at_least=1)
-        on_device = [torch.as_tensor(np.array(array, order="C"), device=self.device) for array in (ids, mask)]
-        encoded = self.model.encoder(input_ids=on_device[0], attention_mask=on_device[1]).last_hidden_state
-        key = (*ids.shape, count)
+        source = self._encoder.encode(input_ids, attention_mask)
+        batch, length = source.mask.shape
+        key = (batch, length, count)
         if key not in self.texts:
-            slot = self.decoder.slot(batch=len(ids), rows=1, source=ids.shape[1], width=count)
-            tokens = torch.zeros((len(ids), count + 1), dtype=torch.int64, device=self.device)
+            slot = self.decoder.slot(batch=batch, rows=1, source=length, width=count)
+            tokens = torch.zeros((batch, count + 1), dtype=torch.int64, device=self.device)
             self.texts[key] = Texts(slot, tokens, torch.zeros(1, dtype=torch.int64, device=self.device))
         texts = self.texts[key]
-        self.decoder.fill(texts.slot, self.decoder.cross_of(encoded), on_device[1])
+        self.decoder.fill(texts.slot, source.cross, source.mask)
         texts.slot.penalty.zero_()
-        texts.slot.penalty[config.eos_token_id] = -torch.inf
+        texts.slot.penalty[self._encoder.eos_token_id] = -torch.inf
         if self.device.type == "cuda" and texts.graph is None:
             texts.graph = captured(lambda: self.advance(texts), lambda: self.begin(texts), self.device)
         self.begin(texts)
@@ -94,7 +93,7 @@ class TorchRecompute:
     @torch.inference_mode()
     def begin(self, texts: Texts) -> None:
         """The start token alone."""
-        texts.tokens.fill_(self.model.config.decoder_start_token_id)
+        texts.tokens.fill_(self._encoder.decoder_start_token_id)
         texts.count.zero_()
 
     @torch.inference_mode()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,12 +18,13 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError
 from t5accel.gpu.cells import Cell
-from t5accel.gpu.systems import COMPILED, GRAPH, REFERENCE, SYSTEMS, Generate, Subject
+from t5accel.gpu.systems import COMPILED, GRAPH, REFERENCE, SYSTEMS, Subject
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.timing import Candidate, Work, compare
 
 ATOL = {"float32": 1e-3}  # of logits, whose scale is about 10; fewer bits are asked for their relative error alone
 LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}  # norm of the difference over that of the logits
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 FEWEST_ROUNDS = 3
 Rows = list[dict[str, Any]]
 
@@ -128,7 +130,7 @@ def speed(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: 
     started = perf_counter()
     ids, mask = batch_of(cell, subject.model.config.vocab_size)
     rows = {name: _row(name, cell) for name in cell.systems}
-    running: dict[str, Generate] = {}
+    running: dict[str, Callable[[], np.ndarray]] = {}
     expected: np.ndarray | None = None
     for name in cell.systems:
         if name in refused or subject.floats not in SYSTEMS[name].floats:
@@ -136,30 +138,28 @@ def speed(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: 
             continue
         try:
             begun = perf_counter()
-            generate = SYSTEMS[name].build(subject)
-            found = generate(ids, mask, cell.new_tokens, cell.beams)
+            run = partial(SYSTEMS[name].build(subject), ids, mask, cell.new_tokens, cell.beams)
+            found = run()
             rows[name]["first_s"] = perf_counter() - begun
             expected = found if name == REFERENCE else expected
             if found.shape != (cell.batch, cell.new_tokens):
                 raise InputError(f"it generated tokens of shape {found.shape}")
             rows[name] |= {"equal": int((found == expected).sum()), "of": found.size}
-            running[name] = generate
+            running[name] = run
         except Exception as error:
             rows[name]["failed"] = _said(error)
     if REFERENCE not in running or len(running) < 2:
         return list(rows.values())
-    rounds = _rounds(running, (ids, mask, cell), min(rounds, 5), seconds - (perf_counter() - started))
+    rounds = _rounds(running.values(), rounds, seconds - (perf_counter() - started))
     if rounds < FEWEST_ROUNDS:
         return []
     work = Work(cell.batch, cell.source_tokens, cell.new_tokens, beams=cell.beams)
-    candidates = [
-        Candidate(name, lambda run=run: _done(run(ids, mask, cell.new_tokens, cell.beams), cell), work)
-        for name, run in running.items()
-    ]
-    found = compare(*candidates, rounds=rounds, synchronize=_synchronize(subject.device))
-    for name, latency in found.latencies.items():
+    candidates = [Candidate(name, lambda run=run: _done(run(), cell), work) for name, run in running.items()]
+    synchronize = torch.cuda.synchronize if subject.device == "cuda" else None
+    timed = compare(*candidates, rounds=rounds, synchronize=synchronize)
+    for name, latency in timed.latencies.items():
         rows[name]["latency_s"] = list(latency.samples_s)
-        rows[name]["ratio"] = found.ratios[name].to_json() if name in found.ratios else None
+        rows[name]["ratio"] = timed.ratios[name].to_json() if name in timed.ratios else None
         rows[name]["tokens_per_s"] = cell.batch * cell.new_tokens / latency.median_s
     return list(rows.values())
 
@@ -168,12 +168,11 @@ def _done(tokens: np.ndarray, cell: Cell) -> Work:
     return Work(len(tokens), cell.source_tokens, tokens.shape[1], beams=cell.beams)
 
 
-def _rounds(running: Mapping[str, Generate], work: tuple[Any, ...], most: int, seconds: float) -> int:
+def _rounds(runs: Iterable[Callable[[], Any]], most: int, seconds: float) -> int:
     """As many as fit into the time, by one run of each."""
-    ids, mask, cell = work
     begun = perf_counter()
-    for generate in running.values():
-        generate(ids, mask, cell.new_tokens, cell.beams)
+    for run in runs:
+        run()
     one = perf_counter() - begun
     return min(most, int((seconds - one) / one) - 1)  # `compare` warms everything up once more
 
@@ -210,30 +209,27 @@ def floor(cell: Cell, subject: Subject) -> dict[str, Any]:
     while (left := max(cell.new_tokens - 8, 1) - state.rows.width) > 0:  # nearly to the end, when memory is widest
         backend.run_greedy(state, min(left, LONGEST_RUN))
 
-    def eager() -> None:
-        SYSTEMS[REFERENCE].build(subject)(ids, mask, 9, 1)
-
-    def shorter() -> None:
-        SYSTEMS[REFERENCE].build(subject)(ids, mask, 1, 1)
+    longer, shorter = (partial(SYSTEMS[REFERENCE].build(subject), ids, mask, tokens, 1) for tokens in (9, 1))
 
     def step() -> None:
         with torch.inference_mode():
             backend.decoder.advance(state.slot)
 
-    weights, keys = machine.decoder_weights_per_step(dims), sum(dims.cross_heads) * cell.source_tokens
-    size = torch.finfo(getattr(torch, subject.floats)).bits // 8
-    own = sum(dims.decoder_heads) * state.slot.width
+    read = machine.roofline(  # the bytes alone: the rates are measured below, where there is a GPU
+        dims, PRECISIONS[subject.floats], cell.batch, bandwidth=1.0, gemm=1.0, source_tokens=cell.source_tokens,
+        position=state.slot.width,
+    )  # fmt: skip
     row = _row(GRAPH, cell) | {
         "operators": operators(step).total(),
-        "eager_operators": (operators(eager).total() - operators(shorter).total()) / 8,
-        "bytes_per_step": size * (weights + 2 * cell.batch * dims.d_kv * (keys + own)),
+        "eager_operators": (operators(longer).total() - operators(shorter).total()) / 8,
+        "bytes_per_step": read.bytes_per_step,
     }
     if subject.device != "cuda":
         return row
     device = torch.device("cuda", 0)
     found, ran = prices(device), kernels(step)
     row |= {
-        "kernels": ran.total(), "eager_kernels": (kernels(eager).total() - kernels(shorter).total()) / 8,
+        "kernels": ran.total(), "eager_kernels": (kernels(longer).total() - kernels(shorter).total()) / 8,
         "launch_s": found.launch_s, "replayed_s": found.replayed_s, "bytes_per_s": found.bytes_per_s,
         "floor_s": found.floor_s(ran.total(), row["bytes_per_step"]),
     }  # fmt: skip
@@ -249,10 +245,6 @@ def _row(name: str, cell: Cell) -> dict[str, Any]:
         "model": cell.model, "floats": cell.floats, "batch": cell.batch, "source_tokens": cell.source_tokens,
         "new_tokens": cell.new_tokens, "beams": cell.beams, "reference": REFERENCE,
     }  # fmt: skip
-
-
-def _synchronize(device: str) -> Callable[[], None] | None:
-    return torch.cuda.synchronize if device == "cuda" else None
 
 
 def _said(error: Exception) -> str:

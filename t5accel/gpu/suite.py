@@ -17,9 +17,13 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from t5accel.gpu.cells import CELLS, Cell
-from t5accel.records import here, rows_so_far, today, write_json
+from t5accel.gpu.measure import let_go, measure
+from t5accel.gpu.systems import Subject
+from t5accel.records import aligned, here, rows_so_far, today, write_json
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
@@ -51,17 +55,13 @@ def run_suite(
         MissingPackageError: there is no GPU.
         InputError: ``minutes`` is not above 0, or ``path`` is a file of something else.
     """
-    import torch
-
-    from t5accel.gpu.measure import let_go, measure
-    from t5accel.gpu.systems import Subject
-
     if not minutes > 0:
         raise InputError(f"minutes is {minutes!r}; give more than 0.")
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingPackageError("This suite needs a GPU and a torch that sees it, and there is none here.")
-    conditions = here() | {"suite": 1, "device": device}
+    conditions = here() | {"suite": 1, "device": device}  # as they are now: a tracked file makes the commit dirty
     rows = rows_so_far(path, conditions)
+    command = "t5accel bench --suite gpu --json FILE" + (f" --minutes {minutes:g}" if minutes != MINUTES else "")
     end = perf_counter() + 60 * minutes - RESERVE_S
     with TemporaryDirectory() as scratch, caches_in(scratch):
         subject: Subject | None = None
@@ -83,7 +83,7 @@ def run_suite(
                 say(f"{cell.name}: too slow for the time that is left")
                 continue
             rows += found
-            write_json(path, content(conditions, rows, minutes))
+            write_json(path, {**conditions, "date": today(), "command": command, "rows": rows})
             say(f"{cell.name}: {perf_counter() - begun:.0f} s")
     say(f"\n{table(rows)}")
     return rows
@@ -109,12 +109,6 @@ def unequal(rows: Sequence[Mapping[str, Any]], floats: str) -> dict[str, str]:
     """The systems that failed the comparison of outputs in these floats, and what was said of them."""
     compared = (row for row in rows if row["measured"] == "equality" and row["floats"] == floats)
     return {row["system"]: row["failed"] for row in compared if "failed" in row}
-
-
-def content(conditions: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], minutes: float) -> dict[str, Any]:
-    """The file of results."""
-    command = "t5accel bench --suite gpu --json FILE" + (f" --minutes {minutes:g}" if minutes != MINUTES else "")
-    return {**conditions, "date": today(), "command": command, "rows": list(rows)}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -146,12 +140,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             ratio = row["ratio"]["median"] if row["ratio"] else 1.0
             step = median(row["latency_s"]) / row["new_tokens"] * 1e3
             lines.append((row["cell"], row["system"], f"{step:.2f}", f"{row['tokens_per_s']:.0f}", f"{ratio:.2f}x"))
-    widths = [max(len(line[column]) for line in lines) for column in range(5)]
-    shown = [
-        "  ".join(text.ljust(width) if column < 2 else text.rjust(width)
-                  for column, (text, width) in enumerate(zip(line, widths, strict=True)))
-        for line in (lines if len(lines) > 1 else [])
-    ]  # fmt: skip
+    shown = aligned(lines, left=(0, 1)) if len(lines) > 1 else []
     return "\n".join([*notes, *([""] if notes and shown else []), *shown])
 
 

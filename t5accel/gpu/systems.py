@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort_captured import OrtCaptured
+from t5accel.backends.ort_pointers import OrtPointers
 from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.torch_recompute import TorchRecompute
+from t5accel.backends.torch_static import TorchStatic
 from t5accel.checkpoints import in_floats, load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import greedy
+from t5accel.graphs.tensorrt_plan import Range, Sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +55,7 @@ class Subject:
     @cached_property
     def export(self) -> Path:
         """The folder of the ONNX export in these floats, of which there is none in bf16."""
-        from t5accel.graphs.convert import convert_export
+        from t5accel.graphs.convert import convert_export  # which needs onnx
         from t5accel.graphs.export import export_t5
 
         name = self.name.replace(":", "-").replace(os.sep, "-")
@@ -79,8 +86,6 @@ class System:
 
 def _transformers(use_cache: bool) -> Callable[[Subject], Generate]:
     def build(subject: Subject) -> Generate:
-        import torch
-
         model = subject.model
 
         def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
@@ -112,34 +117,20 @@ def _ours(name: str, backend: Callable[[Subject], Backend], **more: Any) -> Syst
 
 
 def _static(**options: Any) -> Callable[[Subject], Backend]:
-    def backend(subject: Subject) -> Backend:
-        from t5accel.backends.torch_static import TorchStatic
-
-        return TorchStatic(subject.model, **options)
-
-    return backend
+    return lambda subject: TorchStatic(subject.model, **options)
 
 
 def _recompute(subject: Subject) -> Generate:
-    from t5accel.backends.torch_recompute import TorchRecompute
-
     running = TorchRecompute(subject.model)
     return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
 
 
-def _onnx(module: str, kind: str) -> Callable[[Subject], Backend]:
-    def backend(subject: Subject) -> Backend:
-        from importlib import import_module
-
-        settings = SessionSettings(device=subject.device)
-        return getattr(import_module(f"t5accel.backends.{module}"), kind)(subject.export, settings=settings)
-
-    return backend
+def _onnx(kind: type[OrtNumpy]) -> Callable[[Subject], Backend]:
+    return lambda subject: kind(subject.export, settings=SessionSettings(device=subject.device))
 
 
 def _tensorrt(subject: Subject) -> Backend:
-    from t5accel.backends.tensorrt import TensorRT
-    from t5accel.graphs.tensorrt_plan import Range, Sizes
+    from t5accel.backends.tensorrt import TensorRT  # which needs onnx, too
 
     sizes = Sizes(B=Range(1, 1, 4), K=Range(1, 1, 1), S=Range(1, 64, 64), T=Range(1, 1, 8), P=Range(0, 64, 160))
     return TensorRT(subject.export, sizes=sizes)
@@ -161,9 +152,9 @@ SYSTEMS = {
         _ours(GRAPH, _static()),
         System(RECOMPUTE, _recompute, _static(graphs=False)),  # the same decoder
         _ours(COMPILED, _static(compile=True)),
-        _ours(FED, _onnx("ort", "OrtNumpy"), floats=IN_ONNX),
-        _ours(BOUND, _onnx("ort_pointers", "OrtPointers"), floats=IN_ONNX),
-        _ours(CAPTURED, _onnx("ort_captured", "OrtCaptured"), floats=IN_ONNX),
+        _ours(FED, _onnx(OrtNumpy), floats=IN_ONNX),
+        _ours(BOUND, _onnx(OrtPointers), floats=IN_ONNX),
+        _ours(CAPTURED, _onnx(OrtCaptured), floats=IN_ONNX),
         _ours(TENSORRT, _tensorrt, floats=IN_ONNX),
     )
 }
