@@ -22,7 +22,12 @@ ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Default: all cor
 def train(
     pairs: PairsOption,
     out: OutOption,
-    steps: StepsOption = 6500,
+    steps: Annotated[
+        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500, 4000.")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="mini, a folder, or a hub id: the second stage, from this model on.")
+    ] = None,
     seed: int = 0,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -36,12 +41,13 @@ def train(
     from t5accel.students.pairs import read_pairs
     from t5accel.students.resumable import prolong as go_back
 
-    config = training.TrainConfig(steps=steps, seed=seed)
+    stage = training.SECOND_STAGE if start else training.TrainConfig()
+    config = replace(stage, steps=stage.steps if steps is None else steps, seed=seed)
     torch.set_num_threads(threads or machine.cpu_threads())
     if prolong:
         read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
         go_back(out)
-    typer.echo(f"Wrote {training.reproduce(pairs, out, config, device=device)}")
+    typer.echo(f"Wrote {training.reproduce(pairs, out, config, start=start, device=device)}")
 
 
 @training.command()

@@ -13,7 +13,7 @@ import pytest
 from t5accel import tasks
 from t5accel.students import report_templates, story_templates
 from t5accel.students.reports import Report, make_report, reports
-from t5accel.students.stories import Question, make_question, questions
+from t5accel.students.stories import Question, make_crowd, make_question, questions
 
 EVAL_SEED = 20261121  # of the bundled evaluation sets: changing a template or a draw would orphan their scores
 HALVES = [pytest.param(False, id="seen"), pytest.param(True, id="unseen")]
@@ -150,6 +150,18 @@ def test_short_stories_are_shorter_and_their_questions_as_well_formed(held_out):
         made = make_question(rng, held_out=held_out, short=True)
         assert made.question.endswith("?") and all(answer in made.context for answer in made.answers)
         assert 2 <= len(made.context.split(". ")) <= 4
+
+
+def test_crowds_are_large_told_alike_and_of_seen_families_and_one_in_four_has_no_answer() -> None:
+    rng = random.Random(1)
+    crowds = [make_crowd(rng) for _ in range(1500)]
+    assert {q.template.split("/")[0] for q in crowds} == {f.name for f in story_templates.HALVES[False].families}
+    assert {q.template.split("/")[2] for q in crowds if not q.answers} == {"fresh", "mixed"}
+    assert 0.22 <= sum(not q.answers for q in crowds) / len(crowds) <= 0.28
+    for one in crowds:
+        assert one.question.endswith("?") and 3 <= len(one.context.split(". ")) <= 12
+        assert all(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", one.context) for answer in one.answers)
+        assert bool(one.answers) == (one.template.count("/") == 1)
 
 
 @pytest.mark.parametrize("held_out", HALVES)

@@ -5,30 +5,32 @@ All pairs here are made up for the tests.
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import t5accel.students.practice as practice
 import t5accel.students.train as training
 import t5accel.students.vocabulary as vocabulary
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
+from t5accel.students.aim import Aim
 from t5accel.students.mixture import (
     CURRICULUM,
+    SECOND_CURRICULUM,
     Mixture,
     Part,
     Phase,
     block,
     draw_batches,
     evaluation_sources,
-    matching_example,
     pack,
-    repetition_example,
     translation_example,
 )
 from t5accel.students.optimise import (
@@ -42,10 +44,11 @@ from t5accel.students.optimise import (
     use_pooled_dropout,
 )
 from t5accel.students.pairs import joined, read_pairs, split_pairs, tidy
+from t5accel.students.practice import common_words, matching_example, recall_example, repetition_example
 from t5accel.students.resumable import prolong
-from t5accel.students.train import TrainConfig, new_model, reproduce, steps_from, train
+from t5accel.students.train import SECOND_STAGE, TrainConfig, new_model, reproduce, second_model, steps_from, train
 from t5accel.students.vocabulary import ALPHABET, train_tokenizer
-from t5accel.tasks import TRANSLATE
+from t5accel.tasks import TRANSLATE, UNANSWERABLE
 
 # --- made-up pairs ----------------------------------------------------------------------------------------------------
 
@@ -294,19 +297,61 @@ def test_each_step_sees_translation_and_the_other_tasks_as_its_phase_says(number
 
 @given(st.integers(0, 10**9))
 def test_a_repetition_asks_for_its_own_words(seed):
-    source, target = repetition_example(SMALL, random.Random(seed))
+    source, target = repetition_example(PAIRS, random.Random(seed))
     assert source == "repeat: " + target and 1 <= len(target.split()) <= 8
 
 
 @given(st.integers(0, 10**9))
 def test_a_match_can_be_read_off_its_facts(seed):
-    source, target = matching_example(SMALL, random.Random(seed))
+    source, target = matching_example(PAIRS, random.Random(seed))
     asked, facts = source.removeprefix("match: ").split(" in: ")
     assert len(asked.split()) == len(target.split()) <= facts.count(".")
     for owner, thing in zip(asked.split(), target.split(), strict=True):
         assert any(
             fact.index(owner) < fact.rindex(thing) for fact in facts.split(".") if owner in fact and thing in fact
         )
+
+
+MANY_WORDS = tuple("".join(letters) for letters in product("bdfgklmnprst", "aeiou", "bdfgklmnprst"))
+
+
+def asked_and_clauses(source: str) -> tuple[str, list[str]]:
+    for form in practice._ASKED:
+        if found := re.fullmatch(re.escape(form).replace(r"\{\}", "(.+)") + r" (.+)\.", source):
+            return found[1], found[2].split(". ")
+    raise AssertionError(source)
+
+
+@pytest.mark.parametrize("distance", [0, 2, 8])
+def test_what_is_recalled_stands_so_far_from_what_is_asked_or_in_no_clause(distance):
+    gaps, unanswerable = set(), 0
+    for seed in range(600):
+        source, target = recall_example(MANY_WORDS, random.Random(seed), distance=distance)
+        asked, clauses = asked_and_clauses(source)
+        assert 2 <= len(clauses) <= 5
+        holding = [clause for clause in clauses if re.search(rf"\b{asked}\b", clause)]
+        if target == UNANSWERABLE:
+            assert not holding, source
+            unanswerable += 1
+        else:
+            (clause,) = holding
+            (between,) = re.findall(rf"\b(?:{asked}|{target})\b(.*)\b(?:{asked}|{target})\b", clause)
+            gaps.add(len(between.split()))
+    assert gaps == set(range(distance + 1))
+    assert 30 <= unanswerable <= 90
+
+
+def test_common_words_come_in_order_of_their_counts_without_fillers():
+    pairs = [
+        ("He took the tea.", "Du thé, du thé !"),
+        ("Some cat jumps.", "Thé, thé ou café ?"),
+        ("Six men.", "Le thé."),
+    ]
+    pairs += [("Big dogs run.", "Adieu, mes amis.")]
+    assert common_words(pairs, 2) == ("thé", "tea")
+    assert not {"the", "took", "He"} & set(common_words(pairs))
+    with pytest.raises(InputError, match="have 2 words of more than two letters"):
+        common_words([("He took the tea.", "Thé.")])
 
 
 def test_steps_go_on_from_the_middle_of_a_block():
@@ -341,6 +386,13 @@ def test_as_many_batches_are_drawn_as_asked_and_each_within_its_budget():
     assert len(batches) == 5
     assert all((max(map(len, s)) + max(map(len, t))) * len(s) <= 400 for s, t in batches if len(s) > 1)
     assert draw_batches(lambda: translation_example(SMALL, rng), characters, 400, 0, frozenset(), rng) == []
+
+
+def test_the_second_curriculum_begins_near_and_ends_with_every_task_and_dropout():
+    assert Mixture(PAIRS, curriculum=SECOND_CURRICULUM).phase(0).parts[0].task == "near recall"
+    assert {part.task for part in SECOND_CURRICULUM[-1].parts} >= {"translation", "summaries", "questions"}
+    assert [phase.dropout for phase in SECOND_CURRICULUM] == [0.0] * 4 + [0.05]
+    assert SECOND_CURRICULUM[-1].from_step < SECOND_STAGE.steps * (1 - SECOND_STAGE.decay_share)
 
 
 def test_the_frozen_sets_are_forbidden_with_their_prefixes():
@@ -549,6 +601,36 @@ def test_a_finished_run_is_not_trained_on_and_more_steps_go_on(tmp_path, tokeniz
     assert len(counted) == 3 and log(tmp_path)[-1]["step"] == 11
 
 
+def test_dropout_is_the_phase_s_or_the_run_s(tmp_path, tokenizer, quick_validation, monkeypatch):
+    phases = (replace(PHASES[0], dropout=0.0), PHASES[1])
+    monkeypatch.setitem(globals(), "MIXTURE", replace(MIXTURE, curriculum=phases))
+    seen = []
+    real = training.optimiser_step
+
+    def watched(model, *given, **named):
+        seen.append({module.p for module in model.modules() if isinstance(module, PooledDropout)})
+        return real(model, *given, **named)
+
+    monkeypatch.setattr(training, "optimiser_step", watched)
+    run(tmp_path, tokenizer, replace(TOY, steps=6))
+    assert seen == [{0.0}] * 4 + [{TOY.dropout}] * 2
+
+
+def test_the_second_stage_goes_on_from_a_model_with_aimed_heads_and_leaves_it_alone(
+    tmp_path, tokenizer, quick_validation
+):
+    first = run(tmp_path / "first", tokenizer, replace(TOY, steps=2))
+    before = {name: value.clone() for name, value in first.state_dict().items()}
+    config = replace(TOY, steps=2, warmup_steps=10**9, aims=(Aim(1, like=0, first=1, last=1),))
+    second = run(tmp_path / "second", tokenizer, config, start=first)
+    assert all(torch.equal(value, before[name]) for name, value in first.state_dict().items())
+    aimed = second_model(first, config).state_dict()
+    assert not torch.equal(aimed["encoder.block.0.layer.0.SelfAttention.v.weight"],
+                           before["encoder.block.0.layer.0.SelfAttention.v.weight"])  # fmt: skip
+    for name, value in second.state_dict().items():  # rates that hardly begin to rise
+        assert torch.allclose(value, aimed[name], atol=1e-5), name
+
+
 def test_another_configuration_is_refused_and_the_checkpoint_kept(tmp_path, tokenizer, quick_validation):
     run(tmp_path, tokenizer, replace(TOY, steps=2))
     before = (tmp_path / "checkpoint.pt").read_bytes()
@@ -618,6 +700,25 @@ def test_from_a_file_of_pairs_to_a_model_that_loads_and_writes(tmp_path, pairs_f
     monkeypatch.setattr(training, "train_tokenizer", lambda *_: pytest.fail("the vocabulary of a run stays as it is"))
     assert reproduce(pairs_file, tmp_path / "out", config, held_out=10) == folder
     assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == made
+
+
+def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
+    tmp_path, tokenizer, pairs_file, monkeypatch, quick_validation
+):
+    new_model(replace(TOY, steps=1)).half().save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    seen = []
+
+    def watched(mixture, tokenizer, held_out, folder, config, *, start, device):
+        seen.append((mixture.curriculum, start.dtype))
+        return start
+
+    monkeypatch.setattr(training, "train", watched)
+    folder = reproduce(pairs_file, tmp_path / "out", TOY, start=str(tmp_path / "start"), held_out=10)
+    assert seen == [(SECOND_CURRICULUM, torch.float32)]
+    kept = (tmp_path / "start" / "tokenizer.json").read_text()
+    assert json.loads((folder / "tokenizer.json").read_text())["model"] == json.loads(kept)["model"]
+    assert not (tmp_path / "out" / "tokenizer").exists()
 
 
 def test_without_pairs_nothing_is_written(tmp_path):

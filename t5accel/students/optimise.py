@@ -66,6 +66,13 @@ def use_pooled_dropout(module: torch.nn.Module) -> None:
         module.dropout = 0.0
 
 
+def set_dropout(model: torch.nn.Module, p: float) -> None:
+    """Give every `PooledDropout` of the model this share of zeros, 0 ... 1."""
+    for module in model.modules():
+        if isinstance(module, PooledDropout):
+            module.p = p
+
+
 def new_optimizers(
     model: torch.nn.Module, *, learning_rate: float, matrix_learning_rate: float | None
 ) -> list[torch.optim.Optimizer]:

@@ -71,6 +71,30 @@ def _fill(text: str, values: dict[str, str]) -> str:
     return text[0].upper() + text[1:]
 
 
+def _tell(rng: random.Random, people: list[dict[str, str]], plan: list[tuple[int, str]]) -> tuple[str, list[set[str]]]:
+    """A sentence for each (person, fact), and the slots that are told of each person."""
+    told: list[set[str]] = [set() for _ in people]
+    sentences = []
+    for person, fact in plan:
+        text = _wording(rng, fact)
+        told[person].update(_slots(text))
+        sentences.append(_fill(text, people[person]))
+    return " ".join(sentences), told
+
+
+def _of_others(
+    people: list[dict[str, str]], told: list[set[str]], person: int, slots: list[str]
+) -> list[tuple[str, str]]:
+    """These slots of everybody else, as far as they are told."""
+    return [(slot, other[slot]) for i, other in enumerate(people) if i != person for slot in slots if slot in told[i]]
+
+
+def _answered(question: str, context: str, answer: str, template: str) -> Question:
+    """With the answer as it is and, where the context has it so, behind its article."""
+    found = re.search(rf"\b(?:an?|the|some|Mount) {re.escape(answer)}\b", context, re.IGNORECASE)
+    return Question(question, context, (answer, found[0]) if found else (answer,), template)
+
+
 def _attempt(rng: random.Random, half: Half, kind: str, short: bool) -> Question | None:
     """One story and a question of that kind about it, or None where this story has no such question."""
     family = rng.choice(half.families)
@@ -79,7 +103,6 @@ def _attempt(rng: random.Random, half: Half, kind: str, short: bool) -> Question
     slots = _slots("".join(family.sentences))
     count = rng.choice((1, 2, 2) if short else (2, 2, 3))
     people = [{slot: _value(rng, half, family, slot, used, surnames) for slot in slots} for _ in range(count)]
-    told: list[set[str]] = [set() for _ in people]
     # A few facts, each told of several people, so that the kind of answer alone does not give it away.
     facts = rng.sample(family.sentences[1:], 1 if short else rng.choice((2, 3)))
     extra = [(person, fact) for person in range(len(people)) for fact in facts]
@@ -94,13 +117,7 @@ def _attempt(rng: random.Random, half: Half, kind: str, short: bool) -> Question
         ]
     else:
         plan = [(person, family.sentences[0]) for person in range(len(people))] + extra
-    sentences = []
-    for person, fact in plan:
-        text = _wording(rng, fact)
-        told[person].update(_slots(text))
-        sentences.append(_fill(text, people[person]))
-    context = " ".join(sentences)
-
+    context, told = _tell(rng, people, plan)
     person = rng.randrange(len(people))
     values = dict(people[person])
     elsewhere = set().union(*(told[i] for i in range(len(people)) if i != person))
@@ -115,18 +132,14 @@ def _attempt(rng: random.Random, half: Half, kind: str, short: bool) -> Question
         slot = rng.choice(needed)
         values[slot] = _value(rng, half, family, slot, used, surnames)
     if kind == "mixed":
-        others = [
-            (slot, other[slot]) for i, other in enumerate(people) if i != person for slot in needed if slot in told[i]
-        ]
+        others = _of_others(people, told, person, needed)
         if len(needed) < 2 or not others:
             return None
         slot, values[slot] = rng.choice(others)
     template = f"{family.name}/{asked}"
     if kind:
         return Question(_fill(question, values), context, (), f"{template}/{kind}")
-    answer = values[asked]
-    found = re.search(rf"\b(?:an?|the|some|Mount) {re.escape(answer)}\b", context, re.IGNORECASE)
-    return Question(_fill(question, values), context, (answer, found[0]) if found else (answer,), template)
+    return _answered(_fill(question, values), context, values[asked], template)
 
 
 def make_question(rng: random.Random, *, held_out: bool = False, short: bool = False) -> Question:
@@ -144,6 +157,66 @@ def make_question(rng: random.Random, *, held_out: bool = False, short: bool = F
     while (made := _attempt(rng, HALVES[held_out], kind, short)) is None:
         pass
     return made
+
+
+def _crowd(rng: random.Random, half: Half, kind: str) -> Question | None:
+    """A story about many, who are told alike, and a question of that kind, or None where it has none."""
+    family = rng.choice(half.families)
+    facts = [family.sentences[0], *rng.sample(family.sentences[1:], rng.choice((0, 1)))]
+    surnames = rng.random() < 0.3
+    used: set[str] = set()
+    people = [
+        {slot: _value(rng, half, family, slot, used, surnames) for slot in _slots("".join(facts))}
+        for _ in range(rng.randint(3, 6))
+    ]
+    everyone = range(len(people))
+    plan = [(person, fact) for person in everyone for fact in facts]
+    if rng.random() < 0.5:
+        plan = [(person, fact) for fact in facts for person in rng.sample(everyone, len(people))]
+    context, told = _tell(rng, people, plan)
+    person = rng.choice(everyone)
+    asked = rng.choice(list(family.questions))
+    question = _wording(rng, family.questions[asked])
+    needed = _slots(question)
+    if not told[person].issuperset({asked, *needed}) or (kind == "mixed" and len(needed) < 2):
+        return None
+    values, template = dict(people[person]), f"{family.name}/{asked}"
+    if not kind:
+        return _answered(_fill(question, values), context, values[asked], template)
+    if kind == "fresh":
+        slot = rng.choice(needed)
+        values[slot] = _value(rng, half, family, slot, used, surnames)
+    else:
+        slot, values[slot] = rng.choice(_of_others(people, told, person, needed))
+    return Question(_fill(question, values), context, (), f"{template}/{kind}")
+
+
+def make_crowd(rng: random.Random) -> Question:
+    """A story about three to six people with the same few facts of each, and a question; one in four has no answer.
+
+    For training alone: among so many, a reader who does not look whose fact it is is mostly wrong.
+
+    >>> crowd = make_crowd(random.Random(1))
+    >>> all(answer in crowd.context for answer in crowd.answers)
+    True
+    """
+    kind = rng.choices(("", "fresh", "mixed"), (75, 10, 15))[0]
+    while (made := _crowd(rng, HALVES[False], kind)) is None:
+        pass
+    return made
+
+
+def some_names(rng: random.Random, count: int) -> list[str]:
+    """Different first names that training may meet, three times in ten with surnames.
+
+    >>> len(set(some_names(random.Random(0), 5)))
+    5
+    """
+    half = HALVES[False]
+    names = rng.sample(half.names, count)
+    if rng.random() < 0.3:
+        names = [f"{name} {''.join(map(rng.choice, half.parts['surname']))}" for name in names]
+    return names
 
 
 def questions(count: int, seed: int, *, held_out: bool = False) -> Iterator[Question]:

@@ -6,17 +6,21 @@ any moment, it goes on from its last checkpoint with the batches it would have s
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
+from t5accel.students.aim import Aim, aim_heads
 from t5accel.students.mixture import (
+    SECOND_CURRICULUM,
     Batch,
     Mixture,
     TaskBatch,
@@ -31,6 +35,7 @@ from t5accel.students.optimise import (
     learning_rate_factor,
     new_optimizers,
     optimiser_step,
+    set_dropout,
     use_pooled_dropout,
 )
 from t5accel.students.pairs import Pair, read_pairs, split_pairs
@@ -66,6 +71,7 @@ class TrainConfig:
     num_heads: int = 8
     num_layers: int = 4
     vocab_size: int = 6000
+    aims: tuple[Aim, ...] = ()  # heads that begin as others; see `aim`
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("muon", "adamw"):
@@ -76,6 +82,14 @@ class TrainConfig:
     def factor(self, step: int) -> float:
         """What multiplies the peak learning rates at ``step``."""
         return learning_rate_factor(step, self.steps, warmup_steps=self.warmup_steps, decay_share=self.decay_share)
+
+
+# The second stage goes on with a finished model, more gently. The heads are those of the bundled model's version 2:
+# 5 looks at the word before, and its answers hardly change without 3, 6 or 7.
+SECOND_STAGE = TrainConfig(
+    steps=4000, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35,
+    aims=(Aim(3, like=5, first=1, last=1), Aim(6, like=5, first=2, last=7), Aim(7, like=5, first=-7, last=-2)),
+)  # fmt: skip
 
 
 def new_model(config: TrainConfig) -> PreTrainedModel:
@@ -95,6 +109,18 @@ def new_model(config: TrainConfig) -> PreTrainedModel:
         )
     )  # fmt: skip
     use_pooled_dropout(model)
+    return model
+
+
+def second_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel:
+    """A copy of a trained model in fp32, with ``config.aims``, ready for the second stage.
+
+    >>> second_model(new_model(TrainConfig(num_layers=1)).half(), SECOND_STAGE).dtype
+    torch.float32
+    """
+    model = copy.deepcopy(start).float()
+    use_pooled_dropout(model)
+    aim_heads(model, config.aims)
     return model
 
 
@@ -133,11 +159,13 @@ def validation_losses(model: PreTrainedModel, sets: dict[str, list[Batch]]) -> d
 
 def train(
     mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[str, str]], folder: Path,
-    config: TrainConfig, *, device: str = "cpu", validate_every: int = 250, save_every: int = 250,
+    config: TrainConfig, *, start: PreTrainedModel | None = None, device: str = "cpu", validate_every: int = 250,
+    save_every: int = 250,
 ) -> PreTrainedModel:  # fmt: skip
     """Train until ``config.steps`` and return the model in evaluation mode.
 
     Args:
+        start: what the second stage begins with, which is not changed; a new model of the configured size without.
         held_out: (source, target) texts for the validation loss.
         folder: for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``; a checkpoint found there is gone on from.
 
@@ -149,14 +177,17 @@ def train(
         return tokenizer(texts)["input_ids"]
 
     require_device(device)
-    model = new_model(config).to(device).train()
+    model = new_model(config) if start is None else second_model(start, config)
+    model = model.to(device).train()
     muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
     optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
     sets = validation_sets(held_out, encode)
 
     def update(step: int, batches: list[TaskBatch]) -> float:
+        phase = mixture.phase(step)
+        set_dropout(model, config.dropout if phase.dropout is None else phase.dropout)
         return optimiser_step(
-            model, optimizers, [batch for _, batch in batches], mixture.phase(step).weights(batches),
+            model, optimizers, [batch for _, batch in batches], phase.weights(batches),
             factor=config.factor(step), smoothing=config.label_smoothing,
         )  # fmt: skip
 
@@ -177,9 +208,13 @@ def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
 
 
 def reproduce(
-    pairs_file: Path, folder: Path, config: TrainConfig, *, device: str = "cpu", held_out: int = 1000
-) -> Path:
+    pairs_file: Path, folder: Path, config: TrainConfig, *, start: str | None = None, device: str = "cpu",
+    held_out: int = 1000,
+) -> Path:  # fmt: skip
     """The whole road from a file of pairs to a checkpoint: vocabulary, training, ``folder/model`` in fp16.
+
+    Args:
+        start: the name or folder of a trained model that the second stage goes on with, and whose vocabulary it keeps.
 
     Raises:
         FileNotFoundError, ValueError: the pairs are missing or malformed; the message says where to obtain some.
@@ -188,13 +223,19 @@ def reproduce(
 
     require_device(device)
     split = split_pairs(read_pairs(pairs_file), held_out)
-    tokenizer_folder = folder / "tokenizer"
-    if not (tokenizer_folder / "tokenizer.json").is_file():
-        train_tokenizer(vocabulary_texts(split.train, config.seed), config.vocab_size).save_pretrained(tokenizer_folder)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     mixture = Mixture(split.train, evaluation_sources())
+    model = None
+    if start is not None:
+        model, tokenizer = load_t5(start)
+        mixture = replace(mixture, curriculum=SECOND_CURRICULUM)
+    else:
+        tokenizer_folder = folder / "tokenizer"
+        if not (tokenizer_folder / "tokenizer.json").is_file():
+            texts = vocabulary_texts(split.train, config.seed)
+            train_tokenizer(texts, config.vocab_size).save_pretrained(tokenizer_folder)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     validation = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
-    model = train(mixture, tokenizer, validation, folder, config, device=device)
+    model = train(mixture, tokenizer, validation, folder, config, start=model, device=device)
     model.to(torch.float16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"
