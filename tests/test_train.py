@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import t5accel.students.mixture as mixture_module
 import t5accel.students.practice as practice
 import t5accel.students.train as training
 import t5accel.students.vocabulary as vocabulary
@@ -23,6 +24,7 @@ from t5accel.errors import InputError
 from t5accel.students.aim import Aim
 from t5accel.students.mixture import (
     CURRICULUM,
+    HIDE_WHAT_IS_ASKED,
     SECOND_CURRICULUM,
     Mixture,
     Part,
@@ -46,7 +48,16 @@ from t5accel.students.optimise import (
 from t5accel.students.pairs import joined, read_pairs, split_pairs, tidy
 from t5accel.students.practice import common_words, matching_example, recall_example, repetition_example
 from t5accel.students.resumable import prolong
-from t5accel.students.train import SECOND_STAGE, TrainConfig, new_model, reproduce, second_model, steps_from, train
+from t5accel.students.train import (
+    CONTEXT,
+    SECOND_STAGE,
+    TrainConfig,
+    new_model,
+    reproduce,
+    second_model,
+    steps_from,
+    train,
+)
 from t5accel.students.vocabulary import ALPHABET, train_tokenizer
 from t5accel.tasks import TRANSLATE, UNANSWERABLE
 
@@ -496,6 +507,45 @@ def test_the_loss_is_summed_over_labels_and_padding_changes_nothing():
     assert both.item() == pytest.approx(sum(loss.item() for loss, _ in apart), rel=0.01)  # bf16
     with torch.no_grad():
         assert batch_loss(model, BATCH, 0.5)[0].item() != pytest.approx(both.item(), rel=1e-3)
+
+
+def test_what_is_hidden_from_the_decoder_reaches_it_through_the_encoder_alone():
+    model = new_model(TOY).eval()
+    batch = ([[5, 6, 9, 7, 8, 9, 1], [9, 4, 1]], [[3, 1], [2, 1]])
+    seen = {}
+    hooks = [
+        getattr(model, name).register_forward_pre_hook(
+            lambda module, given, named, name=name: seen.update({name: named}), with_kwargs=True
+        )
+        for name in ("encoder", "decoder")
+    ]
+    whole, labels = batch_loss(model, batch, 0.0)
+    hidden, same = batch_loss(model, batch, 0.0, hidden_until=9)
+    for hook in hooks:
+        hook.remove()
+    assert labels == same == 4 and whole != hidden
+    assert seen["encoder"]["attention_mask"].tolist() == [[1] * 7, [1] * 3 + [0] * 4]
+    assert seen["decoder"]["encoder_attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]]
+    assert torch.equal(batch_loss(model, ([[9, 4, 1]], [[2, 1]]), 0.0, hidden_until=9)[0],
+                       batch_loss(model, ([[9, 4, 1]], [[2, 1]]), 0.0)[0])  # fmt: skip
+    with pytest.raises(InputError, match="A source has no token 9"):
+        batch_loss(model, ([[9, 4, 1], [5, 6, 1]], [[2, 1], [2, 1]]), 0.0, hidden_until=9)
+
+
+def test_the_word_after_what_is_asked_is_one_token_in_every_exercise():
+    _, tokenizer = load_t5("mini")
+    marker = tokenizer.convert_tokens_to_ids(CONTEXT)
+    assert marker != tokenizer.unk_token_id
+    mixture = replace(SMALL, pairs=tuple((f"{a} {b}", c) for a, b, c in product(MANY_WORDS[::40], repeat=3)))
+    for task in HIDE_WHAT_IS_ASKED:
+        rng = random.Random(task)
+        for _ in range(100):
+            source, _ = mixture_module._EXAMPLES[task](mixture, rng)
+            ids = tokenizer(source)["input_ids"]
+            assert (
+                "context: " + tokenizer.decode(ids[ids.index(marker) + 2 :], skip_special_tokens=True)
+                == (source[source.index("context: ") :])
+            )
 
 
 def test_rows_are_padded_to_the_right_and_labels_with_what_the_loss_ignores():

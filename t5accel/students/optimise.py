@@ -9,9 +9,11 @@ at 2.5e-3 had a validation loss of 3.59 nats a token, AdamW at 1.2e-3 one of 4.3
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from t5accel.students.mixture import Batch
@@ -120,11 +122,27 @@ def model_inputs(batch: Batch, device: torch.device | str) -> tuple[dict[str, to
     return {"input_ids": input_ids, "attention_mask": mask, "decoder_input_ids": decoder_input_ids}, labels
 
 
-def batch_loss(model: torch.nn.Module, batch: Batch, smoothing: float) -> tuple[torch.Tensor, int]:
-    """Summed cross-entropy in nats over the labels of a batch, and their number."""
+def batch_loss(
+    model: torch.nn.Module, batch: Batch, smoothing: float, *, hidden_until: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """Summed cross-entropy in nats over the labels of a batch, and their number.
+
+    Args:
+        hidden_until: a token id. The decoder sees of each source only the first of these and what follows: what comes
+            before is for the encoder to make use of.
+
+    Raises ``InputError`` for a source without that token.
+    """
     device = next(model.parameters()).device
     inputs, labels = model_inputs(batch, device)
     with torch.autocast(device.type, torch.bfloat16):
+        if hidden_until is not None:
+            ids, mask = inputs.pop("input_ids"), inputs["attention_mask"]
+            shown = (ids == hidden_until).cumsum(1) > 0
+            if not shown.any(1).all():
+                raise InputError(f"A source has no token {hidden_until}: the decoder would see nothing of it.")
+            inputs["encoder_outputs"] = model.encoder(input_ids=ids, attention_mask=mask)
+            inputs["attention_mask"] = mask * shown
         logits = model(**inputs, use_cache=False).logits
     return cross_entropy(logits, labels, smoothing), sum(map(len, batch[1]))
 
@@ -139,12 +157,12 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) 
 def optimiser_step(
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    batches: list[Batch],
+    batches: list[Any],
     weights: tuple[float, ...],
     *,
     factor: float,
     smoothing: float = 0.0,
-    loss_of: Callable[[Batch], tuple[torch.Tensor, int]] | None = None,
+    loss_of: Callable[[Any], tuple[torch.Tensor, int]] | None = None,
 ) -> float:
     """One update from the weighted sum of the batches' mean losses, which is returned, in nats per token.
 

@@ -28,7 +28,7 @@ _FILLERS = tuple(
     "the a in to was by of and with for on at from had has went got took put one worked as bought sold".split()
 )
 _ASKED = (
-    "match: {} in:",
+    "match: {} context:",
     "question: What did {} have? context:",
     "question: Where was {}? context:",
     "question: What was the work of {}? context:",
@@ -98,7 +98,7 @@ def recall_example(words: Sequence[str], rng: random.Random, *, distance: int) -
         distance: up to so many other words stand between a name and its thing; few are more common than many.
 
     >>> recall_example("dog red tea ici hier cat hat vin sel six dix pas".split(), random.Random(6), distance=2)
-    ('match: Petra Mordez in: went Hiro Tamsky sold hier. went Petra Mordez sold vin.', 'vin')
+    ('match: Petra Mordez context: went Hiro Tamsky sold hier. went Petra Mordez sold vin.', 'vin')
     """
     count = rng.randint(2, 5)
     names, drawn = some_names(rng, count + 1), rng.sample(words, 2 * (count + 1))
