@@ -23,7 +23,7 @@ def train(
     pairs: PairsOption,
     out: OutOption,
     steps: Annotated[
-        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500, 4500.")
+        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500; with --start 4500.")
     ] = None,
     start: Annotated[
         str | None, typer.Option(help="mini, a folder, or a hub id: the second stage, from this model on.")

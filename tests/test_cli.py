@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -342,15 +343,17 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
         assert (out / "checkpoint.pt").read_text() == "finished"
     calls = []
 
-    def reproduce(*arguments, device):
-        calls.append((*arguments, device))
+    def reproduce(*arguments, start, device):
+        calls.append((*arguments, start, device))
         return out / "model"
 
     monkeypatch.setattr(training, "reproduce", reproduce)
     result = call("train", "--pairs", pairs, "--out", out, "--prolong", "--steps", 9, "--seed", 3, "--threads", 1)
     assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
-    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), "cpu")]
+    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), None, "cpu")]
     assert (out / "checkpoint.pt").read_text() == "before the fall" and not (out / "stable.pt").exists()
+    assert call("train", "--pairs", pairs, "--out", out, "--start", "mini", "--seed", 3).exit_code == 0
+    assert calls[1:] == [(pairs, out, replace(training.SECOND_STAGE, seed=3), "mini", "cpu")]
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------

@@ -771,6 +771,12 @@ def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
     assert not (tmp_path / "out" / "tokenizer").exists()
 
 
+def test_the_second_stage_does_not_begin_with_random_weights(tmp_path, pairs_file):
+    with pytest.raises(InputError, match="random:t5-small has no tokenizer; give the name or the folder of a trained"):
+        reproduce(pairs_file, tmp_path / "out", TOY, start="random:t5-small", held_out=10)
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_pairs_nothing_is_written(tmp_path):
     with pytest.raises(FileNotFoundError, match="tatoeba.org"):
         reproduce(tmp_path / "missing.tsv", tmp_path / "out", TOY)

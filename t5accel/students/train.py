@@ -2,6 +2,8 @@
 
 Needs torch, transformers, tokenizers and safetensors only, so that it also runs on a bare GPU machine. Interrupted at
 any moment, it goes on from its last checkpoint with the batches it would have seen.
+
+A second stage goes on with a trained model and teaches it to read whose fact a question asks for.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class TrainConfig:
 
 
 # The second stage goes on with a finished model, more gently. The heads are those of the bundled model's version 2:
-# 5 looks at the word before, and its answers hardly change without 3, 6 or 7.
+# 5 looks at the token before, and its answers hardly change without 3, 6 or 7.
 SECOND_STAGE = TrainConfig(
     steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35,
     aims=(Aim(3, like=5, first=1, last=1), Aim(6, like=5, first=2, last=7), Aim(7, like=5, first=-7, last=-2)),
@@ -236,6 +238,8 @@ def reproduce(
     model = None
     if start is not None:
         model, tokenizer = load_t5(start)
+        if tokenizer is None:
+            raise InputError(f"{start} has no tokenizer; give the name or the folder of a trained model.")
         mixture = replace(mixture, curriculum=SECOND_CURRICULUM)
     else:
         tokenizer_folder = folder / "tokenizer"
