@@ -160,9 +160,17 @@ def summary_example(rng: random.Random) -> Example:
     return SUMMARIZE + report.source, report.summary
 
 
-def question_example(rng: random.Random, make: Callable[[random.Random], Question] = make_question) -> Example:
+def question_example(rng: random.Random, *, short: bool = False) -> Example:
     """A freshly generated question of a seen family; its first answer, or "unanswerable"."""
-    question = make(rng)
+    return _asked(make_question(rng, short=short))
+
+
+def crowd_example(rng: random.Random) -> Example:
+    """A freshly generated question on a story about many; its first answer, or "unanswerable"."""
+    return _asked(make_crowd(rng))
+
+
+def _asked(question: Question) -> Example:
     source = source_text("questions", {"question": question.question, "context": question.context})
     return source, (*question.answers, UNANSWERABLE)[0]
 
@@ -235,8 +243,8 @@ _EXAMPLES: dict[str, Callable[[Mixture, random.Random], Example]] = {
     "translation": translation_example,
     "summaries": lambda _, rng: summary_example(rng),
     "questions": lambda _, rng: question_example(rng),
-    "short questions": lambda _, rng: question_example(rng, partial(make_question, short=True)),
-    "crowds": lambda _, rng: question_example(rng, make_crowd),
+    "short questions": lambda _, rng: question_example(rng, short=True),
+    "crowds": lambda _, rng: crowd_example(rng),
     "repetition": lambda mixture, rng: repetition_example(mixture.pairs, rng),
     "matching": lambda mixture, rng: matching_example(mixture.pairs, rng),
     "near recall": lambda mixture, rng: recall_example(mixture.words, rng, distance=2),
