@@ -23,6 +23,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.students.aim import Aim
 from t5accel.students.mixture import (
+    CONTEXT,
     CURRICULUM,
     HIDE_WHAT_IS_ASKED,
     SECOND_CURRICULUM,
@@ -49,7 +50,6 @@ from t5accel.students.pairs import joined, read_pairs, split_pairs, tidy
 from t5accel.students.practice import common_words, matching_example, recall_example, repetition_example
 from t5accel.students.resumable import prolong
 from t5accel.students.train import (
-    CONTEXT,
     SECOND_STAGE,
     TrainConfig,
     new_model,

@@ -96,7 +96,7 @@ SECOND_CURRICULUM = (
     Phase(150, (Part("recall", 5500),), dropout=0.0),
     Phase(900, (Part("crowds", 5000), Part("recall", 2500)), dropout=0.0),
     Phase(1400, (Part("crowds", 3000, weight=0.35), Part("questions", 3500, weight=0.35),
-                Part("recall", 1500, 0.5, 0.1), Part("translation", 2000, weight=0.2)), dropout=0.0),
+                 Part("recall", 1500, 0.5, 0.1), Part("translation", 2000, weight=0.2)), dropout=0.0),
     Phase(2000, (Part("translation", 3500, weight=0.4), Part("questions", 3500, weight=0.35),
                  Part("crowds", 1500, 0.5, 0.15), Part("summaries", 1500, 0.5, 0.15)), dropout=0.05),
 )  # fmt: skip
@@ -104,6 +104,7 @@ SECOND_CURRICULUM = (
 # In these exercises the decoder does not see what is asked for, so that the encoder learns to mark the answer. Else the
 # decoder looks up first what is asked and then where that is, for which it needs layers that a student of one has not.
 HIDE_WHAT_IS_ASKED = frozenset({"near recall", "recall", "crowds"})
+CONTEXT = "▁context"  # the token between what is asked and where it is told
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,12 @@ def _value(rng: random.Random, half: Half, family: Family, slot: str, used: set[
             used.add(text)
             break
     if surname and slot in ("who", "friend"):
-        text += " " + "".join(map(rng.choice, half.parts["surname"]))
+        text += _surname(rng, half)
     return text
+
+
+def _surname(rng: random.Random, half: Half) -> str:
+    return " " + "".join(map(rng.choice, half.parts["surname"]))
 
 
 def _wording(rng: random.Random, text: str) -> str:
@@ -215,7 +219,7 @@ def some_names(rng: random.Random, count: int) -> list[str]:
     half = HALVES[False]
     names = rng.sample(half.names, count)
     if rng.random() < 0.3:
-        names = [f"{name} {''.join(map(rng.choice, half.parts['surname']))}" for name in names]
+        names = [name + _surname(rng, half) for name in names]
     return names
 
 

@@ -22,6 +22,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.students.aim import Aim, aim_heads
 from t5accel.students.mixture import (
+    CONTEXT,
     HIDE_WHAT_IS_ASKED,
     SECOND_CURRICULUM,
     Batch,
@@ -48,8 +49,6 @@ from t5accel.tasks import TRANSLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-CONTEXT = "▁context"  # the word between a question and its context
 
 Encode = Callable[[list[str]], list[list[int]]]
 
