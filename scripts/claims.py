@@ -164,7 +164,7 @@ def family_ratio(file: str, name: str, recipe: str = "fp32") -> Figure:
 
 
 BLEU, ROUGE, EXACT = "translation.bleu", "summaries.all.rougeL", "questions.all.exact_match"
-ONE_LAYER, TWO_LAYERS = "1 layer, logits, longer", "2 layers, hidden"
+ONE_LAYER, TWO_LAYERS = "1 layer, hidden, longer", "2 layers, hidden"
 distilled = Claim(
     "C03",
     "A student with fewer decoder layers, distilled and run in ONNX, is faster still at a minimal loss.",
