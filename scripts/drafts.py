@@ -162,7 +162,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
     rows = list(measured(args.draft, args.limit, args.rounds))
-    write_rows(args.json, rows, command="python scripts/drafts.py")
+    draft = f" --draft {args.draft}" if args.draft else ""
+    command = f"python scripts/drafts.py{draft} --limit {args.limit} --rounds {args.rounds}"
+    write_rows(args.json, rows, command=command)
     for row in rows:
         if row["measured"] == "drafts":
             ratio = row["ratio"]

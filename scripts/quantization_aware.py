@@ -18,10 +18,10 @@ from t5accel.graphs.quantize import quantize_export
 from t5accel.graphs.recipes import as_recipe
 from t5accel.records import write_rows
 from t5accel.scoring import text_quality
-from t5accel.students.mixture import Mixture, evaluation_sources
+from t5accel.students.mixture import SECOND_CURRICULUM, Mixture, evaluation_sources
 from t5accel.students.pairs import read_pairs, split_pairs
 from t5accel.students.quantization_aware import fine_tune
-from t5accel.students.train import steps_from
+from t5accel.students.train import SECOND_STAGE, steps_from
 
 
 def scores(model: Any, tokenizer: Any, recipe: Any) -> dict[str, dict[str, float]]:
@@ -44,13 +44,14 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     args = parser.parse_args()
     recipe = as_recipe(args.recipe)
-    mixture = Mixture(split_pairs(read_pairs(args.pairs), 1000).train, evaluation_sources())
+    pairs = split_pairs(read_pairs(args.pairs), 1000).train
+    mixture = Mixture(pairs, evaluation_sources(), curriculum=SECOND_CURRICULUM)
     model, tokenizer = load_t5("mini")
     rows = [{"trained": "not", "steps": 0, "scores": scores(model, tokenizer, recipe)}]
     for name, rounding in (("with rounded weights", recipe), ("without rounding", None)):
         model = load_t5("mini")[0]
         # Steps that the model has not seen: the curriculum's last phase goes on.
-        batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, 9000)
+        batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, SECOND_STAGE.steps)
         with tqdm(total=args.steps, desc=name, unit="step") as bar:
 
             def shown(loss: float, bar: Any = bar) -> None:
@@ -65,8 +66,8 @@ def main() -> None:
         rows.append({"trained": name, "steps": args.steps, "scores": scores(model, tokenizer, recipe)})
         print(rows[-1])
     write_rows(
-        args.json, rows, command="python scripts/quantization_aware.py", recipe=recipe.to_json(),
-        learning_rate=args.learning_rate,
+        args.json, rows, recipe=recipe.to_json(), learning_rate=args.learning_rate,
+        command=f"python scripts/quantization_aware.py PAIRS --recipe {args.recipe} --steps {args.steps}",
     )  # fmt: skip
 
 

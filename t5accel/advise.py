@@ -245,6 +245,8 @@ def _best(need: Need, ranked: Sequence[Candidate]) -> tuple[Candidate | None, tu
     if need.matters == "memory":
         return next((one for one in ranked if one.allowed), None), ()
     allowed = [one for one in ranked if one.allowed and one.speed.ratio.median > 1]
+    if need.matters == "quality" and not need.max_loss:  # that no score fell is no proof where tokens change
+        allowed = [one for one in allowed if one.quality == SAME] or allowed
     if not allowed:
         return None, ()
     level = [one for one in allowed if one is allowed[0] or not beats(allowed[0].speed.ratio, one.speed.ratio)]

@@ -190,7 +190,7 @@ def _panel(axes: Axes, rows: Rows) -> None:
         low, high = row["ratio"]["min"], row["ratio"]["max"]
         axes.plot([low, high], [place, place], color="#333333", linewidth=1.2)  # the range over the rounds
         axes.annotate(text, (max(high, below), place), xytext=(5, 0), textcoords="offset points", va="center",
-                      fontsize=9)  # fmt: skip
+                      fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
     axes.set_xscale("log")
     axes.axvline(100, color="#8795a1", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xticks([1, 10, 100], ["1", "10", "100"])

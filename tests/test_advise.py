@@ -212,10 +212,13 @@ def test_all_scores_count_where_no_task_is_named():
     assert chosen(*LADDER, *measured, task=None) == "fp32" and chosen(*LADDER, *measured) == "int8"
 
 
-def test_where_quality_matters_nothing_may_be_lost():
+def test_where_quality_matters_a_gain_is_chance_and_the_same_tokens_are_wanted():
     measured = (WHOLE, scores("int8", 27.99), scores("int4", 28.1))
     assert chosen(*LADDER[:2], *measured, matters="quality") == "fp32"
-    assert chosen(*LADDER, *measured, matters="quality") == "int4"
+    assert chosen(*LADDER, *measured, matters="quality") == "fp32"
+    assert chosen(*LADDER, *measured, matters="quality", max_loss={"bleu": 0.0}) == "int4"
+    inexact = [one for one in LADDER if one.recipe != "fp32"]  # where no run has the same tokens, no score may fall
+    assert chosen(*inexact, *measured, matters="quality") == "int4"
 
 
 def test_what_was_never_scored_on_this_model_waits_for_a_gate():

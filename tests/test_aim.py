@@ -9,7 +9,7 @@ import torch
 
 from t5accel.checkpoints import random_t5
 from t5accel.errors import InputError
-from t5accel.students.aim import Aim, aim_heads
+from t5accel.students.aim import Aim, aim_heads, choose_aims
 
 SIZES = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
@@ -64,3 +64,43 @@ def test_what_cannot_be_aimed_is_refused_and_nothing_is_changed(model, aim):
     with pytest.raises(InputError, match=r"give heads of 0 ... 3, and first <= last"):
         aim_heads(model, [Aim(2, like=0, first=1, last=1), aim])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+SIX_HEADS = {**SIZES, "num_heads": 6}
+BATCHES = [([[*range(10 + i, 34 + i), 1]] * 2, [[40 + i, 50 + i, 1]] * 2) for i in range(3)]
+
+
+def planted() -> torch.nn.Module:
+    """A model of six heads, of which 2 looks at the token before, and 0, 4 and 5 write next to nothing."""
+    made = random_t5(SIX_HEADS, seed=3)
+    attentions = [block.layer[0].SelfAttention for block in made.encoder.block]
+    with torch.no_grad():
+        attentions[0].relative_attention_bias.weight[1, 2] = 20.0  # bucket 1: one token back
+        for attention in attentions:
+            for head in (0, 4, 5):
+                attention.o.weight[:, 8 * head : 8 * head + 8] *= 1e-3
+    return made
+
+
+def test_the_heads_that_matter_least_are_aimed_like_the_one_that_looks_at_the_token_before():
+    model = planted()
+    before = copy.deepcopy(model.state_dict())
+    assert choose_aims(model, BATCHES) == (Aim(0, 2, 1, 1), Aim(4, 2, 2, 7), Aim(5, 2, -7, -2))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_head_that_looks_back_is_never_given_away_even_if_it_matters_least():
+    model = planted()
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[0].SelfAttention.o.weight[:, 16:24] *= 1e-6
+    assert {aim.head for aim in choose_aims(model, BATCHES)} == {0, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [(SIX_HEADS, r"No head .* the first stage longer"), ({**SIZES, "num_heads": 3}, "has 3 heads; 4 are needed")],
+)
+def test_a_model_that_is_not_ready_for_aims_is_refused(sizes, message):
+    with pytest.raises(InputError, match=message):
+        choose_aims(random_t5(sizes, seed=3), BATCHES)

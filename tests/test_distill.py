@@ -194,6 +194,18 @@ def test_a_narrow_student_is_trained_as_it_is(tiny_t5, tmp_path: Path, padded_ba
     same_logits(teacher_forced(loaded, *padded_batch, NEW), teacher_forced(student, *padded_batch, NEW))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_the_encoder_moves_by_its_share_of_the_rates(tiny_t5, tmp_path: Path, share: float) -> None:
+    config = replace(TOY, steps=1, warmup_steps=1)
+    begun = stored(shrink_decoder(tiny_t5(), config.layers))
+    whole, slow = (run(tiny_t5(), tmp_path / str(s), replace(config, encoder_share=s)) for s in (1.0, share))
+    for name, value in slow.state_dict().items():
+        full = whole.state_dict()[name] - begun[name]
+        of_encoder = name.startswith(("encoder.", "shared.", "lm_head.", "decoder.embed_tokens"))  # these two are tied
+        expected = (share if of_encoder else 1.0) * full
+        assert torch.allclose(value - begun[name], expected, atol=1e-6), name
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +215,8 @@ def test_a_narrow_student_is_trained_as_it_is(tiny_t5, tmp_path: Path, padded_ba
         (dict(loss="magic"), "loss is 'magic'; give one of labels, logits, hidden, sequence"),
         (dict(loss=None), "loss is None; give"), (dict(steps=0), "steps is 0; give at least 1"),
         (dict(steps=-5), "steps is -5; give at least 1"),
+        (dict(encoder_share=-0.1), "encoder_share is -0.1; give 0 … 1"),
+        (dict(encoder_share=2), "encoder_share is 2; give"),
     ],
 )  # fmt: skip
 def test_a_bad_configuration_is_refused(wrong: dict[str, Any], match: str) -> None:

@@ -22,7 +22,7 @@ from t5accel.parity import assert_varied
 from t5accel.techniques import TECHNIQUES
 
 RECORDED = {
-    "mini-d1": ("distillation.json", "1 layer, logits, longer"),
+    "mini-d1": ("distillation.json", "1 layer, hidden, longer"),
     "mini-d1p": ("pruning.json", "mini-d1, movement"),
 }
 STUDENTS = sorted(BUNDLED.keys() - {"mini"})

@@ -492,7 +492,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_everything_else():
     assert {n for n in rest if n.endswith("q.weight")} == set() and "shared.weight" in rest
     assert (adamw.param_groups[0]["peak_lr"], muon.param_groups[0]["peak_lr"]) == (0.1, 0.2)
     (alone,) = new_optimizers(model, learning_rate=0.1, matrix_learning_rate=None)
-    assert len(alone.param_groups[0]["params"]) == len(names)
+    assert sum(len(group["params"]) for group in alone.param_groups) == len(names)
 
 
 BATCH = ([[5, 6, 7, 1], [8, 9, 1]], [[10, 11, 1], [12, 13, 14, 1]])
@@ -760,12 +760,18 @@ def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
     seen = []
 
     def watched(mixture, tokenizer, held_out, folder, config, *, start, device):
-        seen.append((mixture.curriculum, start.dtype))
+        seen.append((mixture.curriculum, config, start.dtype))
         return start
 
+    found = (Aim(1, like=0, first=1, last=1),)
+    looked_at = []
+    monkeypatch.setattr(training, "choose_aims", lambda model, batches: looked_at.append((model, batches)) or found)
     monkeypatch.setattr(training, "train", watched)
-    folder = reproduce(pairs_file, tmp_path / "out", TOY, start=str(tmp_path / "start"), held_out=10)
-    assert seen == [(SECOND_CURRICULUM, torch.float32)]
+    for config in (TOY, replace(TOY, aims=None)):
+        folder = reproduce(pairs_file, tmp_path / "out", config, start=str(tmp_path / "start"), held_out=10)
+    assert seen == [(SECOND_CURRICULUM, replace(TOY, aims=aims), torch.float32) for aims in ((), found)]
+    ((model, batches),) = looked_at  # only where no aims were given
+    assert model.config.d_model == 16 and batches
     kept = (tmp_path / "start" / "tokenizer.json").read_text()
     assert json.loads((folder / "tokenizer.json").read_text())["model"] == json.loads(kept)["model"]
     assert not (tmp_path / "out" / "tokenizer").exists()

@@ -22,7 +22,7 @@ class Need:
     Attributes:
         model: as `checkpoints.load_t5` knows it.
         task: one of `METRICS`, or ``None``: all of them.
-        matters: one of `MATTERS`. With ``"quality"`` nothing may be lost, unless ``max_loss`` says more.
+        matters: one of `MATTERS`. With ``"quality"`` the same tokens are wanted, unless ``max_loss`` allows a loss.
         batch: texts at a time; by default 32 where throughput matters, the largest batch that is recorded, else 1.
         beams, source_tokens, new_tokens: of a typical call.
         max_loss: what each score may be lower than in fp32, by its name in `METRICS`; by default 1.0 of each score of

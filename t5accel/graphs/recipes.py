@@ -202,7 +202,7 @@ def _scheme(content: Mapping[str, Any] | None) -> Scheme | None:
 
 
 _INT8, _DYNAMIC = Scheme(), Scheme("dynamic")
-# With 4 bits the layers do as well with blocks of 64, which are faster; head and embedding lose answers by them.
+# With 4 bits the layers do as well with blocks of 64, which are faster; in head and embedding they cost BLEU.
 _INT4, _INT4_HEAD = Scheme(bits=4, block_size=64), Scheme(bits=4, block_size=32)
 RECIPES = {
     recipe.name: recipe

@@ -12,7 +12,8 @@ training would have to find.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,18 @@ import torch
 
 from t5accel.errors import InputError
 from t5accel.graphs.t5_weights import relative_position_bucket
+from t5accel.students.importance import taylor
+from t5accel.students.optimise import batch_loss, model_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from t5accel.students.mixture import Batch
+
 _TOWARDS, _AWAY = 3.0, -3.0  # biases of attention scores, in nats
 _LITTLE = 0.1  # what is left of the queries: the distance decides at first, and the content may learn to
+_LOOKS = 0.1  # the share of its attention that a head has for the token before if that is what it looks at
+_DISTANCES = ((1, 1), (2, 7), (-7, -2))  # the token after; then further on; then further back
 
 
 @dataclass(frozen=True)
@@ -72,3 +79,46 @@ def aim_heads(model: PreTrainedModel, aims: Sequence[Aim]) -> None:
         )  # fmt: skip
         table[:, aim.head] = _AWAY
         table[torch.from_numpy(aimed_at), aim.head] = _TOWARDS
+
+
+def choose_aims(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Aim, ...]:
+    """Aims for a trained model: the three heads that matter least, each like the one that looks at the token before.
+
+    What matters is judged over all encoder layers together, since they share their distances, by `importance.taylor`.
+
+    Args:
+        batches: some of each task; it takes about two seconds for each.
+
+    Raises:
+        InputError: there are no batches, the model has fewer than four heads, or none looks at the token before.
+    """
+    if model.config.num_heads <= len(_DISTANCES):
+        raise InputError(f"The model has {model.config.num_heads} heads; {len(_DISTANCES) + 1} are needed.")
+    scores = taylor(model, batches, lambda batch: batch_loss(model, batch, 0.0))
+    matters = sum(value for name, value in scores.items() if name.startswith("encoder") and name.endswith("Attention"))
+    looks = sum(map(_looks_back(model), batches)) / len(batches)
+    like = int(looks.argmax())
+    if looks[like] < _LOOKS:
+        raise InputError(
+            f"No head of the encoder looks at the token before (the most is {looks[like]:.0%} of its attention): train "
+            "the first stage longer, until summaries are copied."
+        )
+    least = [head for head in matters.argsort().tolist() if head != like][: len(_DISTANCES)]
+    return tuple(Aim(head, like, *distance) for head, distance in zip(sorted(least), _DISTANCES, strict=True))
+
+
+def _looks_back(model: PreTrainedModel) -> Callable[[Batch], torch.Tensor]:
+    """From a batch to the share of each head's attention (H,) that the token before gets, the mean over layers."""
+    looking = copy.deepcopy(model).eval()
+    looking.set_attn_implementation("eager")  # others do not return what they attend to
+
+    @torch.no_grad()
+    def share(batch: Batch) -> torch.Tensor:
+        inputs, _ = model_inputs(batch, next(looking.parameters()).device)
+        del inputs["decoder_input_ids"]
+        has_one_before = inputs["attention_mask"][:, 1:].float()
+        layers = looking.encoder(**inputs, output_attentions=True).attentions  # each (B, H, S, S)
+        before = torch.stack(layers).mean(0).float().diagonal(-1, 2, 3) * has_one_before[:, None]
+        return before.sum((0, 2)) / has_one_before.sum()
+
+    return share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str] | N
     """Validation loss by step, one line a task, as a matplotlib figure; saved if ``path`` is given.
 
     Args:
-        rows: lines of ``log.jsonl``: ``step`` and, for each task, nats per token on held-out batches.
+        rows: lines of ``log.jsonl``: ``step`` and, for each task, nats per token on held-out batches. Where ``stage``
+            changes, a line says so.
 
     Raises:
         InputError: there are no rows.
@@ -39,13 +41,24 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str] | N
     for task, colour in TASKS.items():
         values = [row[task] for row in rows]
         axes.plot(steps, values, label=task, color=colour, linewidth=2)
-        last = (steps[-1], values[-1])
-        axes.annotate(f"{values[-1]:.2f}", last, xytext=(6, 0), textcoords="offset points", va="center")
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel("validation loss, nats per token")
     axes.set_ylim(0, None)
     axes.set_xlim(0, steps[-1] * 1.07)
-    axes.legend(frameon=False)
+    top = axes.get_ylim()[1]
+    height = 0.0
+    for last in sorted(rows[-1][task] for task in TASKS):
+        height = max(last, height)
+        axes.annotate(f"{last:.2f}", (steps[-1], height), xytext=(6, 0), textcoords="offset points", va="center")
+        height += 0.06 * top  # so that no two of them overlap
+    for before, row in pairwise(rows):
+        if row.get("stage") != before.get("stage"):
+            axes.axvline(before["step"], color="grey", linewidth=1, linestyle=":")
+            axes.annotate(
+                f"stage {row['stage']}", (before["step"], top), xytext=(4, 0), textcoords="offset points", va="top",
+                color="grey",
+            )  # fmt: skip
+    axes.legend(frameon=False, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

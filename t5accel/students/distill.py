@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 
     from t5accel.students.gates import Gates
 
-# A student meets all tasks in every step, in the shares in which they are scored. In a trial of 5,000 steps of the
-# first phase alone, one layer translated and summarised like its teacher and gave 29 right answers where that gives 35:
-# so a longer run goes on with more questions.
+# A student meets all tasks in every step, in the shares in which they are scored, and stories of many people besides:
+# one decoder layer has to learn anew to find what the encoder marks as asked for. In trials of 400 steps the questions'
+# loss was 0.90 without them, and 0.81 with a third of the weight. A longer run goes on with more questions: after 5,000
+# steps of the first phase alone, a student of the model's version 2 had 29 right answers where that had 35.
 STUDENTS_MIXTURE = (
-    Phase(0, (Part("translation", 2000, weight=0.5), Part("summaries", 1200, 0.5, 0.2),
-              Part("questions", 1500, weight=0.3))),
+    Phase(0, (Part("translation", 2000, weight=0.45), Part("summaries", 1200, 0.5, 0.15),
+              Part("questions", 1500, weight=0.25), Part("crowds", 1500, weight=0.15))),
     Phase(1000, (Part("translation", 1500, weight=0.35), Part("summaries", 1200, 0.5, 0.15),
-                 Part("questions", 2000, weight=0.3), Part("short questions", 1200, weight=0.2))),
+                 Part("questions", 2000, weight=0.3), Part("crowds", 1200, weight=0.2))),
 )  # fmt: skip
 
 
@@ -54,9 +55,12 @@ class DistillConfig:
         layers: the teacher's decoder layers that the student begins with; `shrink.layer_map` chooses well.
         loss: one of `objectives.OBJECTIVES`.
         learning_rate: AdamW's, of embeddings, biases and norms; ``matrix_learning_rate``: Muon's, of all else.
+        encoder_share: what multiplies both for the encoder and the embedding, which the student has from its teacher.
+            In trials of 400 steps the questions' loss was 1.19 with 1, 0.90 with 0.1 and 1.28 with 0: at full rates the
+            encoder forgets what took its teacher long to learn.
         dropout: of the student, 0 … 1.
 
-    Raises ``InputError`` for an unknown loss or fewer than one step.
+    Raises ``InputError`` for an unknown loss, fewer than one step, or a share that is none.
     """
 
     layers: tuple[int, ...] = (3,)
@@ -65,6 +69,7 @@ class DistillConfig:
     seed: int = 0
     learning_rate: float = 4e-3
     matrix_learning_rate: float = 1e-2
+    encoder_share: float = 0.1
     warmup_steps: int = 50
     decay_share: float = 0.5
     dropout: float = 0.0
@@ -74,6 +79,8 @@ class DistillConfig:
             raise InputError(f"The loss is {self.loss!r}; give one of {', '.join(OBJECTIVES)}.")
         if self.steps < 1:
             raise InputError(f"steps is {self.steps}; give at least 1.")
+        if not 0 <= self.encoder_share <= 1:
+            raise InputError(f"encoder_share is {self.encoder_share!r}; give 0 … 1.")
 
     def factor(self, step: int) -> float:
         """What multiplies the peak learning rates at ``step``.
@@ -159,7 +166,10 @@ def train_student(
     teacher = copy.deepcopy(teacher).to(device).eval()
     objective = as_objective(config.loss)
     optimizers = new_optimizers(
-        student, learning_rate=config.learning_rate, matrix_learning_rate=config.matrix_learning_rate
+        student,
+        learning_rate=config.learning_rate,
+        matrix_learning_rate=config.matrix_learning_rate,
+        encoder_share=config.encoder_share,
     )
     sets = validation_sets(list(held_out), encode) if held_out else {}
 

@@ -76,23 +76,36 @@ def set_dropout(model: torch.nn.Module, p: float) -> None:
 
 
 def new_optimizers(
-    model: torch.nn.Module, *, learning_rate: float, matrix_learning_rate: float | None
+    model: torch.nn.Module, *, learning_rate: float, matrix_learning_rate: float | None, encoder_share: float = 1.0
 ) -> list[torch.optim.Optimizer]:
     """AdamW for embeddings, biases and norms, and Muon for the matrices inside the layers.
 
     Args:
         learning_rate: AdamW's peak.
         matrix_learning_rate: Muon's peak; with ``None`` AdamW trains everything.
+        encoder_share: what multiplies the rates of the encoder and of the embedding that it reads.
+
+    >>> from t5accel.lively import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> adamw, muon = new_optimizers(model, learning_rate=0.1, matrix_learning_rate=0.2, encoder_share=0.5)
+    >>> [group["peak_lr"] for group in adamw.param_groups + muon.param_groups]
+    [0.1, 0.05, 0.2, 0.1]
     """
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".block." in n and "bias" not in n]
-    chosen = {id(p) for p in matrices} if matrix_learning_rate else set()
-    rest = [p for p in model.parameters() if id(p) not in chosen]
+    kinds: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        is_matrix = bool(matrix_learning_rate) and parameter.ndim == 2 and ".block." in name and "bias" not in name
+        kinds.setdefault((is_matrix, name.startswith(("encoder.", "shared."))), []).append(parameter)
+
+    def groups(is_matrix: bool, rate: float) -> list[dict[str, Any]]:
+        of_kind = [(kinds.get((is_matrix, in_encoder), []), in_encoder) for in_encoder in (False, True)]
+        return [{"params": p, "lr": rate * (encoder_share if in_encoder else 1.0)} for p, in_encoder in of_kind if p]
+
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+        torch.optim.AdamW(groups(False, learning_rate), betas=(0.9, 0.98), weight_decay=0.01)
     ]
     if matrix_learning_rate:
-        muon = torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
+        matrices = groups(True, matrix_learning_rate)
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

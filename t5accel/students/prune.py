@@ -110,7 +110,8 @@ class PruneConfig:
     every: int = 25
     multiple_of: int = 32
     examine: int = 24
-    training: DistillConfig = DistillConfig(learning_rate=1e-3, matrix_learning_rate=2.5e-3)  # it knows much already
+    # Gently, for it knows much already; its encoder most gently, for what that knows took longest to learn.
+    training: DistillConfig = DistillConfig(learning_rate=1e-3, matrix_learning_rate=2.5e-3, encoder_share=0.4)
 
     def __post_init__(self) -> None:
         if self.importance not in WAYS:

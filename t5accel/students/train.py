@@ -20,7 +20,7 @@ import torch
 
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
-from t5accel.students.aim import Aim, aim_heads
+from t5accel.students.aim import Aim, aim_heads, choose_aims
 from t5accel.students.mixture import (
     CONTEXT,
     HIDE_WHAT_IS_ASKED,
@@ -75,7 +75,7 @@ class TrainConfig:
     num_heads: int = 8
     num_layers: int = 4
     vocab_size: int = 6000
-    aims: tuple[Aim, ...] = ()  # heads that begin as others; see `aim`
+    aims: tuple[Aim, ...] | None = ()  # heads that begin as others; None: `aim.choose_aims` finds them
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("muon", "adamw"):
@@ -88,12 +88,10 @@ class TrainConfig:
         return learning_rate_factor(step, self.steps, warmup_steps=self.warmup_steps, decay_share=self.decay_share)
 
 
-# The second stage goes on with a finished model, more gently. The heads are those of the bundled model's version 2:
-# 5 looks at the token before, and its answers hardly change without 3, 6 or 7.
+# The second stage goes on with a finished model, more gently.
 SECOND_STAGE = TrainConfig(
-    steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35,
-    aims=(Aim(3, like=5, first=1, last=1), Aim(6, like=5, first=2, last=7), Aim(7, like=5, first=-7, last=-2)),
-)  # fmt: skip
+    steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35, aims=None
+)
 
 
 def new_model(config: TrainConfig) -> PreTrainedModel:
@@ -117,9 +115,9 @@ def new_model(config: TrainConfig) -> PreTrainedModel:
 
 
 def second_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel:
-    """A copy of a trained model in fp32, with ``config.aims``, ready for the second stage.
+    """A copy of a trained model in fp32, with ``config.aims``, which must be known, ready for the second stage.
 
-    >>> second_model(new_model(TrainConfig(num_layers=1)).half(), SECOND_STAGE).dtype
+    >>> second_model(new_model(TrainConfig(num_layers=1)).half(), TrainConfig()).dtype
     torch.float32
     """
     model = copy.deepcopy(start).float()
@@ -247,6 +245,9 @@ def reproduce(
             train_tokenizer(texts, config.vocab_size).save_pretrained(tokenizer_folder)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     validation = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
+    if config.aims is None:
+        sets = validation_sets(validation, lambda texts: tokenizer(texts)["input_ids"])
+        config = replace(config, aims=choose_aims(model, [batch for batches in sets.values() for batch in batches[:2]]))
     model = train(mixture, tokenizer, validation, folder, config, start=model, device=device)
     model.to(torch.float16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

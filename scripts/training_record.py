@@ -1,0 +1,49 @@
+"""Record how the bundled model was trained: the losses of all stages, its quality, and the picture of its card.
+
+The logs are `log.jsonl` of the folders that `t5accel train` wrote, in order; the quality is what
+`t5accel evaluate --json` wrote. `data/results/training-mini.json` is where the record belongs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from t5accel.records import write_rows
+from t5accel.students.curves import plot_losses
+
+COMMAND = (
+    "t5accel train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
+    "t5accel train --pairs tatoeba-eng-fra.tsv --start build/mini/model --out build/mini-2; "
+    "t5accel evaluate --model mini --pairs tatoeba-eng-fra.tsv"
+)
+
+
+def joined(logs: list[Path]) -> list[dict[str, Any]]:
+    """The rows of all stages, their steps counted on from stage to stage."""
+    rows, before = [], 0
+    for stage, log in enumerate(logs, 1):
+        for line in log.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows.append({**row, "step": before + row["step"], "stage": stage})
+        before = rows[-1]["step"]
+    return rows
+
+
+def main() -> None:
+    """Join, write and draw."""
+    parser = argparse.ArgumentParser(description="Record how the bundled model was trained.")
+    parser.add_argument("logs", type=Path, nargs="+", help="log.jsonl of every stage, in order")
+    parser.add_argument("--quality", type=Path, required=True, help="what `t5accel evaluate --json` wrote")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, required=True)
+    args = parser.parse_args()
+    rows = joined(args.logs)
+    write_rows(args.json, rows, command=COMMAND, quality=json.loads(args.quality.read_text(encoding="utf-8")))
+    plot_losses(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The record of how the bundled model was trained: steps go on from stage to stage, and the picture says where."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+from script import load_script
+
+from t5accel.students.curves import plot_losses
+
+
+def written(path: Path, *rows: tuple[int, float]) -> Path:
+    lines = [
+        json.dumps({"step": step, "translation": loss, "summaries": 1.0, "questions": loss}) for step, loss in rows
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> None:
+    logs = [written(tmp_path / "1.jsonl", (10, 3.0), (20, 2.0)), written(tmp_path / "2.jsonl", (10, 4.0), (30, 1.0))]
+    rows = load_script("training_record").joined(logs)
+    assert [(row["step"], row["stage"], row["translation"]) for row in rows] == [
+        (10, 1, 3.0), (20, 1, 2.0), (30, 2, 4.0), (50, 2, 1.0),
+    ]  # fmt: skip
+    axes = plot_losses(rows).axes[0]
+    assert [line.get_xdata()[0] for line in axes.lines[3:]] == [20], "a line where the second stage begins"
+    *ends, stage = axes.texts
+    assert stage.get_text() == "stage 2" and [text.get_text() for text in ends] == ["1.00"] * 3
+    heights = [text.xy[1] for text in ends]
+    assert min(b - a for a, b in pairwise(heights)) > 0.1, "equal losses, and each can be read"
