@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from t5accel import tasks
-from t5accel.bench import BenchConfig, random_batch
+from t5accel.bench import BenchConfig, source_batch
 from t5accel.checkpoints import BUNDLED
 from t5accel.decoding.backend import as_count
 from t5accel.decoding.tokenizer_file import TokenizerFile
@@ -69,7 +69,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Forced:
-    """One source of seeded token ids, and so many new tokens.
+    """One source of an exact length, and so many new tokens.
 
     >>> Forced(new_tokens=256).is_forced
     True
@@ -83,7 +83,7 @@ class Forced:
     def answering(self, subject: Subject) -> Callable[[Generate, int], np.ndarray]:
         """As `Job` has it; ``InputError`` for more than the one text at once."""
         config = BenchConfig(source_tokens=self.source_tokens, new_tokens=self.new_tokens, seed=self.seed)
-        ids, mask = random_batch(subject.model.config.vocab_size, config)
+        ids, mask = source_batch(subject, config)
 
         def answers(generate: Generate, batch: int) -> np.ndarray:
             if batch != 1:

@@ -7,7 +7,9 @@ are plain dicts and need no library at all; `load` wraps the same rows as a ``da
 from __future__ import annotations
 
 import json
+import random
 import re
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from t5accel.checkpoints import data_folder
@@ -121,6 +123,38 @@ def source_text(name: str, row: dict[str, Any]) -> str:
     if name == "questions":
         return f"{QUESTION}{texts[0]}{CONTEXT}{texts[1]}"
     return (TRANSLATE if name == "translation" else SUMMARIZE) + texts[0]
+
+
+def sources_of_length(tokenizer: Any, batch: int, source_tokens: int, *, seed: int = 0) -> list[list[int]]:
+    """Text of an exact length, to time a trained model on: one that reads noise may say one token again and again.
+
+    Args:
+        tokenizer: from a list of texts to their ``input_ids``, each with an end token, as transformers' are.
+        batch, source_tokens: how many rows, and of how many tokens.
+        seed: draws the reports' order.
+
+    Returns:
+        Rows of token ids: the prefix, reports one after the other, cut to the length, and the end token. Each row
+        begins with another report.
+
+    >>> from t5accel.checkpoints import load_t5
+    >>> _, tokenizer = load_t5("mini")
+    >>> first, second = sources_of_length(tokenizer, 2, 300)
+    >>> len(first), tokenizer.decode(first)[:11], first[-1], first == second
+    (300, 'summarize: ', 1, False)
+    """
+    reports = [row["source"] for row in rows("summaries")]
+    random.Random(seed).shuffle(reports)
+    prefix, *encoded = tokenizer([SUMMARIZE, *reports])["input_ids"]
+    found = []
+    for first in range(batch):
+        text, end = list(prefix[:-1]), prefix[-1]
+        for place in count(first):
+            if len(text) >= source_tokens - 1:
+                break
+            text += encoded[place % len(encoded)][:-1]
+        found.append([*text[: source_tokens - 1], end])
+    return found
 
 
 def references(name: str, row: dict[str, Any]) -> list[str]:

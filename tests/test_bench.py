@@ -11,7 +11,7 @@ import torch
 import t5accel.bench as module
 import t5accel.techniques
 from t5accel import machine, tasks
-from t5accel.bench import BenchConfig, bench, random_batch
+from t5accel.bench import BenchConfig, bench, random_batch, source_batch
 from t5accel.checkpoints import BUNDLED
 from t5accel.errors import InputError, UnequalWorkError
 from t5accel.lively import random_t5
@@ -205,6 +205,23 @@ def test_the_random_batch_is_seeded_and_holds_ordinary_tokens_only():
     assert set(ids.reshape(-1).tolist()) == set(range(3, 10))
     assert (random_batch(10, config)[0] == ids).all()
     assert (random_batch(10, replace(config, seed=1))[0] != ids).any()
+
+
+def test_a_trained_model_reads_text_of_that_length():
+    config = BenchConfig(batch=3, source_tokens=50, seed=1)
+    ids, mask = source_batch(Subject("mini", 0, 1), config)
+    assert ids.shape == mask.shape == (3, 50) and mask.all() and ids.dtype == mask.dtype == np.int64
+    assert len({tuple(row) for row in ids.tolist()}) == 3 and (ids[:, -1] == 1).all()
+    assert (source_batch(Subject("mini", 0, 1), replace(config, seed=2))[0] != ids).any()
+    assert (source_batch(subject_of(random_t5(SIZES)), config)[0] == random_batch(SIZES["vocab_size"], config)[0]).all()
+
+
+@pytest.mark.parametrize("name", sorted(BUNDLED))
+def test_every_bundled_model_can_be_measured(name):
+    """On noise a student says one token again and again, and equality on that would be no evidence."""
+    config = BenchConfig(model=name, source_tokens=16, new_tokens=8, rounds=1, threads=1, quality_limit=0,
+                         peak_memory=False)  # fmt: skip
+    assert {row.model for row in bench(config, techniques=[*ALIKE, OURS]).rows} == {name}
 
 
 def test_shared_weights_count_once():

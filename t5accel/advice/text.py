@@ -169,7 +169,7 @@ def _beside(advice: Advice) -> Iterator[str]:
     if best and need.beams == 1 and not advice.drafts:
         yield (
             "lookup(model.backend, …): not measured for this model and recipe; it pays only where an answer copies "
-            "long stretches of its source, as summaries do (scripts/drafts.py measures mini)"
+            "from its source at length, as summaries do (scripts/drafts.py measures mini)"
         )
     small = sorted(advice.relatives, key=lambda one: max(0.0, _excess(one, need)))  # those within the limits first
     inside = sum(_excess(one, need) <= 0 for one in small)
