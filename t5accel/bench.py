@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from t5accel import machine, quality, tasks
+from t5accel.checkpoints import BUNDLED
 from t5accel.decoding.backend import as_count
 from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
@@ -147,8 +148,8 @@ def random_batch(vocab_size: int, config: BenchConfig) -> tuple[np.ndarray, np.n
 
 
 def _quality(generate: Generate, tokenizer: Any, config: BenchConfig) -> dict[str, Any] | None:
-    if tokenizer is None or config.quality_limit == 0 or config.model != "mini":
-        return None  # quality is that of the bundled model, on the sets that it was made for
+    if tokenizer is None or config.quality_limit == 0 or config.model not in BUNDLED:
+        return None  # quality is that of the bundled models, on the sets that they were made for
     texts = text_to_text(tokenizer, lambda ids, mask: generate(ids, mask, 0, 64))
     return quality.evaluate(texts, limit=config.quality_limit).to_json()
 
