@@ -11,6 +11,7 @@ VENV := .venv/bin/python
 VENV_V5 := .venv-v5/bin/python
 BROWSER := build/browser-site
 TENSORRT := build/tensorrt-site
+TRITON := build/triton-site
 
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
 ON_COLAB := torch transformers numpy ipykernel
@@ -29,7 +30,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser test-tensorrt lab bench peers lint format docs \
+.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser test-tensorrt test-triton lab bench peers gpu-bundle lint format docs \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -57,6 +58,9 @@ bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in bui
 
 peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1]
 	@$(VENV) scripts/peers.py $(if $(QUICK),--quick)
+
+gpu-bundle: .venv/.stamp ## Gather in build/gpu/ what the GPU suite needs on a machine without a network
+	@$(VENV) scripts/gpu_bundle.py build/gpu
 
 lint: .venv/.stamp ## Check the code with ruff
 	@$(VENV) -m ruff check .
@@ -96,6 +100,10 @@ test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a rea
 test-tensorrt: .venv/.stamp $(TENSORRT)/.stamp ## Build TensorRT engines of the bundled model, which needs no GPU
 	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests_tensorrt
 
+test-triton: .venv/.stamp $(TRITON)/.stamp ## Interpret our GPU kernel on the CPU, and compile it for GPUs that are not here
+	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests_triton
+	@PYTHONPATH=$(TRITON) $(VENV) -m pytest -q tests_triton
+
 wheelhouse: EXTRAS := cpu,course,optimum
 wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]
 	@rm -rf build/wheelhouse build/wheelhouse-venv && "$(PYTHON)" -m venv build/wheelhouse-venv
@@ -129,6 +137,12 @@ $(BROWSER)/.stamp: pyproject.toml | .venv/.stamp
 $(TENSORRT)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing TensorRT-RTX into $(@D)." && \
 		$(VENV) -m pip --disable-pip-version-check install -qq --target $(@D) $(call extra,tensorrt) && \
+		touch $@
+
+# Beside .venv, where torch would find it and compile with it. Linux only.
+$(TRITON)/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && echo "Installing Triton into $(@D)." && \
+		$(VENV) -m pip --disable-pip-version-check install -qq --target $(@D) $(call extra,triton) && \
 		touch $@
 
 # Beside the list, not in it: torchvision, which OpenVINO's packages bring, is built for another torch and breaks imports.

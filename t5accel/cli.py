@@ -163,9 +163,10 @@ def bench(
         list[str] | None, typer.Option(help="Only techniques whose name holds this (and the reference).")
     ] = None,
     suite: Annotated[
-        Suite | None, typer.Option(help="gpu: what is measured on a GPU; of the other options --json alone counts.")
+        Suite | None, typer.Option(help="gpu: what is measured on a GPU, with --json, --minutes and --only.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="Of the suite: it ends by then, and goes on when called again.")] = 8.0,
+    only: Annotated[str, typer.Option(help="Of the suite: cells whose name fits this pattern, as 'runtimes*'.")] = "*",
 ) -> None:
     """Measure every technique that exists: equal output first, then speed, memory and quality."""
     if suite is Suite.GPU:
@@ -173,7 +174,7 @@ def bench(
 
         if json is None:
             raise InputError("--suite gpu keeps each result as it comes: give --json FILE.")
-        return run_in_time(json, minutes)
+        return run_in_time(json, minutes, only=only)
     from dataclasses import replace
 
     from t5accel import scoreboard

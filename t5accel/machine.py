@@ -108,14 +108,43 @@ def _gpu() -> dict[str, Any] | None:
     if not find_spec("torch") or not (torch := import_module("torch")).cuda.is_available():
         return None
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"name": device.name, "memory_bytes": device.total_memory}
+    # Two transfers for each tick of the memory's clock; newer releases of torch know clock (kHz) and width (bits).
+    bus = 2000 * getattr(device, "memory_clock_rate", 0) * getattr(device, "memory_bus_width", 0) / 8
+    return {
+        "name": device.name,
+        "memory_bytes": device.total_memory,
+        "capability": [device.major, device.minor],
+        "sm_count": device.multi_processor_count,
+        "bus_bytes_per_s": bus or None,
+        "driver": (_nvidia_smi("driver_version") or [None])[0],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _nvidia_smi(*fields: str) -> list[str] | None:
+    """What the driver's program says of the first GPU that this process sees."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    command = ["nvidia-smi", f"--id={first}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    with suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return [value.strip() for value in done.stdout.strip().split(",")]
+    return None
+
+
+def gpu_clocks_mhz() -> dict[str, int]:
+    """The GPU's clocks as they are now, ``{"sm", "memory"}`` in MHz, so ask under load; empty where nobody knows."""
+    found = _nvidia_smi("clocks.sm", "clocks.mem") or []
+    return {name: int(value) for name, value in zip(("sm", "memory"), found, strict=False) if value.isdigit()}
 
 
 def facts(root: str | os.PathLike[str] = "/", *, gpu: bool = True) -> dict[str, Any]:
     """What a recorded measurement must say about its machine; `None` where unknown.
 
     Keys: cpu, logical_cores, usable_threads, memory_bytes, cpu_flags (those of CPU_FLAGS that are present; Linux), os,
-    python, gpu (`{"name", "memory_bytes"}` of torch's CUDA device; imports torch if installed; `gpu=False`: not asked).
+    python, gpu (of torch's CUDA device: name, memory_bytes, capability, sm_count, bus_bytes_per_s, driver, cuda, cudnn;
+    imports torch if installed; `gpu=False`: not asked).
     """
     pairs = (line.partition(":") for line in (_read(Path(root) / "proc/cpuinfo") or "").splitlines())
     cpuinfo = {key.strip(): value.strip() for key, _, value in pairs}

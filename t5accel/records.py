@@ -43,7 +43,7 @@ def rows_so_far(path: str | os.PathLike[str], conditions: Mapping[str, Any]) -> 
 
     Args:
         path: of its file, which may be missing.
-        conditions: what the file has to say of itself, such as `here`.
+        conditions: what the file has to say of itself, such as `here`; ``"machine.gpu.name"`` is a key on the way down.
 
     Raises:
         InputError: the file is no file of results.
@@ -53,7 +53,9 @@ def rows_so_far(path: str | os.PathLike[str], conditions: Mapping[str, Any]) -> 
         return []
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name, value in conditions.items() if found.get(name) != value]
+        if not isinstance(found, Mapping):
+            raise ValueError(f"it holds a {type(found).__name__}")
+        changed = [name for name, value in conditions.items() if at_path(found, name) != value]
         if not changed:
             return found["rows"]
     except (ValueError, KeyError, AttributeError) as error:
@@ -129,9 +131,25 @@ def today() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``-dirty`` where it was changed; ``None`` without a history."""
+    """``T5ACCEL_COMMIT``, else the checkout's commit, with ``-dirty`` where it was changed; else ``None``."""
+    if named := os.environ.get("T5ACCEL_COMMIT"):
+        return named  # of what was copied here without its history
     folder = Path(__file__).resolve().parent.parent
     if not (folder / ".git").exists():
         return None  # as in an installed wheel
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # no git on this machine
+        return None
+
+
+def at_path(found: Any, path: str) -> Any:
+    """``found["a"]["b"]`` for ``"a.b"``; ``None`` where there is nothing.
+
+    >>> at_path({"machine": {"gpu": None}}, "machine.gpu.name") is None
+    True
+    """
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

@@ -333,3 +333,30 @@ def test_the_floor_is_the_longer_bound_and_more_work_never_lowers_it(
         assert floor(**more).bytes_per_step > step.bytes_per_step
         assert floor(**more).floor_s >= step.floor_s
     assert json.loads(json.dumps(asdict(step)))["bound"] == step.bound
+
+
+# A GPU's facts, from made-up ones
+
+
+def test_what_a_gpu_says_of_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=150_000_000_000, major=9, minor=0,
+                           multi_processor_count=132, memory_clock_rate=3_201_000, memory_bus_width=6144)  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = machine.facts()["gpu"]
+    assert (found["name"], found["capability"], found["sm_count"]) == ("NVIDIA H200", [9, 0], 132)
+    assert found["bus_bytes_per_s"] == pytest.approx(4.917e12, rel=1e-3) and found["driver"] is None
+    del card.memory_clock_rate  # as in older releases of torch
+    assert machine.facts()["gpu"]["bus_bytes_per_s"] is None
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\ncase $2 in *driver*) echo 580.65;; *) echo 1980, 3201;; esac\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert machine.facts()["gpu"]["driver"] == "580.65"
+    assert machine.gpu_clocks_mhz() == {"sm": 1980, "memory": 3201}
+    program.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    assert machine.gpu_clocks_mhz() == {} and machine.facts()["gpu"]["driver"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,21 @@ def test_options_of_a_provider_reach_it(exported, monkeypatch) -> None:
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     open_session(exported() / DECODER, SessionSettings(), provider_options={"enable_cuda_graph": "1"})
     assert asked == [[{"enable_cuda_graph": "1"}]]
+
+
+@pytest.mark.parametrize(("given", "tf32"), [({}, "0"), ({"use_tf32": "1"}, "1")])
+def test_on_cuda_fp32_is_fp32_unless_it_is_asked_for_otherwise(monkeypatch, given: dict[str, str], tf32: str) -> None:
+    """ONNX Runtime would round the factors of every product to 10 bits, an error ten times what we allow."""
+    asked: list[Any] = []
+
+    def session(path: str, options: Any, *, providers: Any, provider_options: Any, **more: Any) -> Any:
+        asked.append(provider_options)
+        return SimpleNamespace(get_providers=lambda: providers, disable_fallback=lambda: None)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    open_session("decoder.onnx", SessionSettings(device="cuda"), provider_options=given)
+    assert asked == [[{"use_tf32": tf32}]]
 
 
 @pytest.mark.gpu

@@ -70,3 +70,18 @@ def test_what_is_no_file_of_results_is_left_where_it_is(tmp_path: Path, text: st
 
 def test_what_is_not_recorded_has_no_rows() -> None:
     assert described(recorded("nothing.json")) == "Nothing is recorded yet." and recorded("course.json")["rows"]
+
+
+def test_the_commit_of_a_copy_is_what_it_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    monkeypatch.delenv("T5ACCEL_COMMIT", raising=False)
+    assert records.commit() is None
+    monkeypatch.setenv("T5ACCEL_COMMIT", "d8e56ae")
+    assert records.commit() == here()["commit"] == "d8e56ae"
+
+
+def test_conditions_may_lie_further_down(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    write_json(path, {"machine": {"gpu": {"name": "a"}, "os": "one"}, "rows": [1]})
+    assert rows_so_far(path, {"machine.gpu.name": "a"}) == [1]
+    assert rows_so_far(path, {"machine.gpu.name": "b"}) == [] and not path.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import ATOL, BAD_CALLS, PROGRAM, check_program, logits_after_all, operations, teacher_forced
 
-from t5accel.backends.static_decoder import LONGEST_RUN
+from t5accel.backends import launches, torch_static
+from t5accel.backends.static_t5 import LONGEST_RUN
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
 from t5accel.checkpoints import load_t5
@@ -94,9 +96,7 @@ def test_what_lies_beyond_a_row_is_never_read(tiny_t5, padded_batch) -> None:
     source = backend.encode(*padded_batch)
     clean, dirty = backend.start(source), backend.start(source)
     with torch.inference_mode():
-        for pair in dirty.slot.own:
-            for held in pair:
-                held.fill_(1e4)
+        dirty.slot.own.memory.fill_(1e4)
     parity(backend.step(dirty, new), backend.step(clean, new), atol=ATOL)
 
 
@@ -182,14 +182,14 @@ def test_memory_is_used_again_when_a_state_is_gone_and_not_before(tiny_t5, padde
     backend = TorchStatic(tiny_t5())
     source = backend.encode(*padded_batch)
     first, second = backend.start(source), backend.start(source)
-    addresses = [state.slot.own[0][0].data_ptr() for state in (first, second)]
+    addresses = [state.slot.own.memory.data_ptr() for state in (first, second)]
     assert addresses[0] != addresses[1]
     new = np.random.default_rng(6).integers(3, 300, (6, 1, 4))
     expected = backend.step(first, new)
     del second
     gc.collect()
     third = backend.start(source)
-    assert third.slot.own[0][0].data_ptr() == addresses[1]
+    assert third.slot.own.memory.data_ptr() == addresses[1]
     parity(backend.step(third, new), expected, atol=0)
 
 
@@ -214,6 +214,113 @@ def test_lengths_beyond_the_last_bucket(tiny_t5, padded_batch) -> None:
     )
     np.testing.assert_array_equal(found, expected)
     assert backend._bucket(11) == 12 and TorchStatic(model)._bucket(1) == BUCKETS[0]
+
+
+# Graphs, without a GPU: what is captured is called again at every replay
+
+
+class Replay:
+    """In place of a captured graph: the same step on the same memory."""
+
+    def __init__(self, step: Any, undo: Any, device: Any):
+        self.step, self.replayed = step, 0
+        step()
+        undo()
+
+    def replay(self) -> None:
+        self.replayed += 1
+        with torch.inference_mode():
+            self.step()
+
+
+@pytest.fixture
+def with_graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def build(model: Any, **options: Any) -> TorchStatic:
+        backend = TorchStatic(model, **options)
+        monkeypatch.setattr(torch_static, "captured", torch.inference_mode()(lambda *given: Replay(*given)))
+        backend.graphs = True
+        return backend
+
+    return build
+
+
+def test_a_captured_encoder_gives_transformers_logits(tiny_t5, kind: str, padded_batch, with_graphs) -> None:
+    """In padded buckets, whatever text was encoded there before, and sources stay what they were."""
+    model, (ids, mask) = tiny_t5(kind), padded_batch
+    backend = with_graphs(model, buckets=SMALL)
+    rng = np.random.default_rng(8)
+    longer = rng.integers(3, 300, (len(ids), 14)), np.ones((len(ids), 14), dtype=int)
+    sources = [backend.encode(*texts) for texts in (longer, (ids, mask))]
+    assert len(backend._encoders) == 1 and sources[0].mask.shape == sources[1].mask.shape == (6, 16)
+    new = rng.integers(3, 300, (6, 1, 4))
+    for source, texts in zip(sources, (longer, (ids, mask)), strict=True):
+        expected = teacher_forced(model, *texts, new[:, 0])
+        parity(backend.step(backend.start(source), new)[:, 0], expected, atol=ATOL)
+    backend.encode(rng.integers(3, 300, (6, 17)), np.ones((6, 17), dtype=int))
+    assert [*backend._encoders] == [(6, 16), (6, 32)]
+
+
+def test_a_replayed_step_gives_eager_tokens(tiny_t5, kind: str, padded_batch, with_graphs) -> None:
+    model = tiny_t5(kind)
+    backend, options = with_graphs(model, buckets=SMALL), dict(min_new_tokens=20, max_new_tokens=20)
+    expected, found = (greedy(one, *padded_batch, **options).sequences for one in (TorchEager(model), backend))
+    assert_varied(expected)
+    np.testing.assert_array_equal(found, expected)
+    assert backend.captured == 2  # places for 8, and for 32, since as many steps as are asked for at once need them
+
+
+def test_all_is_captured_in_inference_mode_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream that products run on keeps a workspace; and a graph may not write to what inference mode made."""
+    made, modes = [], []
+
+    class Stream(nullcontext):
+        def __init__(self, device: Any):
+            super().__init__()
+            made.append(device)
+
+        def wait_stream(self, other: Any) -> None: ...
+
+    class Graph(nullcontext):
+        def __init__(self, graph: Any, stream: Any):
+            super().__init__()
+            modes.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    device = torch.device("cuda", 7)
+    side = launches.side_stream(device)
+    for _ in range(2):
+        launches.captured(lambda: modes.append(torch.is_inference_mode_enabled()), lambda: None, device)
+    launches.side_stream.cache_clear()
+    assert made == [device] and modes == [True, True, side, True] * 2
+
+
+# Compiling
+
+
+@pytest.mark.parametrize("shortest", [1, 20])
+def test_the_step_is_one_graph_to_the_compiler(tiny_t5, kind: str, padded_batch, monkeypatch, shortest: int) -> None:
+    """``fullgraph`` raises where a step would leave it. The compiler's own code is another's to test."""
+    monkeypatch.setitem(torch_static.COMPILE, "backend", "eager")
+    monkeypatch.delitem(torch_static.COMPILE, "options")
+    torch._dynamo.reset()
+    model = tiny_t5(kind)
+    backend, options = TorchStatic(model, buckets=SMALL, compile=True), dict(min_new_tokens=shortest, max_new_tokens=20)
+    expected, found = (greedy(one, *padded_batch, **options).sequences for one in (TorchEager(model), backend))
+    assert_varied(expected)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_compiled_step_is_equal(tiny_t5, padded_batch) -> None:
+    """By the compiler itself, for this processor."""
+    torch._dynamo.reset()
+    model = tiny_t5()
+    backend, options = TorchStatic(model, compile=True), dict(min_new_tokens=20, max_new_tokens=20)
+    expected, found = (greedy(one, *padded_batch, **options).sequences for one in (TorchEager(model), backend))
+    np.testing.assert_array_equal(found, expected)
 
 
 # Bad input

@@ -118,3 +118,18 @@ def test_what_is_no_graph_is_refused_in_tensorrts_words(trt: Any, fp32: Path, tm
     (tmp_path / "bad.onnx").write_bytes(b"no graph at all")
     with pytest.raises(ExportError, match="TensorRT cannot parse .*bad.onnx: ."):
         build_engine(tmp_path / "bad.onnx", planned(fp32).graphs["encoder.onnx"], trt=trt)
+
+
+def test_products_of_fp32_keep_their_bits(trt: Any, fp32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFloat-32 is on by default: factors of 10 bits in what the export calls fp32."""
+    configs = []
+
+    class Builder(trt.Builder):
+        def create_builder_config(self) -> Any:
+            configs.append(super().create_builder_config())
+            return configs[-1]
+
+    monkeypatch.setattr(trt, "Builder", Builder)
+    build_engine(fp32 / "encoder.onnx", planned(fp32).graphs["encoder.onnx"], trt=trt)
+    (config,) = configs
+    assert not config.get_flag(trt.BuilderFlag.TF32)

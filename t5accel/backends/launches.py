@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from t5accel.timing import measure
@@ -50,6 +52,7 @@ def operators(run: Callable[[], Any]) -> Counter[str]:
     return found
 
 
+@torch.inference_mode()
 def kernels(run: Callable[[], Any]) -> Counter[str]:
     """The kernels that a function runs on the GPU, by name, as torch's profiler sees them; copies count."""
     from torch.profiler import ProfilerActivity, profile
@@ -63,22 +66,29 @@ def kernels(run: Callable[[], Any]) -> Counter[str]:
     return Counter(event.name for event in on_device)
 
 
+@cache
+def side_stream(device: torch.device) -> Any:
+    """The one stream beside the usual one: each that products run on gets a workspace of tens of megabytes."""
+    return torch.cuda.Stream(device)
+
+
+@torch.inference_mode()
 def captured(step: Callable[[], Any], undo: Callable[[], Any], device: torch.device) -> Any:
-    """A step as a ``torch.cuda.CUDAGraph``, after it ran on a stream of its own a few times.
+    """A step as a ``torch.cuda.CUDAGraph``, after it ran on the `side_stream` a few times.
 
     Args:
         step: touches memory that stays, and nothing that the host has to wait for.
         undo: brings that memory back to where it was; called after every step that ran.
         device: a GPU.
     """
-    side, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    side, graph = side_stream(device), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
             step()
             undo()
     torch.cuda.current_stream(device).wait_stream(side)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         step()
     return graph
 
@@ -101,8 +111,29 @@ class Prices:
         return kernels * self.replayed_s + bytes_read / self.bytes_per_s
 
 
+def dependent(count: int, device: torch.device, width: int = 512) -> Callable[[], torch.Tensor]:
+    """A row of small kernels as a step has them, norms and sums in turn, each of which reads what the last one wrote.
+
+    An empty kernel would be too cheap a measure: in a graph one that does nothing takes about a microsecond, one that
+    loads a few hundred numbers and reduces them two or three.
+
+    >>> operators(dependent(6, torch.device("cpu"))).total()
+    6
+    """
+    start, weight = torch.ones(1, width, device=device), torch.ones(width, device=device)
+
+    def row() -> torch.Tensor:
+        x = start
+        for _ in range(count // 2):
+            x = functional.rms_norm(x, (width,), weight, 1e-6) + start
+        return x
+
+    return row
+
+
+@torch.inference_mode()
 def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_bytes: int = 1 << 30) -> Prices:
-    """Measure them now: kernels that do nearly nothing, each after the one before; and a copy within the device.
+    """Measure them now: a row of `dependent` kernels, and a copy within the device.
 
     Args:
         device: a GPU.
@@ -110,12 +141,7 @@ def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_b
         repeats: of which the median counts.
         size_bytes: that are copied, read and written; far more than its caches hold.
     """
-    one = torch.zeros(1, device=device)
-
-    def row() -> None:
-        for _ in range(count):
-            one.add_(1)
-
+    row = dependent(count, device)
     graph = captured(row, lambda: None, device)
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from t5accel.backends.launches import captured
+from t5accel.backends.launches import captured, side_stream
 from t5accel.backends.ort_pointers import OrtPointers
 from t5accel.backends.ort_session import open_session
 from t5accel.backends.ort_state import OrtSource, OrtState
@@ -101,7 +101,7 @@ class OrtCaptured(OrtPointers):
         self.fixed: dict[tuple[int, int, int, int], Fixed] = {}
         self._captured, self._stream = self.decoder, None
         if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)  # the default one cannot be captured
+            self._stream = side_stream(self.device)  # the default one cannot be captured
             self._captured = open_session(
                 self.folder / DECODER, self.settings,
                 provider_options={"enable_cuda_graph": "1", "user_compute_stream": str(self._stream.cuda_stream)},
@@ -182,6 +182,8 @@ class OrtCaptured(OrtPointers):
         self._bind(binding, fixed.inputs, fixed.outputs)
         if self._stream is not None:
             options.add_run_config_entry("gpu_graph_id", str(len(self.fixed)))
+            # The host shall queue the next step, not wait for this one. (Releases before mid-2026 wait all the same.)
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             for _ in range(2):  # the first run is for warming up
                 self._captured.run_with_iobinding(binding, options)
                 fixed.choose_and_move()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from t5accel.backends.launches import captured
-from t5accel.backends.static_decoder import Slot
+from t5accel.backends.static_t5 import Slot
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.backend import as_count
 
@@ -49,7 +49,7 @@ class TorchRecompute:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._encoder = TorchStatic(model, graphs=False)
+        self._encoder = TorchStatic(model)
         self.model, self.decoder, self.device = model, self._encoder.decoder, self._encoder.device
         self.texts: dict[tuple[int, int, int], Texts] = {}
 

@@ -1,8 +1,8 @@
 """torch on keys and values of fixed size, with one CUDA graph for a step: many greedy steps without asking the host.
 
-On a GPU the step is captured once for each shape and replayed; the likeliest token is found on the device and read
-there by the next step. On a CPU, which has no graphs, the same steps are called one by one: there this backend is for
-tests and for comparison.
+On a GPU the encoder and the step are captured once for each shape and replayed; the likeliest token is found on the
+device and read there by the next step. On a CPU, which has no graphs, the same steps are called one by one: there this
+backend is for tests and for comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from t5accel.backends.launches import captured
-from t5accel.backends.static_decoder import LONGEST_RUN, Slot, StaticDecoder
+from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.decoding.backend import as_batch, as_count
 from t5accel.decoding.histories import Histories, check_forbidden, check_vocabulary
 from t5accel.errors import InputError
@@ -28,13 +28,29 @@ if TYPE_CHECKING:
 BUCKETS = (64, 128, 256, 512, 1024)  # of source positions and of places for new ones; beyond, multiples of the last
 
 
+# What the compiler is asked for: one graph for each shape, and products of one row as reductions that take in what
+# surrounds them (PyTorch's gpt-fast found that option to matter most for one text).
+COMPILE = dict(fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+MOST_SHAPES = 64  # that one process compiles; torch gives up after eight
+
+
 @dataclass(frozen=True)
 class StaticSource:
-    """The encoder's work on B sources: keys and values of each layer, (B, H_i, S, d), and the mask (B, S)."""
+    """The encoder's work on B sources: cross-attention's keys and values, N = B and P = S; and the mask (B, S)."""
 
-    cross: list[tuple[torch.Tensor, torch.Tensor]]
+    cross: KeysAndValues
     mask: torch.Tensor
     owner: Any
+
+
+@dataclass
+class EncoderSlot:
+    """Where a captured encoder reads and writes, for one shape (B, S); ``graph`` is replayed."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    cross: KeysAndValues
+    graph: Any
 
 
 @dataclass
@@ -62,13 +78,16 @@ class TorchStatic:
         model: on a GPU or on the CPU, in fp32, bf16 or fp16; put into evaluation mode. Its weights must not change.
         buckets: ascending lengths that memory is made for.
         graphs: capture CUDA graphs; by default where the model is on a GPU.
-        compile: run the step through ``torch.compile``, which takes a while at the first use of each shape.
+        compile: run the step through ``torch.compile``, which takes a minute or so at the first use of each shape. With
+            graphs, what is captured is the compiled step.
+        kernel: attend by our own kernel, as `StaticT5`.
 
     Attributes:
-        captured: how many graphs were captured.
+        captured: how many graphs of a step were captured.
 
     Raises:
-        InputError: buckets are none, or graphs are asked for on a CPU.
+        InputError: ``buckets`` are not ascending lengths, or graphs are asked for on a CPU; or as `StaticT5`.
+        MissingPackageError: as `StaticT5`.
 
     >>> from t5accel.checkpoints import load_t5
     >>> from t5accel.decoding.greedy import greedy
@@ -79,9 +98,9 @@ class TorchStatic:
 
     def __init__(
         self, model: PreTrainedModel, *, buckets: Sequence[int] = BUCKETS, graphs: bool | None = None,
-        compile: bool = False,
+        compile: bool = False, kernel: bool = False,
     ):  # fmt: skip
-        self.model, self.decoder, config = model.eval(), StaticDecoder(model), model.config
+        self.model, self.decoder, config = model.eval(), StaticT5(model, kernel=kernel), model.config
         self.device, self.vocab_size = self.decoder.device, self.decoder.dims.vocab_size
         self.buckets = tuple(as_count(bucket, "a bucket", at_least=1) for bucket in buckets)
         if not self.buckets or list(self.buckets) != sorted({*self.buckets}):
@@ -92,16 +111,25 @@ class TorchStatic:
         for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             setattr(self, name, as_count(getattr(config, name), f"model.config.{name}", at_least=0))
         self.captured = 0
-        self._step = torch.compile(self.decoder.advance) if compile else self.decoder.advance
+        self._step = self._compiled() if compile else self.decoder.advance
         self._free: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
+        self._encoders: dict[tuple[int, int], EncoderSlot] = {}
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:
         ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
         check_vocabulary(ids, self.vocab_size)
-        on_device = [torch.as_tensor(np.array(array, order="C"), device=self.device) for array in (ids, mask)]
-        encoded = self.model.encoder(input_ids=on_device[0], attention_mask=on_device[1]).last_hidden_state
-        return StaticSource(self.decoder.cross_of(encoded), on_device[1], self)
+        given = [torch.from_numpy(np.array(array, order="C")) for array in (ids, mask)]
+        if not self.graphs:
+            on_device = [array.to(self.device) for array in given]
+            return StaticSource(self.decoder.encode(*on_device), on_device[1], self)
+        batch, length = ids.shape
+        slot = self._encoder((batch, self._bucket(length)))
+        for place, array in zip((slot.ids, slot.mask), given, strict=True):
+            place[:, :length] = array
+        slot.mask[:, length:] = 0  # whatever token stands there
+        slot.graph.replay()
+        return StaticSource(slot.cross.clone(), slot.mask.clone(), self)
 
     @torch.inference_mode()
     def start(self, source: StaticSource, rows_per_source: int = 1) -> StaticState:
@@ -184,8 +212,7 @@ class TorchStatic:
         self._check(state)
         histories, kept = state.rows.kept(sources)
         index = torch.as_tensor(kept, device=self.device)
-        cross = [tuple(held[index] for held in pair) for pair in state.source.cross]
-        source = StaticSource(cross, state.source.mask[index], self)
+        source = StaticSource(state.source.cross.rows(index), state.source.mask[index], self)
         rows = histories.shape[1]
         self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.slot.width)
 
@@ -229,9 +256,7 @@ class TorchStatic:
     def _gather(self, old: Slot, new: Slot, flat: np.ndarray) -> None:
         """Rows of one slot, by their numbers, into another, or into the same one."""
         index = torch.as_tensor(flat, device=self.device)
-        for there, here in zip(old.own, new.own, strict=True):
-            for source, target in zip(there, here, strict=True):
-                target[:, :, : source.shape[2]] = source.index_select(0, index)
+        new.own.gather_(old.own, index)
         new.lengths.copy_(old.lengths[index])
         new.token.copy_(old.token[index])
 
@@ -267,6 +292,25 @@ class TorchStatic:
         slot.penalty.zero_()
         if forbidden is not None:
             slot.penalty[forbidden] = -torch.inf
+
+    def _compiled(self) -> Any:
+        step = torch.compile(self.decoder.advance, **COMPILE)
+
+        def run(slot: Slot) -> None:
+            with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+                step(slot)
+
+        return run
+
+    def _encoder(self, shape: tuple[int, int]) -> EncoderSlot:
+        """The encoder captured for B sources of S positions, at its first use."""
+        if shape not in self._encoders:
+            ids, mask = torch.zeros((2, *shape), dtype=torch.int64, device=self.device)
+            mask[:, 0] = 1
+            cross = self.decoder.cross_memory(*shape)
+            graph = captured(lambda: self.decoder.encode(ids, mask, cross), lambda: None, self.device)
+            self._encoders[shape] = EncoderSlot(ids, mask, cross, graph)
+        return self._encoders[shape]
 
     def _capture(self, slot: Slot) -> None:
         """One step as a graph. What the steps of warming up did is undone: they wrote beyond what is real."""

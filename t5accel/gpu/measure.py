@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -13,17 +14,20 @@ import torch
 
 from t5accel import machine
 from t5accel.backends.launches import kernels, operators, prices
-from t5accel.backends.static_decoder import LONGEST_RUN
+from t5accel.backends.static_t5 import LONGEST_RUN
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError
 from t5accel.gpu.cells import Cell
-from t5accel.gpu.systems import COMPILED, GRAPH, REFERENCE, SYSTEMS, Subject
+from t5accel.gpu.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, Subject
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.timing import Candidate, Work, compare
 
-ATOL = {"float32": 1e-3}  # of logits, whose scale is about 10; fewer bits are asked for their relative error alone
-LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}  # norm of the difference over that of the logits
+ATOL = 1e-3  # of logits in fp32, whose scale is about 10
+LARGEST_ERROR = 1e-4  # in fp32: norm of the difference from transformers' logits, over the norm of those
+# With fewer bits every order of sums rounds otherwise, transformers' own among them: at t5-small's size its bf16 is 5%
+# away from its fp32. So ours may be away from fp32 as far as transformers is in the same dtype, and a quarter more.
+TIMES_THEIRS = 1.25
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 FEWEST_ROUNDS = 3
 Rows = list[dict[str, Any]]
@@ -35,7 +39,7 @@ def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds
     Args:
         cell: what to measure.
         subject: its model.
-        refused: systems that are not equal in these floats, and why: they are not timed.
+        refused: systems that are not equal in this dtype, and why: they are not timed.
         seconds: that it may take; fewer rounds are made where five would take longer.
         rounds: at most.
 
@@ -51,13 +55,19 @@ def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds
     return rows + price_of_compiling(rows) if cell.measured == "compile" else rows
 
 
+def failed(cell: Cell, why: str) -> Rows:
+    """The rows of a cell of which nothing was measured."""
+    names = (GRAPH,) if cell.measured == "floor" else cell.systems
+    return [_row(name, cell) | {"failed": why} for name in names]
+
+
 def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Seeded ids and a mask, both (B, S) int64. For equality rows end at different places, and the rest is padding."""
     rng = np.random.default_rng(0)
     ids = rng.integers(3, vocab_size, (cell.batch, cell.source_tokens))
     lengths = np.full(cell.batch, cell.source_tokens)
     if cell.measured == "equality":
-        lengths = np.maximum(cell.source_tokens - 3 * np.arange(cell.batch), 1)
+        lengths = np.maximum(cell.source_tokens - 3 * np.arange(1, cell.batch + 1), 1)
     mask = (np.arange(cell.source_tokens) < lengths[:, None]).astype(np.int64)
     return ids * mask, mask
 
@@ -68,44 +78,55 @@ def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
 def equality(cell: Cell, subject: Subject) -> Rows:
     """Tokens and logits beside those of transformers in fp32 on the same device.
 
-    In fp32 every token has to be equal. In fewer bits outputs part ways sooner or later, so logits of given tokens are
-    compared, and the tokens are counted. A run that drops the mask has to be caught.
+    In fp32 every token has to be equal. With fewer bits outputs part ways sooner or later, so logits of given tokens
+    are compared (`TIMES_THEIRS`), and the tokens are counted. A run that drops the mask has to be caught.
     """
-    exact = Subject(subject.name, "float32", subject.device, subject.scratch)
+    exact = subject
+    if subject.dtype != "float32":
+        exact = Subject(subject.name, "float32", subject.device, subject.scratch)
     ids, mask = batch_of(cell, exact.model.config.vocab_size)
-    expected = SYSTEMS[REFERENCE].build(exact)(ids, mask, cell.new_tokens, 1)
+    expected = exact.generate(REFERENCE, ids, mask, cell.new_tokens, 1)
     assert_varied(expected)
     given = np.concatenate([np.zeros_like(expected[:, :1]), expected[:, :7]], axis=1)  # behind the start token
     logits = _teacher_forced(exact.model, ids, mask, given)
-    rows = [_equality_of(name, cell, subject, (ids, mask, expected), (given, logits)) for name in cell.systems]
-    broken = SYSTEMS[GRAPH].build(subject)(ids, np.ones_like(mask), cell.new_tokens, 1)
+    theirs = _error(_teacher_forced(subject.model, ids, mask, given), logits)
+    allowed = LARGEST_ERROR if exact is subject else TIMES_THEIRS * theirs
+    compared = ((ids, mask, expected), (given, logits), allowed)
+    rows = [_equality_of(name, cell, subject, *compared) for name in cell.systems]
+    broken = subject.generate(STATIC, ids, np.ones_like(mask), cell.new_tokens, 1)
     if (broken == expected).all():
         raise InputError("A run without the mask gives the same tokens: this comparison proves nothing.")
     return rows
 
 
-def _equality_of(name: str, cell: Cell, subject: Subject, texts: tuple[Any, ...], forced: tuple[Any, ...]) -> Any:
+def _equality_of(
+    name: str, cell: Cell, subject: Subject, texts: tuple[Any, ...], forced: tuple[Any, ...], allowed: float
+) -> dict[str, Any]:
     (ids, mask, expected), (given, logits), system = texts, forced, SYSTEMS[name]
     row = _row(name, cell)
-    if subject.floats not in system.floats:
-        return row | {"failed": f"it does not run in {subject.floats}"}
+    if subject.dtype not in system.dtypes:
+        return row | {"failed": f"it does not run in {subject.dtype}"}
     try:
-        found = system.build(subject)(ids, mask, cell.new_tokens, 1)
+        found = subject.generate(name, ids, mask, cell.new_tokens, 1)
         row |= {"equal": int((found == expected).sum()), "of": expected.size, "distinct": len(np.unique(expected))}
-        if system.backend is None:
+        if system.backend is None:  # transformers itself
             seen = _teacher_forced(subject.model, ids, mask, given)
         else:
-            seen = _by_steps(system.backend(subject), ids, mask, given)
+            seen = _by_steps(subject.backend(name), ids, mask, given)
         row["largest_difference"] = float(np.abs(seen - logits).max())
-        row["error"] = float(np.linalg.norm(seen - logits) / np.linalg.norm(logits))
-        if subject.floats in ATOL:
-            parity(seen, logits, atol=ATOL[subject.floats])
+        row |= {"error": _error(seen, logits), "allowed_error": allowed}
+        if subject.dtype == "float32":
+            parity(seen, logits, atol=ATOL)
             parity(found, expected, atol=0)
-        if not row["error"] <= LARGEST_ERROR[subject.floats]:
-            raise ParityError(f"the error of its logits is {row['error']:.3g}")
+        if system.backend is not None and not row["error"] <= allowed:
+            raise ParityError(f"the error of its logits is {row['error']:.3g}, and {allowed:.3g} is allowed")
     except Exception as error:  # of any runtime, one that is not installed included
-        row["failed"] = _said(error)
+        row["failed"] = said(error)
     return row
+
+
+def _error(seen: np.ndarray, logits: np.ndarray) -> float:
+    return float(np.linalg.norm(seen - logits) / np.linalg.norm(logits))
 
 
 @torch.inference_mode()
@@ -129,25 +150,24 @@ def speed(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: 
     """Every system once, to warm up and to look at its output; then all of them, interleaved."""
     started = perf_counter()
     ids, mask = batch_of(cell, subject.model.config.vocab_size)
+    arguments = (ids, mask, cell.new_tokens, cell.beams)
     rows = {name: _row(name, cell) for name in cell.systems}
     running: dict[str, Callable[[], np.ndarray]] = {}
     expected: np.ndarray | None = None
     for name in cell.systems:
-        if name in refused or subject.floats not in SYSTEMS[name].floats:
-            rows[name]["failed"] = refused.get(name, f"it does not run in {subject.floats}")
+        if name in refused or subject.dtype not in SYSTEMS[name].dtypes:
+            rows[name]["failed"] = refused.get(name, f"it does not run in {subject.dtype}")
             continue
         try:
-            begun = perf_counter()
-            run = partial(SYSTEMS[name].build(subject), ids, mask, cell.new_tokens, cell.beams)
-            found = run()
-            rows[name]["first_s"] = perf_counter() - begun
+            found = subject.generate(name, *arguments)
+            rows[name]["first_s"] = subject.first_s[name]
             expected = found if name == REFERENCE else expected
             if found.shape != (cell.batch, cell.new_tokens):
                 raise InputError(f"it generated tokens of shape {found.shape}")
             rows[name] |= {"equal": int((found == expected).sum()), "of": found.size}
-            running[name] = run
+            running[name] = partial(SYSTEMS[name].build(subject), *arguments)
         except Exception as error:
-            rows[name]["failed"] = _said(error)
+            rows[name]["failed"] = said(error)
     if REFERENCE not in running or len(running) < 2:
         return list(rows.values())
     rounds = _rounds(running.values(), rounds, seconds - (perf_counter() - started))
@@ -201,53 +221,84 @@ def price_of_compiling(rows: Rows) -> Rows:
 
 
 def floor(cell: Cell, subject: Subject) -> dict[str, Any]:
-    """What a step launches and reads, and the least time that this takes on this device."""
-    model, dims = subject.model, T5Dims.of(subject.model)
+    """What a step launches and reads, and the least time that this takes on this device.
+
+    What cannot be found out, as where the driver lets nobody profile, is named in ``lacks``; the rest is kept.
+    """
+    row, lacks = _row(GRAPH, cell), []
+    for part in _floor_parts(cell, subject):
+        try:
+            row |= part()
+        except Exception as error:
+            lacks.append(f"{part.__name__}: {said(error)}")
+    if "replayed_s" in row:
+        nodes = row.get("kernels", row["operators"])
+        row["floor_s"] = nodes * row["replayed_s"] + row["bytes_per_step"] / row["bytes_per_s"]
+    return row | ({"lacks": lacks} if lacks else {})
+
+
+def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], dict[str, Any]]]:
+    model, dims, device = subject.model, T5Dims.of(subject.model), torch.device(subject.device)
     ids, mask = batch_of(cell, dims.vocab_size)
     backend = TorchStatic(model)
     state = backend.start(backend.encode(ids, mask))
     while (left := max(cell.new_tokens - 8, 1) - state.rows.width) > 0:  # nearly to the end, when memory is widest
         backend.run_greedy(state, min(left, LONGEST_RUN))
-
-    longer, shorter = (partial(SYSTEMS[REFERENCE].build(subject), ids, mask, tokens, 1) for tokens in (9, 1))
+    longer, shorter = (partial(subject.generate, REFERENCE, ids, mask, tokens, 1) for tokens in (9, 1))
 
     def step() -> None:
-        with torch.inference_mode():
-            backend.decoder.advance(state.slot)
+        backend.decoder.advance(state.slot)
 
-    read = machine.roofline(  # the bytes alone: the rates are measured below, where there is a GPU
-        dims, PRECISIONS[subject.floats], cell.batch, bandwidth=1.0, gemm=1.0, source_tokens=cell.source_tokens,
-        position=state.slot.width,
-    )  # fmt: skip
-    row = _row(GRAPH, cell) | {
-        "operators": operators(step).total(),
-        "eager_operators": (operators(longer).total() - operators(shorter).total()) / 8,
-        "bytes_per_step": read.bytes_per_step,
-    }
-    if subject.device != "cuda":
-        return row
-    device = torch.device("cuda", 0)
-    found, ran = prices(device), kernels(step)
-    row |= {
-        "kernels": ran.total(), "eager_kernels": (kernels(longer).total() - kernels(shorter).total()) / 8,
-        "launch_s": found.launch_s, "replayed_s": found.replayed_s, "bytes_per_s": found.bytes_per_s,
-        "floor_s": found.floor_s(ran.total(), row["bytes_per_step"]),
-    }  # fmt: skip
-    copies = kernels(lambda: backend.run_greedy(backend.start(state.source), 16))
-    for direction in ("DtoH", "HtoD"):
-        row[f"copies_{direction}_of_16_steps"] = sum(n for name, n in copies.items() if direction in name)
-    return row
+    def counted() -> dict[str, Any]:
+        read = machine.roofline(  # the bytes alone: the rates are measured below, where there is a GPU
+            dims, PRECISIONS[subject.dtype], cell.batch, bandwidth=1.0, gemm=1.0, source_tokens=cell.source_tokens,
+            position=state.slot.width,
+        )  # fmt: skip
+        eager = (operators(longer).total() - operators(shorter).total()) / 8
+        return {"operators": operators(step).total(), "eager_operators": eager, "bytes_per_step": read.bytes_per_step}
+
+    def priced() -> dict[str, Any]:
+        found = prices(device)
+        return {"launch_s": found.launch_s, "replayed_s": found.replayed_s, "bytes_per_s": found.bytes_per_s}
+
+    def profiled() -> dict[str, Any]:
+        ran = kernels(step)
+        names = [f"{count} × {name[:120]}" for name, count in ran.most_common()]  # which attention runs, among others
+        return {"kernels": ran.total(), "kernel_names": names}
+
+    def profiled_eager() -> dict[str, Any]:
+        return {"eager_kernels": (kernels(longer).total() - kernels(shorter).total()) / 8}
+
+    def copies() -> dict[str, Any]:
+        found = kernels(lambda: backend.run_greedy(backend.start(state.source), 16))
+        return {
+            f"copies_{direction}_of_16_steps": sum(count for name, count in found.items() if direction in name)
+            for direction in ("DtoH", "HtoD")
+        }
+
+    def clocks() -> dict[str, Any]:
+        """While the GPU is busy; at rest it shows others."""
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(machine.gpu_clocks_mhz)
+            while not asked.done():
+                backend.run_greedy(backend.start(state.source), LONGEST_RUN)
+        return {f"clock_{name}_mhz": value for name, value in asked.result().items()}
+
+    yield counted
+    if subject.device == "cuda":
+        yield from (priced, profiled, profiled_eager, copies, clocks)
 
 
 def _row(name: str, cell: Cell) -> dict[str, Any]:
     return {
         "cell": cell.name, "measured": "speed" if cell.measured == "compile" else cell.measured, "system": name,
-        "model": cell.model, "floats": cell.floats, "batch": cell.batch, "source_tokens": cell.source_tokens,
+        "model": cell.model, "dtype": cell.dtype, "batch": cell.batch, "source_tokens": cell.source_tokens,
         "new_tokens": cell.new_tokens, "beams": cell.beams, "reference": REFERENCE,
     }  # fmt: skip
 
 
-def _said(error: Exception) -> str:
+def said(error: BaseException) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,37 +35,57 @@ Generate = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
 
 @dataclass
 class Subject:
-    """A model in the floats and on the device that it is measured in; its export is written when it is asked for.
+    """A model of one dtype on one device, and what was built on it: built once, for compilers and captures take long.
 
     Attributes:
         name: as `checkpoints.load_t5` knows it.
-        floats: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         device: ``"cuda"``, or ``"cpu"`` for tests.
         scratch: a folder for exports.
+        first_s: how long the first generation of a system took, with all that was built or compiled for it.
     """
 
     name: str
-    floats: str
+    dtype: str
     device: str
     scratch: Path
+    first_s: dict[str, float] = field(default_factory=dict)
+    _built: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        return in_floats(load_t5(self.name)[0], self.floats, self.device)
+        return in_floats(load_t5(self.name)[0], self.dtype, self.device)
 
     @cached_property
     def export(self) -> Path:
-        """The folder of the ONNX export in these floats, of which there is none in bf16."""
+        """The folder of the ONNX export in this dtype, of which there is none in bf16."""
         from t5accel.graphs.convert import convert_export  # which needs onnx
         from t5accel.graphs.export import export_t5
 
         name = self.name.replace(":", "-").replace(os.sep, "-")
         whole, half = self.scratch / f"{name}-fp32", self.scratch / f"{name}-fp16"
         export_t5(self.name, whole, external_threshold_bytes=0)
-        if self.floats == "float32":
+        if self.dtype == "float32":
             return whole
         convert_export(whole, half, "fp16")
         return half
+
+    def backend(self, name: str) -> Backend:
+        """The backend of one of `SYSTEMS`, whose logits can be looked at."""
+        return self.once(name, SYSTEMS[name].backend)
+
+    def once(self, name: str, build: Callable[[Subject], Any]) -> Any:
+        """What was built under this name, or is built now."""
+        if name not in self._built:
+            self._built[name] = build(self)
+        return self._built[name]
+
+    def generate(self, name: str, *arguments: Any) -> np.ndarray:
+        """What a system generates; arguments and result are those of `Generate`."""
+        begun = perf_counter()
+        found = SYSTEMS[name].build(self)(*arguments)
+        self.first_s.setdefault(name, perf_counter() - begun)
+        return found
 
 
 @dataclass(frozen=True)
@@ -75,13 +96,13 @@ class System:
         name: what a reader calls it.
         build: returns the function that is timed; raises where something is missing.
         backend: whose logits are compared with transformers', for ours.
-        floats: that it takes.
+        dtypes: that it takes.
     """
 
     name: str
     build: Callable[[Subject], Generate]
     backend: Callable[[Subject], Backend] | None = None
-    floats: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
 def _transformers(use_cache: bool) -> Callable[[Subject], Generate]:
@@ -103,7 +124,7 @@ def _transformers(use_cache: bool) -> Callable[[Subject], Generate]:
 
 def _ours(name: str, backend: Callable[[Subject], Backend], **more: Any) -> System:
     def build(subject: Subject) -> Generate:
-        running = backend(subject)
+        running = subject.backend(name)
 
         def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
             length = dict(min_new_tokens=new_tokens, max_new_tokens=new_tokens)
@@ -121,7 +142,7 @@ def _static(**options: Any) -> Callable[[Subject], Backend]:
 
 
 def _recompute(subject: Subject) -> Generate:
-    running = TorchRecompute(subject.model)
+    running = subject.once(f"{RECOMPUTE}, all of it", lambda subject: TorchRecompute(subject.model))
     return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
 
 
@@ -140,6 +161,7 @@ IN_ONNX = ("float32", "float16")
 REFERENCE, NAIVE = "transformers, cache", "transformers, no cache"
 STATIC, GRAPH, RECOMPUTE = "static cache", "static cache, CUDA graph", "no cache, CUDA graph"
 COMPILED = "static cache, torch.compile, CUDA graph"
+KERNEL = "static cache, own attention kernel, CUDA graph"
 FED, BOUND, CAPTURED = "ONNX Runtime, numpy feeds", "ONNX Runtime, bound", "ONNX Runtime, CUDA graph"
 TENSORRT = "TensorRT"
 
@@ -152,9 +174,10 @@ SYSTEMS = {
         _ours(GRAPH, _static()),
         System(RECOMPUTE, _recompute, _static(graphs=False)),  # the same decoder
         _ours(COMPILED, _static(compile=True)),
-        _ours(FED, _onnx(OrtNumpy), floats=IN_ONNX),
-        _ours(BOUND, _onnx(OrtPointers), floats=IN_ONNX),
-        _ours(CAPTURED, _onnx(OrtCaptured), floats=IN_ONNX),
-        _ours(TENSORRT, _tensorrt, floats=IN_ONNX),
+        _ours(KERNEL, _static(kernel=True)),
+        _ours(FED, _onnx(OrtNumpy), dtypes=IN_ONNX),
+        _ours(BOUND, _onnx(OrtPointers), dtypes=IN_ONNX),
+        _ours(CAPTURED, _onnx(OrtCaptured), dtypes=IN_ONNX),
+        _ours(TENSORRT, _tensorrt, dtypes=IN_ONNX),
     )
 }
