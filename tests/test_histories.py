@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import junk
 
+from t5accel.checks import check_vocabulary
 from t5accel.decoding.backend import right_aligned
-from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 
 events = st.lists(st.tuples(st.sampled_from(["append", "append", "trim", "reorder", "keep"]), st.integers(0, 2**16)))

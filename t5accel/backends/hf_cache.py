@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
-from t5accel.decoding.backend import Backend, as_integers, right_aligned
+from t5accel.checks import as_integers
+from t5accel.decoding.backend import Backend, right_aligned
 from t5accel.errors import InputError
 
 _CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop(0) drops nothing, on 4.57 all

@@ -19,8 +19,8 @@ from t5accel.backends.ort_session import SessionSettings, open_session, shared_w
 from t5accel.backends.ort_shortlist import Shortlist, greedy_step
 from t5accel.backends.ort_state import OrtSource, OrtState
 from t5accel.backends.spare_memory import Pool
-from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_vocabulary, of_each_head
+from t5accel.checks import as_batch, as_count, check_vocabulary
+from t5accel.decoding.histories import Histories, of_each_head
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, as_folder, names
 from t5accel.graphs.manifest import read_manifest

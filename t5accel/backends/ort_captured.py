@@ -19,8 +19,8 @@ from t5accel.backends.launches import captured
 from t5accel.backends.ort_pointers import OrtPointers
 from t5accel.backends.ort_session import open_session
 from t5accel.backends.ort_state import OrtSource, OrtState
-from t5accel.decoding.backend import as_count
-from t5accel.decoding.histories import check_forbidden, right_aligned
+from t5accel.checks import as_count, check_forbidden
+from t5accel.decoding.histories import right_aligned
 from t5accel.graphs.contract import DECODER
 
 LONGEST_RUN = 64  # steps that are queued before the host reads the tokens

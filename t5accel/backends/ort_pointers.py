@@ -17,7 +17,7 @@ import torch
 
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_state import OrtState
-from t5accel.decoding.histories import check_forbidden
+from t5accel.checks import check_forbidden
 from t5accel.errors import InputError, MissingPackageError
 
 ELEMENT_TYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from t5accel.backends.ort_session import mapped
+from t5accel.checks import check_forbidden
 from t5accel.decoding.greedy import likeliest
-from t5accel.decoding.histories import check_forbidden
 from t5accel.decoding.shortlist import Head, NearLogits, certified
 from t5accel.graphs.contract import NEAR_ONLY
 from t5accel.graphs.manifest import Manifest

@@ -17,8 +17,8 @@ import numpy as np
 
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.traffic import StepTraffic
-from t5accel.decoding.backend import as_batch
-from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.checks import as_batch, check_vocabulary
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
 from t5accel.graphs.layouts import Layout, read_layout

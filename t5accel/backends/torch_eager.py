@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.checkpoints import T5Dims
-from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.checks import as_batch, as_count, check_vocabulary
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from t5accel.backends.launches import captured
 from t5accel.backends.static_decoder import Slot
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

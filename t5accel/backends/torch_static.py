@@ -18,8 +18,8 @@ import torch
 
 from t5accel.backends.launches import captured
 from t5accel.backends.static_decoder import LONGEST_RUN, Slot, StaticDecoder
-from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_forbidden, check_vocabulary
+from t5accel.checks import as_batch, as_count, check_forbidden, check_vocabulary
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:

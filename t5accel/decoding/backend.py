@@ -11,8 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from t5accel.errors import InputError
-
 Source = Any  # what `encode` returns: belongs to the backend, opaque to the algorithms
 State = Any  # the same for the decoder's state; methods that take one change it in place
 
@@ -78,61 +76,6 @@ class Generated:
     scores: np.ndarray | None = None
     drafted: int = 0
     accepted: int = 0
-
-
-def as_batch(input_ids: Any, attention_mask: Any = None, *, pad_token_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Check a batch and return it as two (B, S) int64 numpy arrays.
-
-    Args:
-        input_ids: (B, S) integers as numpy array, torch tensor or lists.
-        attention_mask: (B, S) of zeros and ones; by default 1 where ``input_ids`` is not the pad id.
-
-    Raises:
-        InputError: empty batch, wrong rank or type, negative ids, a mask of another shape, with other values than 0 and
-            1, or without a single 1 in a row.
-
-    >>> as_batch([[5, 6, 0]])[1].tolist()
-    [[1, 1, 0]]
-    """
-    ids = as_integers(input_ids, "input_ids", rank=2)
-    if not ids.size:
-        raise InputError(f"input_ids has shape {ids.shape}: give at least one source of at least one token.")
-    if ids.min() < 0:
-        raise InputError(f"input_ids holds {ids.min()}; token ids are not negative.")
-    mask = (ids != pad_token_id).astype(np.int64) if attention_mask is None else as_integers(
-        attention_mask, "attention_mask", rank=2)  # fmt: skip
-    if mask.shape != ids.shape:
-        raise InputError(f"attention_mask has shape {mask.shape} and input_ids {ids.shape}: they must be equal.")
-    if not np.isin(mask, (0, 1)).all():
-        raise InputError("attention_mask holds other values than 0 (padding) and 1 (token).")
-    empty = np.flatnonzero(mask.sum(axis=1) == 0)
-    if empty.size:
-        raise InputError(f"attention_mask is all zero in row {empty[0]}: a source needs at least one token.")
-    return ids, mask
-
-
-def as_integers(values: Any, name: str, *, rank: int) -> np.ndarray:
-    """``values`` as an int64 array of the given rank. Accepts numpy, torch (any device) and nested lists."""
-    try:
-        array = np.asarray(values.detach().cpu().numpy() if hasattr(values, "detach") else values)
-    except ValueError as error:
-        raise InputError(f"{name} is ragged: pad its rows to one length.") from error
-    except (TypeError, RuntimeError) as error:  # bfloat16, sparse and meta tensors
-        raise InputError(f"{name} is no array of integers: {error}") from error
-    if array.ndim != rank:
-        raise InputError(f"{name} is of shape {array.shape}; give {rank} dimensions of integers.")
-    if array.dtype.kind not in ("iub" if array.size else "iubf"):  # an empty list becomes an array of floats
-        raise InputError(f"{name} is of type {array.dtype}; give integers.")
-    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise InputError(f"{name} holds {array.max()}, more than 64 bits with a sign can.")
-    return array.astype(np.int64, copy=False)
-
-
-def as_count(value: Any, name: str, *, at_least: int) -> int:
-    """``value`` as an int that is at least ``at_least``; raises ``InputError`` that names the argument."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
-        raise InputError(f"{name} is {value!r}; give an integer of at least {at_least}.")
-    return int(value)
 
 
 def right_aligned(lengths: np.ndarray, width: int) -> np.ndarray:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Source, State, as_batch, as_count
+from t5accel.checks import as_batch, as_count
+from t5accel.decoding.backend import Backend, Source, State
 from t5accel.errors import InputError
 
 _NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from t5accel.decoding.backend import as_count, as_integers, right_aligned
+from t5accel.checks import as_count, as_integers, check_vocabulary
+from t5accel.decoding.backend import right_aligned
 from t5accel.errors import InputError
 
 
@@ -113,29 +114,6 @@ class Histories:
         if values.shape != self.shape or values.min() < 0 or values.max() > highest:
             raise InputError(f"{name} of shape {values.shape}: give shape {self.shape} with values in 0 … {highest}.")
         return values
-
-
-def check_vocabulary(ids: np.ndarray, vocab_size: int) -> None:
-    """Raise ``InputError`` for an id outside 0 … vocab_size - 1: a runtime may crash on it, or read what lies beyond.
-
-    Args:
-        ids: int64, any shape, not empty.
-        vocab_size: the number of entries.
-
-    >>> check_vocabulary(np.array([0, 299]), 300)
-    """
-    if ids.view(np.uint64).max() >= vocab_size:  # one pass for both ends: read without a sign, a negative id is huge
-        raise InputError(f"input_ids must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
-
-
-def check_forbidden(token: int | None, vocab_size: int) -> None:
-    """Raise ``InputError`` for a forbidden token that is none of the vocabulary; ``None`` forbids nothing.
-
-    >>> check_forbidden(None, 300), check_forbidden(1, 300)
-    (None, None)
-    """
-    if token is not None and as_count(token, "forbidden", at_least=0) >= vocab_size:
-        raise InputError(f"forbidden is {token}; the vocabulary has {vocab_size} entries.")
 
 
 def of_each_head(index: np.ndarray, heads: int, width: int) -> np.ndarray:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, as_batch, as_count, as_integers
+from t5accel.checks import as_batch, as_count, as_integers
+from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
 
 _NEEDED = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id", "encode", "start", "step")

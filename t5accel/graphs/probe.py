@@ -17,8 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from t5accel.decoding.backend import as_batch, as_integers
-from t5accel.decoding.histories import check_vocabulary
+from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.attention_bias import LOWEST
 from t5accel.graphs.builder import GraphBuilder
