@@ -40,7 +40,7 @@ class Range:
     def __post_init__(self) -> None:
         least, usual, most = (as_count(getattr(self, size.name), size.name, at_least=0) for size in fields(self))
         if not least <= usual <= most:
-            raise InputError(f"a range from {least} over {usual} to {most}: give sizes that do not fall.")
+            raise InputError(f"least is {least}, usual {usual} and most {most}: give them in rising order.")
 
     def holds(self, size: int) -> bool:
         """Whether an engine that was built for this range takes it."""
