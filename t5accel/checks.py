@@ -73,7 +73,7 @@ def as_integers(values: Any, name: str, *, rank: int) -> np.ndarray:
 def as_batch(
     input_ids: Any, attention_mask: Any = None, *, pad_token_id: int = 0, vocab_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A batch as two (B, S) int64 numpy arrays.
+    """A batch as two (B, S) int64 numpy arrays, contiguous and in memory of their own: the caller may write to theirs.
 
     Args:
         input_ids: (B, S) integers as numpy array, torch tensor or lists.
@@ -106,7 +106,7 @@ def as_batch(
     empty = np.flatnonzero(mask.sum(axis=1) == 0)
     if empty.size:
         raise InputError(f"attention_mask is all zero in row {empty[0]}: a source needs at least one token.")
-    return ids, mask
+    return np.array(ids, order="C"), np.array(mask, order="C")
 
 
 def check_vocabulary(ids: np.ndarray, vocab_size: int, name: str = "input_ids") -> None:

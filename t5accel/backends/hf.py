@@ -20,14 +20,13 @@ from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, as_cache, as_encoded, refuse
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Backend
+from t5accel.decoding.backend import Backend, check_backend
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.staging import staged
 
 _NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-_NEEDED = (*_NUMBERS, "encode", "start", "step", "reorder", "trim", "keep")
 _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
 # Arguments and modes of `generate` that reach into the model.
 _NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
@@ -73,11 +72,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
 
     def __init__(self, backend: Backend, config: PretrainedConfig, generation_config: GenerationConfig | None = None):
-        missing = [name for name in _NEEDED if not hasattr(backend, name)]
-        if missing:
-            raise InputError(
-                f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
-            )
+        check_backend(backend, ("reorder", "trim", "keep"))
         for name in _NUMBERS:
             theirs, ours = getattr(config, name, None), getattr(backend, name)
             if theirs != ours:

@@ -6,10 +6,14 @@ past decoder positions, V vocabulary entries.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+
+from t5accel.checks import as_count
+from t5accel.errors import InputError
 
 Source = Any  # what `encode` returns: belongs to the backend, opaque to the algorithms
 State = Any  # the same for the decoder's state; methods that take one change it in place
@@ -18,6 +22,12 @@ State = Any  # the same for the decoder's state; methods that take one change it
 @runtime_checkable
 class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
+
+    Its methods **trust their arguments**: types and shapes as below, tokens in the vocabulary, rows, positions and
+    sources that there are, sources and states of this very backend. What comes from outside is checked once, by those
+    who call them: the decoding algorithms (`request.Request`) and `hf`. Whoever calls a backend directly answers for
+    that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way, for want of
+    memory or by an interrupt, leaves the state as it was.
 
     A backend may also offer ``run_greedy(state, k, *, forbidden=None) -> (B, K, n)``, n <= k greedy steps without
     returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
@@ -38,7 +48,10 @@ class Backend(Protocol):
     decoder_start_token_id: int
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Source:
-        """Run the encoder once. Both arguments (B, S) int64; the mask is 1 for real tokens and 0 for padding."""
+        """Run the encoder once. Both arguments (B, S) int64; the mask is 1 for real tokens and 0 for padding.
+
+        A source may keep the arrays: nobody writes to them any more.
+        """
 
     def start(self, source: Source, rows_per_source: int = 1) -> State:
         """An empty decoder state (P = 0) with K = ``rows_per_source`` rows that share each source."""
@@ -57,6 +70,30 @@ class Backend(Protocol):
 
     def keep(self, state: State, sources: np.ndarray) -> None:
         """Only these sources, in this order, stay in the batch (finished ones leave it). (n,) int64, n >= 1."""
+
+
+_NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+def check_backend(backend: Any, methods: Iterable[str] = ()) -> None:
+    """Raise ``InputError`` for what is no backend, lacks one of these methods, or has a special token that is no token.
+
+    Args:
+        backend: anything.
+        methods: beside ``encode``, ``start`` and ``step``.
+
+    >>> check_backend("mini")
+    Traceback (most recent call last):
+    t5accel.errors.InputError: str is no backend, it lacks vocab_size, pad_token_id, eos_token_id, ...
+    """
+    missing = [name for name in (*_NUMBERS, "encode", "start", "step", *methods) if not hasattr(backend, name)]
+    if missing:
+        raise InputError(
+            f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
+        )
+    for name in _NUMBERS[1:]:
+        if as_count(getattr(backend, name), name, at_least=0) >= backend.vocab_size:
+            raise InputError(f"{name} is {getattr(backend, name)}; the vocabulary has {backend.vocab_size} entries.")
 
 
 @dataclass(frozen=True)
