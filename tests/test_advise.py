@@ -352,7 +352,7 @@ def test_the_time_of_the_export_is_that_of_the_model_itself_or_of_the_one_measur
 
 
 def test_the_line_makes_the_recipe_that_was_measured():
-    from t5accel.accelerate import tuned
+    from t5accel.api import tuned
 
     made = {}
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from t5accel.accelerate import accelerate
+from t5accel.api import accelerate
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_bound import OrtBound
 from t5accel.backends.ort_session import SessionSettings

@@ -467,10 +467,6 @@ GATHERING = {  # what is asked for, and of how many tensors
     "trim": (np.array([[1, 3]] * 6), 6),
     "keep": (np.array([4, 1]), 12),
 }
-    "reorder": (np.array([[1, 0]] * 6), 6),
-    "trim": (np.array([[1, 3]] * 6), 6),
-    "keep": (np.array([4, 1]), 12),
-}  # and how many tensors
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 0.99])

@@ -47,7 +47,7 @@ FLOORS = {
     "course": 5,
     "doctor": 5,
     "scoreboard": 5,
-    "accelerate": 5,
+    "api": 5,
     "scoring": 5,
     "family": 5,
     "ladder": 5,

@@ -25,7 +25,7 @@ from t5accel.decoding.histories import Histories, of_each_head
 from t5accel.decoding.shortlist import NearLogits
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, as_folder, names
-from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.portability import require_runnable_here
 
 
@@ -41,6 +41,7 @@ class OrtNumpy:
         folder: an export in the two-graph layout.
         settings: threads, memory and device of both sessions.
         verify: hash every file before it is used.
+        manifest: of that folder, where it was read and checked already.
         max_source_tokens: refuse longer sources, whose attention grows with the square of their length.
 
     Attributes:
@@ -68,6 +69,7 @@ class OrtNumpy:
         *,
         settings: SessionSettings | None = None,
         verify: bool = True,
+        manifest: Manifest | None = None,
         max_source_tokens: int | None = None,
     ):
         self.folder, self.settings = as_folder(folder), SessionSettings() if settings is None else settings
@@ -79,7 +81,7 @@ class OrtNumpy:
         if max_source_tokens is not None:
             as_count(max_source_tokens, "max_source_tokens", at_least=1)
         self.max_source_tokens = max_source_tokens
-        self.manifest = read_manifest(self.folder, verify=verify)
+        self.manifest = read_manifest(self.folder, verify=verify) if manifest is None else manifest
         require_runnable_here(self.manifest, self.folder, self.settings.device)
         self.dims = self.manifest.dims
         self.vocab_size = self.dims.vocab_size
