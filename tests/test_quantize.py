@@ -690,8 +690,6 @@ def test_that_quality_was_not_measured_is_said_once(cache_of_its_own, unsaid, ti
     assert Path(warning.filename) == Path(__file__), "where it was called"
     again = ("int8", "int4", "fp16")
     assert not said(lambda: [accelerate(tiny_t5(), precision=name, progress=False) for name in again])
-        lambda: [accelerate(tiny_t5(), precision=name, progress=False) for name in ("int8", "int4", "fp16")]
-    )
 
 
 @pytest.fixture
