@@ -19,7 +19,7 @@ import numpy as np
 from packaging.requirements import Requirement
 from tqdm import tqdm
 
-from t5accel.accelerate import accelerate
+from t5accel.api import accelerate
 from t5accel.backends.ort_bound import OrtBound
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy

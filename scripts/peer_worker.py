@@ -194,7 +194,7 @@ def _ours(precision: str = "fp32", *, shortlist: bool = True) -> Callable[[Path,
 
 
 def _ours_generate(folder: Path, scratch: Path, threads: int) -> Generate:
-    from t5accel.accelerate import accelerate
+    from t5accel.api import accelerate
 
     return _transformers(accelerate(folder, threads=threads, progress=False))
 

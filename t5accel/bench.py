@@ -13,7 +13,7 @@ import numpy as np
 
 from t5accel import machine, quality, tasks
 from t5accel.checkpoints import BUNDLED
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
 from t5accel.records import commit, today

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from t5accel.errors import ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.checks import as_count
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.lively import CLASS_PREFIXES, RANDOM_SIZES, T5_LIKE, random_t5
 from t5accel.narrow import load_narrow
 
@@ -131,8 +132,10 @@ class T5Dims:
         sizes = {key: config.get(key) for key in needed}
         sizes["num_decoder_layers"] = config.get("num_decoder_layers") or sizes["num_layers"]
         for key, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ModelUnavailableError(f"{name} says {key} is {value!r}; a T5's is a whole number of 1 or more.")
+            try:
+                as_count(value, key, at_least=1)
+            except InputError as error:
+                raise ModelUnavailableError(f"{name} does not describe a T5: {error}") from error
         heads, ff = (sizes["num_heads"],), (sizes["d_ff"],)
         below, above = sizes["num_layers"], sizes["num_decoder_layers"]
         layers = {"encoder_heads": heads * below, "decoder_heads": heads * above, "cross_heads": heads * above,

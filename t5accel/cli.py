@@ -65,7 +65,7 @@ def run(
     from t5accel.decoding.text import text_to_text
 
     if runtime is Runtime.ONNX:
-        from t5accel.accelerate import accelerate
+        from t5accel.api import accelerate
 
         accelerated = accelerate(model, precision=precision)
         backend, tokenizer = accelerated.backend, accelerated.tokenizer

@@ -165,7 +165,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _beams(name, model, tokenizer, device):  # noqa: ANN001, ANN202
     """The teacher, from texts to the best of four beams."""
-    from t5accel.accelerate import accelerate
+    from t5accel.api import accelerate
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.decoding.beam import beam_search
     from t5accel.decoding.text import text_to_text

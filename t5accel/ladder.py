@@ -14,7 +14,7 @@ import numpy as np
 from t5accel import tasks
 from t5accel.bench import BenchConfig, source_batch
 from t5accel.checkpoints import BUNDLED
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
 from t5accel.techniques import LOOKUP, TECHNIQUES, THROUGHPUT, Generate, Subject, Technique

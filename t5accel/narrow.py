@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _check(model: PreTrainedModel, sizes: Widths) -> None:
     if not isinstance(sizes, Mapping) or set(sizes) != set(KINDS):
         raise InputError(f"layer_widths is {sizes!r:.200}; give a list for each of {', '.join(KINDS)}.")
     for kind, there in sizes.items():
-        right = isinstance(there, list | tuple) and len(there) == len(now[kind])
-        if not right or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in there):
+        if not isinstance(there, list | tuple) or len(there) != len(now[kind]):
             raise InputError(f"layer_widths[{kind!r}] is {there!r}; give {len(now[kind])} integers of 1 or more.")
+        for layer, size in enumerate(there):
+            as_count(size, f"layer_widths[{kind!r}][{layer}]", at_least=1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
 

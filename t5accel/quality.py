@@ -13,6 +13,7 @@ from operator import getitem
 from typing import Any
 
 from t5accel import tasks
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 from t5accel.metrics import bleu, chrf, exact_match, f1, rouge, sacrebleu_score
 from t5accel.parity import ParityError, assert_varied, parity, token_agreement
@@ -157,8 +158,7 @@ def evaluate(
     """
     if isinstance(names, str) or not names or len({*map(str, names)}) != len(names):
         raise InputError(f"names={names!r}: give a list of different names out of {', '.join(tasks.NAMES)}")
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise InputError(f"batch_size={batch_size!r}: give a whole number of 1 or more")
+    batch_size = as_count(batch_size, "batch_size", at_least=1)
     sets = {name: tasks.rows(name, limit=limit) for name in names}  # every argument is checked before the slow part
     parts: dict[str, Any] = dict.fromkeys(tasks.NAMES)
     for name, rows in sets.items():

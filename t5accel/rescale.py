@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from t5accel.checkpoints import T5Dims
+from t5accel.checks import is_number
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def rescaled(model: PreTrainedModel, factor: float = 256.0) -> PreTrainedModel:
     """
     import torch
 
-    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < math.inf:
+    if not is_number(factor) or not 0 < factor < math.inf:
         raise InputError(f"factor is {factor!r}; give a number above 0, best a power of two.")
     dims = T5Dims.of(model)
     larger = copy.deepcopy(model)

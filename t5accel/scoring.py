@@ -15,7 +15,7 @@ from t5accel.decoding.greedy import greedy
 from t5accel.decoding.text import text_to_text
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
-from t5accel.graphs.probe import Example
+from t5accel.graphs.probe import Example, checked_example
 
 Score = Callable[[Path], dict[str, float]]
 
@@ -69,6 +69,10 @@ def agreement(reference: str | os.PathLike[str], examples: Sequence[Example], *,
     if not examples:
         raise InputError("There are no examples: give at least one.")
     in_fp32 = _opened(reference, threads)
+    examples = [
+        checked_example(example, vocab_size=in_fp32.vocab_size, pad_token_id=in_fp32.pad_token_id)
+        for example in examples
+    ]
     expected = [_log_probabilities(in_fp32, example) for example in examples]
 
     def score(folder: str | os.PathLike[str]) -> dict[str, float]:

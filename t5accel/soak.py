@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from t5accel import machine
-from t5accel.decoding.backend import Backend, as_count
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
 

@@ -13,6 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from t5accel.checkpoints import data_folder
+from t5accel.checks import as_count
 from t5accel.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:
     'summaries-unseen-001'
     """
     _check_name(name)
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise InputError(f"limit={limit!r}: give the number of rows of each group, 1 or more, or None for all")
+    if limit is not None:
+        limit = as_count(limit, "limit", at_least=1)
     path = data_folder() / "eval" / f"{name}.jsonl"
     if not path.is_file():
         raise InputError(f"the evaluation set {name!r} is not at {path}: reinstall t5accel or use a full checkout")

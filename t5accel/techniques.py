@@ -147,7 +147,7 @@ def _engine(
 
 
 def _behind_generate(subject: Subject) -> Generate:
-    from t5accel.accelerate import accelerate
+    from t5accel.api import accelerate
 
     return _generate(accelerate(subject.export(), threads=subject.threads, progress=False))
 

@@ -17,18 +17,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
 
+from t5accel.checks import as_count
 from t5accel.errors import InputError, UnequalWorkError
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    """`value` as a plain int of at least `least`; numpy integers are welcome, bools and floats are not."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise InputError(f"{name} is {value!r}; give a whole number of at least {least}")
-    return number
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class Work:
         for name in ("batch", "source_tokens", "new_tokens", "beams", "threads"):
             value = getattr(self, name)
             if name != "threads" or value is not None:
-                object.__setattr__(self, name, _whole(f"Work.{name}", value, 1))
+                object.__setattr__(self, name, as_count(value, f"Work.{name}", at_least=1))
 
     def differences(self, other: Work) -> list[str]:
         """One line per field that differs, with both values.
@@ -111,7 +101,7 @@ class Latency:
 
     def per(self, count: int) -> Latency:
         """The same samples divided by `count`, e.g. by the new tokens: seconds per token."""
-        count = _whole("count", count, 1)
+        count = as_count(count, "count", at_least=1)
         return Latency(tuple(sample / count for sample in self.samples_s))
 
     def __str__(self) -> str:
@@ -170,7 +160,7 @@ def measure(
     3
     """
     _require_callables(run, synchronize)
-    warmup, repeats = _whole("warmup", warmup, 0), _whole("repeats", repeats, 1)
+    warmup, repeats = as_count(warmup, "warmup", at_least=0), as_count(repeats, "repeats", at_least=1)
     with _collector_paused():
         for _ in range(warmup):
             _timed(run, synchronize)
@@ -278,7 +268,7 @@ def compare(
         raise InputError(f"compare got {names[0]!r} alone; give at least one rival, or use measure for a single run")
     if len(set(names)) < len(names):
         raise InputError(f"compare got the names {names}; each must be used once: rename one of the equal ones")
-    warmup, rounds = _whole("warmup", warmup, 0), _whole("rounds", rounds, 1)
+    warmup, rounds = as_count(warmup, "warmup", at_least=0), as_count(rounds, "rounds", at_least=1)
     _require_callables(reference.run, synchronize)
     for other in others:
         if differences := reference.work.differences(other.work):

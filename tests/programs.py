@@ -1,8 +1,9 @@
-"""Programs of operations on a decoder state, run on a backend and on plain lists of tokens; and what is no argument."""
+"""Programs of operations on a decoder state, run on a backend and on plain lists of tokens; `Strict`; and junk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,37 +89,79 @@ PROGRAM: Program = [("step", 8), ("trim", 1), ("step", 2), ("reorder", 3), ("ste
                     ("step", 6), ("trim", 9), ("trim", 0), ("reorder", 1), ("step", 3)]  # fmt: skip
 
 
-# Bad input: the method, its argument and what the message says, for a state of 6 sources and 2 rows after 3 tokens.
+@dataclass
+class StrictState:
+    """How many positions each row has (B, K), and how many of them came with the last step."""
 
-BAD_CALLS: dict[str, tuple[str, Any, str]] = {
-    "step: rank": ("step", np.full((6, 2), 5), "3 dimensions"),
-    "step: batch": ("step", np.full((5, 2, 1), 5), r"\(6, 2, 'T >= 1'\)"),
-    "step: rows": ("step", np.full((6, 3, 1), 5), r"\(6, 2, 'T >= 1'\)"),
-    "step: same product": ("step", np.full((4, 3, 1), 5), r"\(6, 2, 'T >= 1'\)"),
-    "step: no tokens": ("step", np.zeros((6, 2, 0), dtype=np.int64), "T >= 1"),
-    "step: floats": ("step", np.full((6, 2, 1), 5.0), "integers"),
-    "step: none": ("step", None, "dimensions"),
-    "step: text": ("step", "hello", "dimensions"),
-    "step: ragged": ("step", [[[1], [2, 3]]], "ragged"),
-    "step: beyond the vocabulary": ("step", np.full((6, 2, 1), 300), "0 … 299"),
-    "step: negative": ("step", np.full((6, 2, 1), -1), "0 … 299"),
-    "reorder: no such row": ("reorder", np.full((6, 2), 2), "0 … 1"),
-    "reorder: negative": ("reorder", np.full((6, 2), -1), "0 … 1"),
-    "reorder: shape": ("reorder", np.zeros((2, 6), dtype=np.int64), r"\(6, 2\)"),
-    "reorder: none": ("reorder", None, "dimensions"),
-    "reorder: floats": ("reorder", np.zeros((6, 2)), "integers"),
-    "trim: more than there are": ("trim", np.full((6, 2), 4), "0 … 3"),
-    "trim: negative": ("trim", np.full((6, 2), -1), "0 … 3"),
-    "trim: rank": ("trim", np.full(6, 1), "2 dimensions"),
-    "trim: shape": ("trim", np.full((6, 1), 1), r"\(6, 2\)"),
-    "trim: empty": ("trim", [[]], r"\(6, 2\)"),
-    "keep: none of them": ("keep", [], "at least one"),
-    "keep: no such source": ("keep", [6], "0 … 5"),
-    "keep: negative": ("keep", [-1], "0 … 5"),
-    "keep: a mask": ("keep", [[True] * 6], "1 dimensions"),
-    "keep: one number": ("keep", 3, "1 dimensions"),
-    "keep: floats": ("keep", [0.0], "integers"),
-}
+    lengths: np.ndarray
+    last: int = 0
+
+
+class Strict:
+    """A backend that computes nothing, and fails when it is handed anything but what the protocol promises.
+
+    The likeliest next token depends on the last one alone; of 5 tokens one ends. `worked` counts the calls.
+    """
+
+    vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 9, 0
+
+    def __init__(self) -> None:
+        self.worked = 0
+        self.masks: list[np.ndarray] = []
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> tuple[int, ...]:
+        self.worked += 1
+        for array in (input_ids, attention_mask):
+            _integers(array, 2)
+            assert array.flags.c_contiguous and array.flags.owndata, "it may be kept, so nobody else may write to it"
+        assert input_ids.size and input_ids.shape == attention_mask.shape and self._are_tokens(input_ids)
+        assert set(np.unique(attention_mask)) <= {0, 1} and attention_mask.any(axis=1).all()
+        self.masks.append(attention_mask)
+        return input_ids.shape
+
+    def start(self, source: tuple[int, ...], rows_per_source: int = 1) -> StrictState:
+        assert isinstance(source, tuple) and type(rows_per_source) is int and rows_per_source >= 1
+        return StrictState(np.zeros((source[0], rows_per_source), dtype=np.int64))
+
+    def step(self, state: StrictState, input_ids: np.ndarray) -> np.ndarray:
+        self.worked += 1
+        _integers(input_ids, 3)
+        assert input_ids.shape[:2] == state.lengths.shape and input_ids.shape[2] and self._are_tokens(input_ids)
+        state.lengths, state.last = state.lengths + input_ids.shape[2], input_ids.shape[2]
+        return np.sin(np.arange(self.vocab_size) * (input_ids[..., None] + 1.5)).astype(np.float32)
+
+    def reorder(self, state: StrictState, rows: np.ndarray) -> None:
+        _integers(rows, 2)
+        assert rows.shape == state.lengths.shape and rows.min() >= 0 and rows.max() < rows.shape[1]
+        state.lengths = np.take_along_axis(state.lengths, rows, axis=1)
+
+    def trim(self, state: StrictState, accepted: np.ndarray) -> None:
+        _integers(accepted, 2)
+        assert accepted.shape == state.lengths.shape and accepted.min() >= 0 and accepted.max() <= state.last
+        state.lengths, state.last = state.lengths - state.last + accepted, 0
+
+    def keep(self, state: StrictState, sources: np.ndarray) -> None:
+        _integers(sources, 1)
+        assert sources.size and sources.min() >= 0 and sources.max() < len(state.lengths)
+        state.lengths = state.lengths[sources]
+
+    def _are_tokens(self, ids: np.ndarray) -> bool:
+        return ids.min() >= 0 and ids.max() < self.vocab_size
+
+
+class StrictChooser(Strict):
+    """The same with ``next_tokens``."""
+
+    def next_tokens(self, state: StrictState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+        assert forbidden is None or 0 <= forbidden < self.vocab_size
+        logits = self.step(state, input_ids)[:, :, -1]
+        if forbidden is not None:
+            logits[..., forbidden] = -np.inf
+        return logits.argmax(axis=-1)
+
+
+def _integers(array: np.ndarray, rank: int) -> None:
+    assert isinstance(array, np.ndarray) and array.dtype == np.int64 and array.ndim == rank, array
 
 
 junk = (

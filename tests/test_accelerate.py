@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import t5accel
-from t5accel.accelerate import _runtime, accelerate
+from t5accel.api import _runtime, accelerate
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError
 from t5accel.graphs.export import export_t5
@@ -61,14 +61,13 @@ def test_the_tokenizer_given_is_kept(tiny_t5, mini) -> None:
     assert accelerated.tokenizer(TEXT).input_ids == mini[1](TEXT).input_ids
 
 
-def test_the_function_and_the_module_of_the_same_name() -> None:
+def test_the_package_offers_the_function_and_is_light() -> None:
     program = (
         "import t5accel, sys\n"
-        "first = t5accel.accelerate\n"
-        "import t5accel.accelerate\n"
+        "assert not {'torch', 'onnxruntime', 'transformers', 'numpy'} & sys.modules.keys()\n"
         "from t5accel import accelerate\n"
-        "from t5accel.accelerate import accelerate as function\n"
-        "assert callable(first) and callable(t5accel.accelerate) and callable(accelerate)\n"
+        "from t5accel.api import accelerate as function\n"
+        "assert accelerate is function is t5accel.accelerate\n"
         "try: t5accel.accelerate('no such model', progress=False)\n"
         "except ValueError as error: print(error)\n"
     )

@@ -352,7 +352,7 @@ def test_the_time_of_the_export_is_that_of_the_model_itself_or_of_the_one_measur
 
 
 def test_the_line_makes_the_recipe_that_was_measured():
-    from t5accel.accelerate import tuned
+    from t5accel.api import tuned
 
     made = {}
 
@@ -621,7 +621,7 @@ def test_names_and_folders_that_are_none_are_refused(tmp_path):
         weights_per_step("random:t5-tiny")
     with pytest.raises(ModelUnavailableError, match="holds no config.json"):
         weights_per_step(str(tmp_path))
-    for text, error in (("{", "cannot be read"), ("[]", "is no configuration"), ("{}", "says vocab_size is None")):
+    for text, error in (("{", "cannot be read"), ("[]", "is no configuration"), ("{}", "vocab_size is None")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelUnavailableError, match=error):
             weights_per_step(str(tmp_path))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_greedy import BAD_BATCHES, Counter, anything, bounds, valid
+from test_greedy import Counter, anything, bounds, valid
 
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_bound import OrtBound
@@ -545,12 +545,6 @@ def test_when_a_source_stops(rule: bool | str, penalty: float, best_open: float,
 # Bad input
 
 
-@pytest.mark.parametrize("case", BAD_BATCHES)
-def test_no_batch(case: str) -> None:
-    with pytest.raises(InputError, match="input_ids|attention_mask"):
-        beam_search(Toy(), *BAD_BATCHES[case])
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -590,12 +584,6 @@ def test_no_options(options: dict[str, Any], match: str) -> None:
 def test_takes_the_numbers_of_numpy() -> None:
     options = dict(num_beams=np.int64(2), num_return_sequences=np.int32(2), length_penalty=np.float32(0.5))
     assert beam_search(Toy(), [[3]], max_new_tokens=np.int64(4), **options).sequences.shape == (2, 4)
-
-
-@pytest.mark.parametrize("thing", [None, "mini", 5, torch.nn.Linear(1, 1)])
-def test_no_backend(thing: Any) -> None:
-    with pytest.raises(InputError, match="is no backend"):
-        beam_search(thing, [[3]])
 
 
 def test_a_backend_that_cannot_reorder() -> None:

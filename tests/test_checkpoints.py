@@ -206,7 +206,7 @@ def test_dims_from_a_configuration_are_those_of_its_weights(tiny_t5, kind: str) 
 def test_dims_from_a_configuration_of_another_kind_or_without_sizes() -> None:
     with pytest.raises(NotT5Error, match="bert.json is of type 'bert'"):
         T5Dims.from_config({"model_type": "bert"}, "bert.json")
-    with pytest.raises(ModelUnavailableError, match="says d_kv is None"):
+    with pytest.raises(ModelUnavailableError, match="d_kv is None"):
         T5Dims.from_config({key: value for key, value in RANDOM_SIZES["t5-small"].items() if key != "d_kv"})
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -18,6 +19,7 @@ import torch
 import transformers
 from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort import OrtNumpy
 from t5accel.checkpoints import T5Dims
@@ -236,9 +238,17 @@ def test_encoder_and_decoder_with_embeddings_of_their_own(tiny_t5, padded_batch)
 def test_the_logit_scale_is_the_models(tiny_t5, kind: str, tied: bool) -> None:
     model = tiny_t5(kind, tie_word_embeddings=tied)
     scaled = {"mt5": tied and not V5, "umt5": tied or V5}.get(kind, tied)
-    before = {name: module.__dict__.copy() for name, module in model.named_modules()}
     assert logit_scale(model) == (32**-0.5 if scaled else 1.0)
-    assert {name: module.__dict__ for name, module in model.named_modules()} == before, "asking leaves no trace"
+    # The rule is transformers': ones in place of the decoder's output, and no head.
+    ones = torch.ones((1, 1, 32), dtype=torch.float64)
+    decoded, start = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=ones), torch.zeros((1, 1)).long()
+    with (
+        torch.inference_mode(),
+        patch.object(model.decoder, "forward", lambda *_, **__: decoded),
+        patch.object(model.lm_head, "forward", lambda hidden: hidden),
+    ):
+        asked = model(encoder_outputs=(ones,), decoder_input_ids=start, return_dict=True).logits
+    assert float(asked[0, 0, 0]) == logit_scale(model)
 
 
 def test_buckets_are_those_of_transformers() -> None:

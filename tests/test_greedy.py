@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from t5accel.backends.torch_eager import TorchEager
+from t5accel.checks import as_batch, as_count, as_integers
 from t5accel.decoding import Backend, Generated, greedy
-from t5accel.decoding.backend import as_batch, as_count, as_integers, right_aligned
+from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
@@ -347,44 +348,6 @@ BAD_BATCHES: dict[str, tuple[Any, Any]] = {
 def test_no_batch(case: str) -> None:
     with pytest.raises(InputError, match="input_ids|attention_mask"):
         as_batch(*BAD_BATCHES[case])
-    with pytest.raises(InputError, match="input_ids|attention_mask"):
-        greedy(Counter(), *BAD_BATCHES[case])
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (dict(max_new_tokens=0), "max_new_tokens is 0"),
-        (dict(max_new_tokens=2.0), "max_new_tokens is 2.0"),
-        (dict(max_new_tokens=True), "max_new_tokens is True"),
-        (dict(max_new_tokens=None), "max_new_tokens is None"),
-        (dict(min_new_tokens=-1), "min_new_tokens is -1"),
-        (dict(min_new_tokens="2"), "min_new_tokens is '2'"),
-        (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens is 9, more than"),
-        (dict(decoder_input_ids=[[]]), "non-empty row"),
-        (dict(decoder_input_ids=[[1], [2]]), "for each of 1"),
-        (dict(decoder_input_ids=[1]), "2 dimensions"),
-        (dict(decoder_input_ids=[[0.5]]), "integers"),
-        (dict(decoder_input_ids="start"), "2 dimensions"),
-        (dict(decoder_input_ids=[[10]]), "0 … 9"),
-        (dict(decoder_input_ids=[[-1]]), "0 … 9"),
-    ],
-    ids=str,
-)
-def test_no_options(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        greedy(Counter(), [[3]], **options)
-
-
-def test_a_token_outside_of_the_vocabulary() -> None:
-    with pytest.raises(InputError, match="10.*10 entries"):
-        greedy(Counter(), [[10]])
-
-
-@pytest.mark.parametrize("thing", [None, "mini", 5, torch.nn.Linear(1, 1)])
-def test_no_backend(thing: Any) -> None:
-    with pytest.raises(InputError, match="is no backend"):
-        greedy(thing, [[3]])
 
 
 def test_a_bare_model_is_no_backend(tiny_t5) -> None:

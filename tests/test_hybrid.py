@@ -11,18 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from programs import ATOL, BAD_CALLS, PROGRAM, check_program, junk, operations, teacher_forced
-from test_encoder_cache import check, logits_of, masked_variants
+from programs import ATOL, PROGRAM, check_program, teacher_forced
+from test_encoder_cache import logits_of
 from test_greedy import check_equals_generate
 
 from t5accel.backends.hybrid import HybridOnnxT5
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding import Backend
-from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.contract import ENCODER
@@ -65,39 +61,6 @@ def own(laid_out, tiny_t5) -> HybridOnnxT5:
 
 def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
     return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
-
-
-def test_satisfies_the_protocol(opened) -> None:
-    backend = opened(eos_token_id=7)
-    assert isinstance(backend, Backend)
-    assert (backend.vocab_size, backend.pad_token_id, backend.eos_token_id) == (300, 0, 7)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_chunks_give_the_logits_of_the_whole(opened, tiny_t5, kind: str, padded_batch, rows: int) -> None:
-    (ids, mask), new = padded_batch, histories_of(6, rows, 9)
-    expected = teacher_forced(tiny_t5(kind), ids.repeat(rows, 0), mask.repeat(rows, 0), new.reshape(-1, 9))
-    expected = expected.reshape(len(ids), rows, 9, 300)
-    assert len(np.unique(expected.argmax(-1))) > 8, "the reference should vary"
-    backend = opened(kind)
-    state = backend.start(backend.encode(ids, mask), rows)
-    chunks = [backend.step(state, chunk) for chunk in np.split(new, [3, 4], axis=2)]
-    assert [chunk.shape for chunk in chunks] == [(6, rows, n, 300) for n in (3, 1, 5)]
-    assert all(isinstance(chunk, np.ndarray) and chunk.dtype == np.float32 for chunk in chunks)
-    parity(np.concatenate(chunks, axis=2), expected, atol=ATOL)
-
-
-def test_the_program_on_every_kind(opened, tiny_t5, kind: str, padded_batch) -> None:
-    check_program(opened(kind), tiny_t5(kind), *padded_batch, 3, PROGRAM)
-
-
-@settings(deadline=None, max_examples=15)
-@given(data=st.data())
-def test_any_program_of_operations(opened, tiny_t5, padded_batch, data: st.DataObject) -> None:
-    ids, mask = padded_batch
-    sources, rows = data.draw(st.integers(1, 4), "sources"), data.draw(st.integers(1, 3), "rows")
-    program = [*data.draw(st.lists(operations, max_size=7), "program"), ("step", 0)]
-    check_program(opened(), tiny_t5(), ids[:sources], mask[:sources], rows, program)
 
 
 def test_the_program_on_a_pruned_model(tiny_t5, padded_batch, tmp_path: Path) -> None:
@@ -164,14 +127,9 @@ def positions_in_another_order(backend: HybridOnnxT5) -> dict[str, Callable[...,
 
 
 BROKEN: dict[str, Callable[[HybridOnnxT5], dict[str, Callable[..., Any]]]] = {
-    "a mask of ones": lambda backend: {
-        "encode": lambda ids, mask: HybridOnnxT5.encode(backend, ids, np.ones_like(mask))
-    },
     "no mask of the past": no_past_mask,
     "a forgotten past": forgotten_past,
     "another encoder": positions_in_another_order,
-    "no reorder": lambda _: {"reorder": lambda state, rows: None},
-    "no trim": lambda _: {"trim": lambda state, accepted: None},
 }
 
 
@@ -191,12 +149,6 @@ def test_greedy_gives_the_tokens_of_the_others(opened, exported, tiny_t5, kind: 
     check_equals_generate(opened(kind), tiny_t5(kind), *padded_batch, **options)
     ours = greedy(OrtNumpy(exported(kind), settings=ONE_THREAD), *padded_batch, **options)
     np.testing.assert_array_equal(greedy(opened(kind), *padded_batch, **options).sequences, ours.sequences)
-
-
-def test_the_encoder_cache_works_on_it(opened, tiny_t5, kind: str, padded_batch) -> None:
-    backend = opened(kind)
-    check(EncoderCache(backend), TorchEager(tiny_t5(kind)), [*masked_variants(list(range(5, 12))), padded_batch])
-    assert backend.fingerprint() != opened(kind, seed=4).fingerprint()
 
 
 # Bad input
@@ -228,29 +180,12 @@ def test_no_model_no_folder_and_no_settings(laid_out, tiny_t5, tmp_path: Path) -
             HybridOnnxT5(laid_out(), tiny_t5(), settings=wrong)
 
 
-@pytest.fixture
-def begun(opened, padded_batch) -> tuple[HybridOnnxT5, Any]:
-    """A backend and a state of 6 sources and 2 rows after a step of 3 tokens."""
-    backend = opened()
-    state = backend.start(backend.encode(*padded_batch), 2)
-    backend.step(state, np.full((6, 2, 3), 5))
-    return backend, state
-
-
 def check_as_it_was(backend: HybridOnnxT5, state: Any, model: Any, padded_batch: Any) -> None:
-    """The next step's logits are transformers' for the history that `begun` made."""
+    """The next step's logits are transformers' for three tokens 5 and what comes now."""
     new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
     whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
     expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
     parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
-
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_call_raises_and_leaves_the_state_as_it_was(begun, tiny_t5, padded_batch, case: str) -> None:
-    (backend, state), (method, argument, match) = begun, BAD_CALLS[case]
-    with pytest.raises(InputError, match=match):
-        getattr(backend, method)(state, argument)
-    check_as_it_was(backend, state, tiny_t5(), padded_batch)
 
 
 def test_a_failing_head_leaves_the_state_as_it_was(own, tiny_t5, padded_batch) -> None:
@@ -270,34 +205,6 @@ def test_a_failing_head_leaves_the_state_as_it_was(own, tiny_t5, padded_batch) -
         if length == 3:
             own.step(state, np.full((6, 2, 3), 5))
     check_as_it_was(own, state, tiny_t5(), padded_batch)
-
-
-def test_sources_and_states_of_others_are_refused(opened, exported, tiny_t5, padded_batch) -> None:
-    backend, new = opened(), np.full((6, 1, 1), 5)
-    others = [OrtNumpy(exported(), settings=ONE_THREAD), TorchEager(tiny_t5(seed=2))]
-    sources = [other.encode(*padded_batch) for other in others]
-    for source in (None, "source", *sources):
-        with pytest.raises(InputError, match="another model or backend"):
-            backend.start(source)
-    states = [other.start(source) for other, source in zip(others, sources, strict=True)]
-    for state in (None, {}, backend.encode(*padded_batch), *states):
-        for method, argument in (("step", new), ("reorder", new[:, 0] * 0), ("trim", new[:, 0] * 0), ("keep", [0])):
-            with pytest.raises(InputError, match="not started by this backend"):
-                getattr(backend, method)(state, argument)
-
-
-@settings(deadline=None, max_examples=30)
-@given(method=st.sampled_from(["start", "step", "reorder", "trim", "keep"]), argument=junk)
-def test_methods_raise_input_error_at_most(opened, padded_batch, method: str, argument: Any) -> None:
-    backend = opened()
-    source = backend.encode(*(array[:2] for array in padded_batch))
-    state = backend.start(source, 2)
-    if isinstance(argument, int) and method == "start":
-        argument = min(argument, 50)  # a million rows are a legal wish
-    try:
-        getattr(backend, method)(source if method == "start" else state, argument)
-    except InputError:
-        assert np.isfinite(backend.step(state, np.full((2, 2, 1), 5))).all()
 
 
 def test_the_graphs_are_those_of_the_settings(laid_out, tiny_t5, padded_batch) -> None:

@@ -228,5 +228,5 @@ def test_shares_that_are_none_are_refused(name: str, share: Any) -> None:
 
 @pytest.mark.parametrize("multiple", [0, -8, 1.5, True, "8", None])
 def test_multiples_that_are_none_are_refused(multiple: Any) -> None:
-    with pytest.raises(InputError, match="multiple_of is .*; give an integer of 1 or more"):
+    with pytest.raises(InputError, match="multiple_of is"):
         choose(NEURONS, neurons=0.5, multiple_of=multiple)

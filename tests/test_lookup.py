@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafts import BACKENDS, Machine, sources
-from test_greedy import BAD_BATCHES, anything, bounds, valid
+from test_greedy import anything, bounds, valid
 
 from t5accel import tasks
 from t5accel.backends.ort import OrtNumpy
@@ -279,12 +279,6 @@ def test_the_bundled_model_by_torch(mini) -> None:
 
 
 # Bad input
-
-
-@pytest.mark.parametrize("case", BAD_BATCHES)
-def test_no_batch(case: str) -> None:
-    with pytest.raises(InputError, match="input_ids|attention_mask"):
-        lookup(Machine(), *BAD_BATCHES[case])
 
 
 @pytest.mark.parametrize(

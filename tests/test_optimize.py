@@ -31,7 +31,7 @@ from test_greedy import check_equals_generate
 from test_ort import PROGRAM_WITHOUT, ROOT
 
 from t5accel import machine
-from t5accel.accelerate import accelerate
+from t5accel.api import accelerate
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_bound import OrtBound
 from t5accel.backends.ort_session import SessionSettings, open_session

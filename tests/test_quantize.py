@@ -20,8 +20,7 @@ from silence import quiet
 from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
 
-import t5accel.accelerate  # noqa: F401 — as whoever does so finds the module in place of the function
-from t5accel.accelerate import accelerate, tuned
+from t5accel.api import accelerate, tuned
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_bound import OrtBound
 from t5accel.backends.ort_session import SessionSettings
@@ -666,7 +665,7 @@ def test_a_folder_is_not_loaded_again(cache_of_its_own, tiny_t5, tmp_path: Path,
     assert cached_export(str(tmp_path / "model"), precision="int8") == first
 
 
-MODULE = sys.modules["t5accel.accelerate"]
+MODULE = sys.modules["t5accel.api"]
 
 
 def said(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
@@ -684,13 +683,13 @@ def unsaid() -> Iterator[None]:
     MODULE._say_ungated.cache_clear()
 
 
-@pytest.mark.parametrize("runner", [accelerate, MODULE], ids=["the function", "the module"])
-def test_that_quality_was_not_measured_is_said_once(cache_of_its_own, unsaid, tiny_t5, runner: Any) -> None:
-    assert not said(lambda: runner(tiny_t5(), progress=False))
-    (warning,) = said(lambda: runner(tiny_t5(), precision="int8", progress=False))
+def test_that_quality_was_not_measured_is_said_once(cache_of_its_own, unsaid, tiny_t5) -> None:
+    assert not said(lambda: accelerate(tiny_t5(), progress=False))
+    (warning,) = said(lambda: accelerate(tiny_t5(), precision="int8", progress=False))
     assert "t5accel.graphs.quantize" in str(warning.message) and "gated: false" in str(warning.message)
     assert Path(warning.filename) == Path(__file__), "where it was called"
-    assert not said(lambda: [runner(tiny_t5(), precision=name, progress=False) for name in ("int8", "int4", "fp16")])
+    again = ("int8", "int4", "fp16")
+    assert not said(lambda: [accelerate(tiny_t5(), precision=name, progress=False) for name in again])
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "t5accel"
 # The house of CONTRIBUTING.md. An entry names a module or a whole folder; imports run to the same or a lower floor.
 FLOORS = {
     "errors": 0,
+    "checks": 0,
     "machine": 0,
     "checkpoints": 0,
     "lively": 0,
@@ -46,7 +47,7 @@ FLOORS = {
     "course": 5,
     "doctor": 5,
     "scoreboard": 5,
-    "accelerate": 5,
+    "api": 5,
     "scoring": 5,
     "family": 5,
     "ladder": 5,
@@ -61,7 +62,7 @@ FLOORS = {
     "__init__": 6,
     "__main__": 6,
 }
-LONGEST_MODULE = 300
+LONGEST_MODULE = 350
 # Only templates, names and numbers: splitting them would scatter one idea.
 DATA_MODULES = {"t5accel.students.report_templates", "t5accel.students.story_templates"}
 HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}

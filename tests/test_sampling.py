@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_greedy import BAD_BATCHES, Counter, anything, bounds, valid
+from test_greedy import Counter, anything, bounds, valid
 
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_bound import OrtBound
@@ -213,12 +213,6 @@ def test_generators_belong_to_places() -> None:
 
 
 # Bad input
-
-
-@pytest.mark.parametrize("case", BAD_BATCHES)
-def test_no_batch(case: str) -> None:
-    with pytest.raises(InputError, match="input_ids|attention_mask"):
-        sample(Counter(), *BAD_BATCHES[case])
 
 
 @pytest.mark.parametrize(

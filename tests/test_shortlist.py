@@ -683,27 +683,6 @@ def test_the_encoder_cache_passes_it_on(own, padded_batch) -> None:
 # What goes wrong
 
 
-@pytest.mark.parametrize("forbidden", [-1, 300, 1.0, "2", True, [3], np.nan])
-def test_no_token_to_forbid(opened, runtime, padded_batch, forbidden: Any) -> None:
-    backend = opened(runtime)
-    state = backend.start(backend.encode(*padded_batch))
-    with pytest.raises(InputError, match="forbidden"):
-        backend.next_tokens(state, np.full((6, 1, 1), 5), forbidden=forbidden)
-    assert state.rows.width == 0
-
-
-@pytest.mark.parametrize("tokens", [None, [[1]], np.full((6, 1, 0), 1), np.full((5, 1, 1), 1), np.full((6, 1, 1), 300)])
-def test_a_bad_call_leaves_the_state_as_it_was(opened, runtime, padded_batch, tokens: Any) -> None:
-    backend, new = opened(runtime), np.full((6, 1, 2), 5)
-    state = backend.start(backend.encode(*padded_batch))
-    with pytest.raises(InputError, match="input_ids"):
-        backend.next_tokens(state, tokens)
-    with pytest.raises(InputError, match="another backend|not started by this backend"):
-        backend.next_tokens(None, new)
-    expected = backend.step(backend.start(backend.encode(*padded_batch)), new)
-    np.testing.assert_array_equal(backend.step(state, new), expected)
-
-
 @pytest.mark.parametrize("runs", [0, 1])
 def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeypatch, runs: int) -> None:
     """The first run, of near logits, or the second, of exact ones."""

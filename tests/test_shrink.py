@@ -138,7 +138,7 @@ def test_narrow_models_are_shrunk_too(tiny_t5, padded_batch, tmp_path: Path, kin
     "layers", [[], [0, 0], [2, 0], [3], [-1, 0], ["0"], [0.0], [True], [0, None], (0, 1, 2, 3)], ids=str
 )
 def test_layers_that_there_are_not_are_refused(tiny_t5, layers: Any) -> None:
-    with pytest.raises(InputError, match="layers is .*; give different ones of 0 … 2, ascending"):
+    with pytest.raises(InputError, match="layers"):
         shrink_decoder(tiny_t5(), layers)
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafts import Machine, sources
-from test_greedy import BAD_BATCHES, Counter, anything, bounds, valid
+from test_greedy import Counter, anything, bounds, valid
 from test_sampling import SAMPLINGS, Chain, answer_odds, excess
 
 from t5accel.backends.ort import OrtNumpy
@@ -293,12 +293,6 @@ def test_a_draft_of_another_model(name: str) -> None:
 def test_no_draft(thing: Any) -> None:
     with pytest.raises(InputError, match="is no backend"):
         speculative(Machine(), thing, [[3]])
-
-
-@pytest.mark.parametrize("case", BAD_BATCHES)
-def test_no_batch(case: str) -> None:
-    with pytest.raises(InputError, match="input_ids|attention_mask"):
-        speculative(Machine(), Machine(), *BAD_BATCHES[case])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from t5accel import quality
-from t5accel.accelerate import accelerate
+from t5accel.api import accelerate
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import BUNDLED, T5Dims, data_folder, load_t5

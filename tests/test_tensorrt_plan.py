@@ -69,7 +69,7 @@ def test_what_was_optimised_for_another_runtime_is_refused(exported: Any, tmp_pa
     "bounds", [(2, 1, 3), (1, 4, 3), (-1, 0, 1), (1, 2.0, 3), (True, 1, 1), ("1", 2, 3), (None, 1, 2)]
 )
 def test_what_is_no_range(bounds: tuple[Any, ...]) -> None:
-    with pytest.raises(InputError, match="rising"):
+    with pytest.raises(InputError, match="least|usual|most"):
         Range(*bounds)
 
 

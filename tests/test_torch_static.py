@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from programs import ATOL, BAD_CALLS, PROGRAM, check_program, logits_after_all, operations, teacher_forced
+from programs import ATOL, teacher_forced
 
 from t5accel.backends import launches, torch_static
 from t5accel.backends.static_t5 import LONGEST_RUN
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
 from t5accel.checkpoints import load_t5
-from t5accel.decoding import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import AT_ONCE, greedy
 from t5accel.decoding.lookup import lookup
@@ -27,55 +24,6 @@ from t5accel.errors import InputError
 from t5accel.parity import assert_varied, parity
 
 SMALL = (8, 16, 32)
-
-
-def test_satisfies_the_protocol(tiny_t5) -> None:
-    assert isinstance(TorchStatic(tiny_t5()), Backend)
-
-
-# Numbers
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_chunks_give_the_logits_of_the_whole(tiny_t5, kind: str, padded_batch, rows: int) -> None:
-    model, (ids, mask) = tiny_t5(kind), padded_batch
-    new = np.random.default_rng(1).integers(3, 300, (len(ids), rows, 9))
-    expected = teacher_forced(model, ids.repeat(rows, 0), mask.repeat(rows, 0), new.reshape(-1, 9))
-    expected = expected.reshape(len(ids), rows, 9, 300)
-    assert len(np.unique(expected.argmax(-1))) > 8, "the reference should vary"
-    backend = TorchStatic(model, buckets=SMALL)  # the last chunk needs the second bucket
-    state = backend.start(backend.encode(ids, mask), rows)
-    chunks = [backend.step(state, chunk) for chunk in np.split(new, [3, 4], axis=2)]
-    assert [chunk.shape for chunk in chunks] == [(6, rows, n, 300) for n in (3, 1, 5)]
-    assert state.slot.width == 16
-    parity(np.concatenate(chunks, axis=2), expected, atol=ATOL)
-
-
-@settings(deadline=None, max_examples=20)
-@given(program=st.lists(operations, min_size=1, max_size=8), rows=st.integers(1, 3))
-def test_any_program_gives_transformers_logits(tiny_t5, padded_batch, program, rows: int) -> None:
-    model = tiny_t5()
-    check_program(TorchStatic(model, buckets=SMALL), model, *padded_batch, rows, program)
-
-
-def test_a_program_with_everything_in_it(tiny_t5, kind: str, padded_batch) -> None:
-    model = tiny_t5(kind)
-    check_program(TorchStatic(model, buckets=SMALL), model, *padded_batch, 2, PROGRAM)
-
-
-def test_narrow_models(padded_batch) -> None:
-    """Whose layers have biases of their own, as many as heads."""
-    from t5accel.lively import random_t5
-    from t5accel.students.importance import choose, magnitude
-    from t5accel.students.prune import remove
-
-    sizes = dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300)
-    whole = random_t5(sizes)
-    model = remove(whole, choose(magnitude(whole), heads=0.4, neurons=0.5))
-    backends = [TorchEager(model), TorchStatic(model, buckets=SMALL)]
-    new = np.random.default_rng(5).integers(3, 300, (6, 2, 5))
-    expected, found = (logits_after_all(backend, *padded_batch, new) for backend in backends)
-    parity(found, expected, atol=ATOL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -326,20 +274,6 @@ def test_the_compiled_step_is_equal(tiny_t5, padded_batch) -> None:
 # Bad input
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_arguments_are_refused_and_change_nothing(tiny_t5, padded_batch, name: str) -> None:
-    method, argument, message = BAD_CALLS[name]
-    backend = TorchStatic(tiny_t5(), buckets=SMALL)
-    source = backend.encode(*padded_batch)
-    new, more = np.random.default_rng(7).integers(3, 300, (2, 6, 2, 3))
-    states = [backend.start(source, 2) for _ in range(2)]
-    for state in states:
-        backend.step(state, new)
-    with pytest.raises(InputError, match=message):
-        getattr(backend, method)(states[0], argument)
-    parity(backend.step(states[0], more), backend.step(states[1], more), atol=0)
-
-
 @pytest.mark.parametrize("buckets", [(), (8, 8), (16, 8), (0,), (2.5,), "8"])
 def test_bad_buckets(tiny_t5, buckets: Any) -> None:
     with pytest.raises(InputError, match="bucket"):
@@ -349,26 +283,6 @@ def test_bad_buckets(tiny_t5, buckets: Any) -> None:
 def test_graphs_need_a_gpu(tiny_t5) -> None:
     with pytest.raises(InputError, match="a model on a GPU, and this one is on cpu"):
         TorchStatic(tiny_t5(), graphs=True)
-
-
-@pytest.mark.parametrize("k", [0, -1, 2.0, None, True])
-def test_bad_counts(tiny_t5, padded_batch, k: Any) -> None:
-    backend = TorchStatic(tiny_t5())
-    state = backend.start(backend.encode(*padded_batch))
-    with pytest.raises(InputError, match="k is"):
-        backend.run_greedy(state, k)
-    with pytest.raises(InputError, match="forbidden"):
-        backend.run_greedy(state, 1, forbidden=300)
-    assert (state.rows.lengths == 0).all()
-
-
-def test_states_and_sources_of_others_are_refused(tiny_t5, padded_batch) -> None:
-    one, other = TorchStatic(tiny_t5()), TorchStatic(tiny_t5())
-    source = one.encode(*padded_batch)
-    with pytest.raises(InputError, match="another backend"):
-        other.start(source)
-    with pytest.raises(InputError, match="not started by this backend"):
-        other.run_greedy(one.start(source), 1)
 
 
 # On a GPU

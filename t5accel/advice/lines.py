@@ -23,7 +23,7 @@ def line(one: Candidate, need: Need) -> str:
     >>> print(line(one, Need("mini", threads=4)))
     model = accelerate("mini", precision="int8", tuned_for="throughput", threads=4)
     """
-    from t5accel.accelerate import TUNED_FOR
+    from t5accel.api import TUNED_FOR
 
     recipe, arguments = one.speed.recipe, [json.dumps(need.model, ensure_ascii=False)]
     tuned = [(of, tuned_for) for tuned_for, others in TUNED_FOR.items() for of, other in others.items()

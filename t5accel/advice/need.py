@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 
 METRICS = {"translation": "bleu", "summaries": "rougeL", "questions": "exact_match"}

@@ -11,28 +11,31 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, as_cache, as_encoded, refuse
-from t5accel.decoding.backend import Backend, as_count
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend, check_backend
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.staging import staged
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-_NEEDED = (*_NUMBERS, "encode", "start", "step", "reorder", "trim", "keep")
 _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
 # Arguments and modes of `generate` that reach into the model.
 _NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
                "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
 _MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
-_FILES = ("config.json", "generation_config.json")
+_FILES, _TOKENIZERS = ("config.json", "generation_config.json"), ("tokenizer.json", "spiece.model")
 
 
 class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
@@ -49,9 +52,10 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         backend: any runtime that satisfies `Backend`.
         config: of the model that it runs; copied.
         generation_config: defaults of ``generate`` such as ``max_length``, copied; if omitted, those of ``config``.
+        tokenizer: of the model; kept for its users, who may do without.
 
     Attributes:
-        backend: as given.
+        backend, tokenizer: as given.
         encoder: encodes a batch once for several calls: ``generate(encoder_outputs=model.encoder(ids, mask))``.
 
     Raises:
@@ -71,12 +75,14 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
     config_class = PretrainedConfig
     main_input_name = "input_ids"
 
-    def __init__(self, backend: Backend, config: PretrainedConfig, generation_config: GenerationConfig | None = None):
-        missing = [name for name in _NEEDED if not hasattr(backend, name)]
-        if missing:
-            raise InputError(
-                f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
-            )
+    def __init__(
+        self,
+        backend: Backend,
+        config: PretrainedConfig,
+        generation_config: GenerationConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        check_backend(backend, ("reorder", "trim", "keep"))
         for name in _NUMBERS:
             theirs, ours = getattr(config, name, None), getattr(backend, name)
             if theirs != ours:
@@ -89,7 +95,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         if generation_config is not None:
             self.generation_config = copy.deepcopy(generation_config)
-        self.backend, self.encoder = backend, OrtT5Encoder(backend)
+        self.backend, self.encoder, self.tokenizer = backend, OrtT5Encoder(backend), tokenizer
         self.eval()
         # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
         name = type(self).__name__
@@ -237,7 +243,12 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | os.PathLike[str], *, backend: Callable[..., Backend] | None = None, **options: Any
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        backend: Callable[..., Backend] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
     ) -> OrtT5ForConditionalGeneration:
         """The model in the folder of an ONNX export.
 
@@ -245,6 +256,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
             backend: the class that runs it; by default, on ONNX Runtime, `OrtNumpy` on a CPU, where binding saves
                 nothing, and `OrtPointers` if ``settings`` name another device.
+            tokenizer: for a folder that holds none; its own comes first.
             options: of the backend.
 
         Raises:
@@ -264,7 +276,9 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
         has_defaults = (folder / _FILES[1]).is_file()
         defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
-        return cls(running, AutoConfig.from_pretrained(folder), defaults)
+        if any((folder / name).is_file() for name in _TOKENIZERS):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        return cls(running, AutoConfig.from_pretrained(folder), defaults, tokenizer)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **unsupported: Any) -> None:
         """Copy the export that the backend came from, with this model's configuration and defaults.

@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
-from t5accel.decoding.backend import Backend, as_integers, right_aligned
+from t5accel.checks import as_batch, as_integers, check_vocabulary
+from t5accel.decoding.backend import Backend, right_aligned
 from t5accel.errors import InputError
 
 _CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop(0) drops nothing, on 4.57 all
@@ -90,9 +91,10 @@ class OrtT5Encoder:
         if input_ids is None:
             raise InputError("There is nothing to encode: give input_ids (B, S), or encoder_outputs of get_encoder().")
         ids = as_integers(input_ids, "input_ids", rank=2)
-        mask = np.ones_like(ids) if attention_mask is None else as_integers(attention_mask, "attention_mask", rank=2)
-        source = self.backend.encode(ids, mask)
-        return EncodedBatch(torch.arange(len(ids)).view(-1, 1, 1), encoded=Encoded(self.backend, source, mask.copy()))
+        mask = np.ones_like(ids) if attention_mask is None else attention_mask
+        ids, mask = as_batch(ids, mask, vocab_size=self.backend.vocab_size)
+        encoded = Encoded(self.backend, self.backend.encode(ids, mask), mask)
+        return EncodedBatch(torch.arange(len(ids)).view(-1, 1, 1), encoded=encoded)
 
     __call__ = forward
 
@@ -128,6 +130,7 @@ class DecoderCache:
                 f"decoder_input_ids has {rows} rows with {count} new tokens. There are {batch} sources of {per_source} "
                 f"rows, {self.length} tokens of each row are known, and at least one new one is needed."
             )
+        check_vocabulary(new, self.backend.vocab_size, "decoder_input_ids")
         padding = None if mask is None else self._padding(mask, count)
         if padding is not None:  # read the tokens first, then the padding, and forget that: so histories end together
             new = np.take_along_axis(new, (np.arange(count) + padding) % count, axis=1)

@@ -16,14 +16,16 @@ import numpy as np
 from t5accel.backends import encoder_slices
 from t5accel.backends.encoder_slices import encode_in_slices
 from t5accel.backends.ort_session import SessionSettings, open_session, shared_weights
-from t5accel.backends.ort_shortlist import Shortlist, greedy_step
+from t5accel.backends.ort_shortlist import NEAR, Shortlist
 from t5accel.backends.ort_state import OrtSource, OrtState
 from t5accel.backends.spare_memory import Pool
-from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_vocabulary, of_each_head
+from t5accel.checks import as_count
+from t5accel.decoding.greedy import likeliest
+from t5accel.decoding.histories import Histories, of_each_head
+from t5accel.decoding.shortlist import NearLogits
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, as_folder, names
-from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.portability import require_runnable_here
 
 
@@ -39,6 +41,7 @@ class OrtNumpy:
         folder: an export in the two-graph layout.
         settings: threads, memory and device of both sessions.
         verify: hash every file before it is used.
+        manifest: of that folder, where it was read and checked already.
         max_source_tokens: refuse longer sources, whose attention grows with the square of their length.
 
     Attributes:
@@ -66,6 +69,7 @@ class OrtNumpy:
         *,
         settings: SessionSettings | None = None,
         verify: bool = True,
+        manifest: Manifest | None = None,
         max_source_tokens: int | None = None,
     ):
         self.folder, self.settings = as_folder(folder), SessionSettings() if settings is None else settings
@@ -77,7 +81,7 @@ class OrtNumpy:
         if max_source_tokens is not None:
             as_count(max_source_tokens, "max_source_tokens", at_least=1)
         self.max_source_tokens = max_source_tokens
-        self.manifest = read_manifest(self.folder, verify=verify)
+        self.manifest = read_manifest(self.folder, verify=verify) if manifest is None else manifest
         require_runnable_here(self.manifest, self.folder, self.settings.device)
         self.dims = self.manifest.dims
         self.vocab_size = self.dims.vocab_size
@@ -103,45 +107,46 @@ class OrtNumpy:
         self.dtype = np.dtype(self.manifest.graphs[DECODER].outputs[-1].dtype)  # of keys and values
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> OrtSource:
-        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
-        check_vocabulary(ids, self.vocab_size)
+        ids, mask = np.ascontiguousarray(input_ids), np.ascontiguousarray(attention_mask)
         if self.max_source_tokens is not None and ids.shape[1] > self.max_source_tokens:
             raise InputError(
                 f"A source of {ids.shape[1]} tokens is longer than max_source_tokens, {self.max_source_tokens}: "
                 "shorten or split it."
             )
-        # Copies, because the caller may write to its arrays and every step reads the mask.
-        ids, mask = (np.array(array, order="C") for array in (ids, mask))
         if ids.size > encoder_slices.TOKENS and self.settings.device == "cpu":
             return self._encoded_in_slices(ids, mask)
         return self._source(self._run_encoder(ids, mask), mask)
 
     def start(self, source: OrtSource, rows_per_source: int = 1) -> OrtState:
-        self._check_source(source)
         rows = Histories.empty(len(source.mask), rows_per_source)
         empty = [self._zeros((*rows.shape, heads, 0, self.dims.d_kv)) for heads in self.past_heads]
         return OrtState(source, rows, [self._hold(array) for array in empty])
 
     def step(self, state: OrtState, input_ids: np.ndarray) -> np.ndarray:
-        self._check_state(state)
-        new = np.ascontiguousarray(state.rows.check_step(input_ids, self.vocab_size))
+        new = np.ascontiguousarray(input_ids)
         logits, past = self._run_decoder(state, new, state.rows.mask())
         state.rows, state.past = state.rows.appended(new.shape[2]), past
         return logits
 
     def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
-        self._check_state(state)
-        return greedy_step(self, state, input_ids, forbidden)
+        """By the shortlist, if there is one and it pays; else, or where that is not certain, by all exact logits."""
+        new, mask, tokens = np.ascontiguousarray(input_ids), state.rows.mask(), None
+        if self.shortlist and self.shortlist.pays(new.shape[0] * new.shape[1]):
+            results, past = self._run_step(state, new, mask, NEAR, exact=False)
+            tokens = self.shortlist.choose(NearLogits(*results), forbidden)
+        if tokens is None:
+            logits, past = self._run_decoder(state, new, mask)
+            tokens = likeliest(logits[:, :, -1], forbidden)
+        state.rows, state.past = state.rows.appended(new.shape[2]), past
+        return tokens.reshape(new.shape[:2])
 
     def reorder(self, state: OrtState, rows: np.ndarray) -> None:
-        self._check_state(state)
         histories, index = state.rows.reordered(rows)
         if index is not None:
             state.past = self._reordered(state, self._from_host(index))
         state.rows = histories
 
     def trim(self, state: OrtState, accepted: np.ndarray) -> None:
-        self._check_state(state)
         histories, index = state.rows.trimmed(accepted)
         if index is not None and not histories.ragged and not state.rows.ragged:  # all rows lose their last ones
             state.past = [self._hold(self._array(past)[..., : histories.width, :]) for past in state.past]
@@ -152,7 +157,6 @@ class OrtNumpy:
         state.rows = histories
 
     def keep(self, state: OrtState, sources: np.ndarray) -> None:
-        self._check_state(state)
         histories, kept = state.rows.kept(sources)
         index = self._from_host(kept)
         past = [self._gathered(past, 1, index, kept.shape) for past in state.past]

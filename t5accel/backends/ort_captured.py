@@ -19,8 +19,7 @@ from t5accel.backends.launches import captured, side_stream
 from t5accel.backends.ort_pointers import OrtPointers
 from t5accel.backends.ort_session import open_session
 from t5accel.backends.ort_state import OrtSource, OrtState
-from t5accel.decoding.backend import as_count
-from t5accel.decoding.histories import check_forbidden, right_aligned
+from t5accel.decoding.histories import right_aligned
 from t5accel.graphs.contract import DECODER
 
 LONGEST_RUN = 64  # steps that are queued before the host reads the tokens
@@ -128,12 +127,10 @@ class OrtCaptured(OrtPointers):
     def run_greedy(self, state: OrtState, k: int, *, forbidden: int | None = None) -> np.ndarray:
         """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
 
-        Arguments, result (B, K, n) int64 and errors are those of `torch_static.TorchStatic.run_greedy`; n is at most
+        Arguments and result (B, K, n) int64 are those of `torch_static.TorchStatic.run_greedy`; n is at most
         `LONGEST_RUN`.
         """
-        self._check_state(state)
-        check_forbidden(forbidden, self.vocab_size)
-        count = min(as_count(k, "k", at_least=1), LONGEST_RUN)
+        count = min(k, LONGEST_RUN)
         rows, given = state.rows, state.source.mask.shape[1]
         width = rows.width + count
         key = (*rows.shape, _rounded(given), _rounded(width))

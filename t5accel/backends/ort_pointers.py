@@ -17,7 +17,6 @@ import torch
 
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_state import OrtState
-from t5accel.decoding.histories import check_forbidden
 from t5accel.errors import InputError, MissingPackageError
 
 ELEMENT_TYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
@@ -108,9 +107,7 @@ class OrtPointers(OrtNumpy):
 
     def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
         """The likeliest is found where the logits are: of them only its number comes to the host."""
-        self._check_state(state)
-        new = np.ascontiguousarray(state.rows.check_step(input_ids, self.vocab_size))
-        check_forbidden(forbidden, self.vocab_size)
+        new = np.ascontiguousarray(input_ids)
         logits, past = self._decode(state, new, state.rows.mask())
         last = logits[:, :, -1]  # of memory that nobody else reads
         if forbidden is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from t5accel import machine
 from t5accel.backends.huge_pages import huge_pages
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.manifest import Manifest

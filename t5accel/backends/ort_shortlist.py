@@ -17,17 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from t5accel.backends.ort_session import mapped
-from t5accel.decoding.greedy import likeliest
-from t5accel.decoding.histories import check_forbidden
 from t5accel.decoding.shortlist import Head, NearLogits, certified
 from t5accel.graphs.contract import NEAR_ONLY
 from t5accel.graphs.manifest import Manifest
 
 if TYPE_CHECKING:
     import onnxruntime
-
-    from t5accel.backends.ort import OrtNumpy
-    from t5accel.backends.ort_state import OrtState
 
 MOST_ROWS = 64  # of a step; what is beyond was not measured
 # It is given up for steps of so many rows of which more than 16 and one in 8 had to be taken again: near logits save
@@ -86,31 +81,3 @@ class Shortlist:
             self._steps[near.norms.size] += 1
             self._fallbacks[near.norms.size] += tokens is None
         return tokens
-
-
-def greedy_step(backend: OrtNumpy, state: OrtState, input_ids: np.ndarray, forbidden: int | None = None) -> np.ndarray:
-    """A step that returns the likeliest next tokens: those of the backend's ``step`` and its arg-max, always.
-
-    Args:
-        backend: whose ``shortlist`` is used, if it has one and it pays.
-        state: changed as by ``step``, and as good for one afterwards.
-        input_ids: (B, K, T) int64, T >= 1.
-        forbidden: a token that shall not be chosen.
-
-    Returns:
-        (B, K) int64; the lowest id where logits are equal.
-
-    Raises:
-        InputError: an argument is wrong; the state is as it was.
-    """
-    new = np.ascontiguousarray(state.rows.check_step(input_ids, backend.vocab_size))
-    check_forbidden(forbidden, backend.vocab_size)
-    mask, shortlist, tokens = state.rows.mask(), backend.shortlist, None
-    if shortlist and shortlist.pays(new.shape[0] * new.shape[1]):
-        results, past = backend._run_step(state, new, mask, NEAR, exact=False)
-        tokens = shortlist.choose(NearLogits(*results), forbidden)
-    if tokens is None:
-        logits, past = backend._run_decoder(state, new, mask)
-        tokens = likeliest(logits[:, :, -1], forbidden)
-    state.rows, state.past = state.rows.appended(new.shape[2]), past
-    return tokens.reshape(new.shape[:2])

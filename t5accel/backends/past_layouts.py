@@ -11,14 +11,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.traffic import StepTraffic
-from t5accel.decoding.backend import as_batch
-from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
 from t5accel.graphs.layouts import Layout, read_layout
@@ -36,11 +35,9 @@ class RowSource:
 
     Attributes:
         inputs: what each of its rows brings to the graphs, by name, (B, …).
-        owner: the backend that encoded it.
     """
 
     inputs: Arrays
-    owner: Any
 
 
 @dataclass
@@ -48,7 +45,6 @@ class RowState:
     """A decoder state of R rows.
 
     Attributes:
-        owner: the backend that started it.
         rows: how long each row's past is.
         source: what the graphs are handed for the sources, by name, (R, …): from the first step on also keys and values
             of cross-attention, (R, H_i, S, d_kv).
@@ -56,7 +52,6 @@ class RowState:
         traffic: the bytes that the last step handed over, counted from its arrays.
     """
 
-    owner: RowBackend
     rows: Histories
     source: Arrays
     past: Arrays = field(default_factory=dict)
@@ -87,38 +82,29 @@ class RowBackend(ABC):
         self.eos_token_id, self.decoder_start_token_id = tokens["eos_token_id"], tokens["decoder_start_token_id"]
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> RowSource:
-        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
-        check_vocabulary(ids, self.vocab_size)
-        # Copies, because the caller may write to its arrays and every step reads the mask.
-        return RowSource(self._run_encoder(*(np.array(array, order="C") for array in (ids, mask))), self)
+        return RowSource(self._run_encoder(np.ascontiguousarray(input_ids), np.ascontiguousarray(attention_mask)))
 
     def start(self, source: RowSource, rows_per_source: int = 1) -> RowState:
-        if not isinstance(source, RowSource) or source.owner is not self:
-            raise InputError("This source was encoded by another backend: encode it with this one.")
         rows = Histories.empty(len(source.inputs["attention_mask"]), rows_per_source)
-        return RowState(self, rows, {name: array.repeat(rows.shape[1], 0) for name, array in source.inputs.items()})
+        return RowState(rows, {name: array.repeat(rows.shape[1], 0) for name, array in source.inputs.items()})
 
     def step(self, state: RowState, input_ids: np.ndarray) -> np.ndarray:
-        self._check_state(state)
-        new = state.rows.check_step(input_ids, self.vocab_size)
-        count = new.shape[2]
+        count = input_ids.shape[2]
         rows = state.rows.appended(count)
-        file, inputs = self._inputs(state, np.ascontiguousarray(new.reshape(-1, count)), rows)
+        file, inputs = self._inputs(state, np.ascontiguousarray(input_ids.reshape(-1, count)), rows)
         outputs = self._run(file, inputs)
         source, past = self._after(state, inputs, outputs)
         state.traffic = StepTraffic(_bytes_by_kind(inputs), _bytes_by_kind(outputs))
         state.rows, state.source, state.past = rows, source, past
-        return outputs["logits"][:, -count:].reshape(*new.shape, self.vocab_size)
+        return outputs["logits"][:, -count:].reshape(*input_ids.shape, self.vocab_size)
 
     def reorder(self, state: RowState, rows: np.ndarray) -> None:
-        self._check_state(state)
         histories, index = state.rows.reordered(rows)
         if index is not None:  # the rows of a source share what it brings: only their pasts change places
             state.past = _rows_of(state.past, index)
         state.rows = histories
 
     def trim(self, state: RowState, accepted: np.ndarray) -> None:
-        self._check_state(state)
         histories, index = state.rows.trimmed(accepted)
         if index is not None:
             flat = index.reshape(math.prod(histories.shape), histories.width)
@@ -126,7 +112,6 @@ class RowBackend(ABC):
         state.rows = histories
 
     def keep(self, state: RowState, sources: np.ndarray) -> None:
-        self._check_state(state)
         histories, kept = state.rows.kept(sources)
         rows_per_source = histories.shape[1]
         index = (kept[:, None] * rows_per_source + np.arange(rows_per_source)).ravel()
@@ -165,10 +150,6 @@ class RowBackend(ABC):
     def _run(self, file: str, inputs: Mapping[str, np.ndarray]) -> Arrays:
         outputs = self.outputs[file]
         return dict(zip(outputs, self.sessions[file].run(outputs, inputs), strict=True))
-
-    def _check_state(self, state: RowState) -> None:
-        if not isinstance(state, RowState) or state.owner is not self:
-            raise InputError("This state was not started by this backend: give what its start() returned.")
 
 
 class ThreeGraphs(RowBackend):

@@ -16,7 +16,7 @@ import numpy as np
 
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.checkpoints import T5Dims
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import decoder_spec
 from t5accel.timing import measure

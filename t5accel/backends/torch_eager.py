@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.checkpoints import T5Dims
-from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_vocabulary
+from t5accel.checks import as_count
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,11 +36,10 @@ register_optimizer_step_post_hook(_count_optimizer_step)
 
 @dataclass(frozen=True)
 class TorchSource:
-    """Encoder output (B, S, d_model) and mask (B, S), on the model's device; ``owner`` is the backend's model."""
+    """Encoder output (B, S, d_model) and mask (B, S), on the model's device."""
 
     hidden: torch.Tensor
     mask: torch.Tensor
-    owner: Any
 
 
 @dataclass
@@ -48,14 +47,12 @@ class TorchState:
     """A decoder state of R = B * K rows.
 
     Attributes:
-        owner: the backend that started it.
         hidden, mask: the source, one copy per row: (R, S, d_model), (R, S).
         rows: how long each row's past is.
         tokens: (R, P) every token so far, right-aligned; only the uncached backend reads it.
         cache: transformers' cache, ``None`` without one.
     """
 
-    owner: TorchEager
     hidden: torch.Tensor
     mask: torch.Tensor
     rows: Histories
@@ -94,28 +91,21 @@ class TorchEager:
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> TorchSource:
-        checked_ids, checked_mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
-        check_vocabulary(checked_ids, self.vocab_size)
-        ids, mask = self._tensor(checked_ids), self._tensor(checked_mask)
-        return TorchSource(self._run_encoder(ids, mask), mask, self.model)
+        ids, mask = self._tensor(input_ids), self._tensor(attention_mask)
+        return TorchSource(self._run_encoder(ids, mask), mask)
 
     @torch.inference_mode()
     def split(self, source: TorchSource) -> list[TorchSource]:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
-        self._check_source(source)
         rows = zip(source.hidden, source.mask, source.mask.bool(), strict=True)
-        return [TorchSource(hidden[real][None], mask[real][None], source.owner) for hidden, mask, real in rows]
+        return [TorchSource(hidden[real][None], mask[real][None]) for hidden, mask, real in rows]
 
     @torch.inference_mode()
     def join(self, sources: Sequence[TorchSource]) -> TorchSource:
         """The rows of all of them as one new batch, padded on the right with zeros and masked there."""
-        for source in sources:
-            self._check_source(source)
-        if not sources:
-            raise InputError("There are no sources to join: give at least one.")
         hidden = pad_sequence([row for source in sources for row in source.hidden], batch_first=True)
         mask = pad_sequence([row for source in sources for row in source.mask], batch_first=True)
-        return TorchSource(hidden, mask, self.model)
+        return TorchSource(hidden, mask)
 
     def source_bytes(self, source: TorchSource) -> int:
         return source.hidden.nbytes + source.mask.nbytes
@@ -138,18 +128,15 @@ class TorchEager:
         return _optimizer_steps, encoder.training, storages, views
 
     def start(self, source: TorchSource, rows_per_source: int = 1) -> TorchState:
-        self._check_source(source)
         rows = Histories.empty(len(source.hidden), rows_per_source)
         hidden, mask = (tensor.repeat_interleave(rows.shape[1], 0) for tensor in (source.hidden, source.mask))
         tokens = torch.empty((len(hidden), 0), dtype=torch.long, device=self.device)
-        return TorchState(self, hidden, mask, rows, tokens, self._empty_cache())
+        return TorchState(hidden, mask, rows, tokens, self._empty_cache())
 
     @torch.inference_mode()
     def step(self, state: TorchState, input_ids: np.ndarray) -> np.ndarray:
-        self._check_owner(state)
-        new = state.rows.check_step(input_ids, self.vocab_size)
-        count = new.shape[2]
-        rows, flat = state.rows.appended(count), self._tensor(new.reshape(-1, count))
+        count = input_ids.shape[2]
+        rows, flat = state.rows.appended(count), self._tensor(input_ids.reshape(-1, count))
         tokens = torch.cat([state.tokens, flat], dim=1)
         past_mask = torch.as_tensor(rows.mask().reshape(tokens.shape), device=self.device) if rows.ragged else None
         try:
@@ -158,17 +145,15 @@ class TorchEager:
             self._take_back(state)
             raise
         state.tokens, state.rows = tokens, rows
-        return logits.reshape(*new.shape, self.vocab_size)
+        return logits.reshape(*input_ids.shape, self.vocab_size)
 
     def reorder(self, state: TorchState, rows: np.ndarray) -> None:
-        self._check_owner(state)
         histories, flat = state.rows.reordered(rows)
         if flat is not None:
             self._select(state, flat)
         state.rows = histories
 
     def keep(self, state: TorchState, sources: np.ndarray) -> None:
-        self._check_owner(state)
         histories, kept = state.rows.kept(sources)
         rows_per_source = histories.shape[1]
         self._select(state, (kept[:, None] * rows_per_source + np.arange(rows_per_source)).ravel())
@@ -176,7 +161,6 @@ class TorchEager:
 
     @torch.inference_mode()
     def trim(self, state: TorchState, accepted: np.ndarray) -> None:
-        self._check_owner(state)
         histories, old_positions = state.rows.trimmed(accepted)
         if old_positions is not None:
             index = torch.as_tensor(old_positions.reshape(len(state.hidden), histories.width), device=self.device)
@@ -209,14 +193,6 @@ class TorchEager:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         # A copy, because torch takes no reversed view, warns of a read-only one and would share memory with any other.
         return torch.as_tensor(np.array(array, order="C"), device=self.device)
-
-    def _check_source(self, source: TorchSource) -> None:
-        if getattr(source, "owner", None) is not self.model:
-            raise InputError("This source was encoded by another model or backend: encode it with this one.")
-
-    def _check_owner(self, state: TorchState) -> None:
-        if getattr(state, "owner", None) is not self:
-            raise InputError("This state was not started by this backend: give what its start() returned.")
 
     def _empty_cache(self) -> EncoderDecoderCache | None:
         from transformers import DynamicCache, EncoderDecoderCache

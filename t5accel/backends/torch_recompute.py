@@ -15,7 +15,7 @@ import torch
 from t5accel.backends.launches import captured
 from t5accel.backends.static_t5 import Slot
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_batch, as_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,9 @@ class TorchRecompute:
             InputError: a shape, type or count is wrong.
         """
         count = as_count(new_tokens, "new_tokens", at_least=1)
-        source = self._encoder.encode(input_ids, attention_mask)
+        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self._encoder.pad_token_id,
+                             vocab_size=self._encoder.vocab_size)  # fmt: skip
+        source = self._encoder.encode(ids, mask)
         batch, length = source.mask.shape
         key = (batch, length, count)
         if key not in self.texts:

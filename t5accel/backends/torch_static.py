@@ -18,8 +18,8 @@ import torch
 
 from t5accel.backends.launches import captured
 from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
-from t5accel.decoding.backend import as_batch, as_count
-from t5accel.decoding.histories import Histories, check_forbidden, check_vocabulary
+from t5accel.checks import as_count
+from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class StaticSource:
 
     cross: KeysAndValues
     mask: torch.Tensor
-    owner: Any
 
 
 @dataclass
@@ -63,7 +62,6 @@ class StaticState:
     source: StaticSource
     rows: Histories
     slot: Slot
-    owner: Any
     lease: Any = None
 
 
@@ -117,55 +115,52 @@ class TorchStatic:
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:
-        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id)
-        check_vocabulary(ids, self.vocab_size)
-        given = [torch.from_numpy(np.array(array, order="C")) for array in (ids, mask)]
+        given = [torch.from_numpy(np.ascontiguousarray(array)) for array in (input_ids, attention_mask)]
         if not self.graphs:
             on_device = [array.to(self.device) for array in given]
-            return StaticSource(self.decoder.encode(*on_device), on_device[1], self)
-        batch, length = ids.shape
+            return StaticSource(self.decoder.encode(*on_device), on_device[1])
+        batch, length = input_ids.shape
         slot = self._encoder((batch, self._bucket(length)))
         for place, array in zip((slot.ids, slot.mask), given, strict=True):
             place[:, :length] = array
         slot.mask[:, length:] = 0  # whatever token stands there
         slot.graph.replay()
-        return StaticSource(slot.cross.clone(), slot.mask.clone(), self)
+        return StaticSource(slot.cross.clone(), slot.mask.clone())
 
     @torch.inference_mode()
     def start(self, source: StaticSource, rows_per_source: int = 1) -> StaticState:
-        if getattr(source, "owner", None) is not self:
-            raise InputError("This source was encoded by another backend: encode it with this one.")
         rows = Histories.empty(len(source.mask), rows_per_source)
-        state = StaticState(source, rows, self._slot(*rows.shape, source, self.buckets[0]), self)
+        state = StaticState(source, rows, self._slot(*rows.shape, source, self.buckets[0]))
         state.slot.token.fill_(self.decoder_start_token_id)
         self._take(state)
         return state
 
     @torch.inference_mode()
     def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
-        new, slot = self._admit(state, input_ids), state.slot
-        if new.shape[2] == 1:  # as greedy steps, so that beams and samples have the graph, too
-            self._feed(slot, new)
+        self._make_room(state, input_ids.shape[2])
+        slot = state.slot
+        if input_ids.shape[2] == 1:  # as greedy steps, so that beams and samples have the graph, too
+            self._feed(slot, input_ids)
             self._advance(slot, forbidden=None)
             logits = slot.logits
         else:
-            logits = self.decoder.logits(self.decoder.read(slot, self._on_device(new)))
-        state.rows = state.rows.appended(new.shape[2])
-        return logits.to("cpu", copy=True).numpy().reshape(*new.shape, self.vocab_size)
+            logits = self.decoder.logits(self.decoder.read(slot, self._on_device(input_ids)))
+        state.rows = state.rows.appended(input_ids.shape[2])
+        return logits.to("cpu", copy=True).numpy().reshape(*input_ids.shape, self.vocab_size)
 
     @torch.inference_mode()
     def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
-        check_forbidden(forbidden, self.vocab_size)
-        new, slot = self._admit(state, input_ids), state.slot
-        if new.shape[2] == 1:
-            self._feed(slot, new)
+        self._make_room(state, input_ids.shape[2])
+        slot = state.slot
+        if input_ids.shape[2] == 1:
+            self._feed(slot, input_ids)
             self._advance(slot, forbidden)
         else:
-            hidden = self.decoder.read(slot, self._on_device(new))
+            hidden = self.decoder.read(slot, self._on_device(input_ids))
             self._prepare(slot, forbidden)
             self.decoder.choose(slot, hidden)
-        state.rows = state.rows.appended(new.shape[2])
-        return slot.token.to("cpu", copy=True).numpy().reshape(new.shape[:2])
+        state.rows = state.rows.appended(input_ids.shape[2])
+        return slot.token.to("cpu", copy=True).numpy().reshape(input_ids.shape[:2])
 
     @torch.inference_mode()
     def run_greedy(self, state: StaticState, k: int, *, forbidden: int | None = None) -> np.ndarray:
@@ -180,13 +175,8 @@ class TorchStatic:
 
         Returns:
             (B, K, n) int64, n <= k: what was chosen. Rows do not stop at the end token.
-
-        Raises:
-            InputError: an argument is wrong; the state is as it was.
         """
-        self._check(state)
-        check_forbidden(forbidden, self.vocab_size)
-        count = min(as_count(k, "k", at_least=1), LONGEST_RUN)
+        count = min(k, LONGEST_RUN)
         self._make_room(state, count)
         slot = state.slot
         self._advance(slot, forbidden, count)
@@ -194,7 +184,6 @@ class TorchStatic:
         return slot.chosen[:, :count].to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)
 
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
-        self._check(state)
         histories, flat = state.rows.reordered(rows)
         if flat is not None:
             self._gather(state.slot, state.slot, flat)
@@ -203,16 +192,14 @@ class TorchStatic:
     @torch.inference_mode()
     def trim(self, state: StaticState, accepted: np.ndarray) -> None:
         """Only how long each row is changes: what is beyond is masked, and written over later."""
-        self._check(state)
         histories, _ = state.rows.trimmed(accepted)
         state.slot.lengths.copy_(torch.as_tensor(histories.lengths.ravel()))
         state.rows = histories
 
     def keep(self, state: StaticState, sources: np.ndarray) -> None:
-        self._check(state)
         histories, kept = state.rows.kept(sources)
         index = torch.as_tensor(kept, device=self.device)
-        source = StaticSource(state.source.cross.rows(index), state.source.mask[index], self)
+        source = StaticSource(state.source.cross.rows(index), state.source.mask[index])
         rows = histories.shape[1]
         self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.slot.width)
 
@@ -261,13 +248,6 @@ class TorchStatic:
         new.token.copy_(old.token[index])
 
     # Steps
-
-    def _admit(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
-        """The new tokens (B, K, T), checked; there is room for them."""
-        self._check(state)
-        new = state.rows.check_step(input_ids, self.vocab_size)
-        self._make_room(state, new.shape[2])
-        return new
 
     def _on_device(self, tokens: np.ndarray) -> torch.Tensor:
         """(B, K, T) -> (R, T)."""
@@ -323,7 +303,3 @@ class TorchStatic:
 
         slot.graph = captured(lambda: self._step(slot), undo, self.device)
         self.captured += 1
-
-    def _check(self, state: StaticState) -> None:
-        if getattr(state, "owner", None) is not self:
-            raise InputError("This state was not started by this backend: give what its start() returned.")

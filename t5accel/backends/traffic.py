@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from t5accel.checkpoints import T5Dims
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 
 _INT64, _FLOAT32 = 8, 4  # bytes
 

@@ -6,11 +6,13 @@ past decoder positions, V vocabulary entries.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 
 Source = Any  # what `encode` returns: belongs to the backend, opaque to the algorithms
@@ -20,6 +22,12 @@ State = Any  # the same for the decoder's state; methods that take one change it
 @runtime_checkable
 class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
+
+    Its methods **trust their arguments**: types and shapes as below, tokens in the vocabulary, rows, positions and
+    sources that there are, sources and states of this very backend. What comes from outside is checked once, by those
+    who call them: the decoding algorithms (`request.Request`) and `hf`. Whoever calls a backend directly answers for
+    that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way, for want of
+    memory or by an interrupt, leaves the state as it was.
 
     A backend may also offer ``run_greedy(state, k, *, forbidden=None) -> (B, K, n)``, n <= k greedy steps without
     returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
@@ -40,7 +48,10 @@ class Backend(Protocol):
     decoder_start_token_id: int
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Source:
-        """Run the encoder once. Both arguments (B, S) int64; the mask is 1 for real tokens and 0 for padding."""
+        """Run the encoder once. Both arguments (B, S) int64; the mask is 1 for real tokens and 0 for padding.
+
+        A source may keep the arrays: nobody writes to them any more.
+        """
 
     def start(self, source: Source, rows_per_source: int = 1) -> State:
         """An empty decoder state (P = 0) with K = ``rows_per_source`` rows that share each source."""
@@ -61,6 +72,30 @@ class Backend(Protocol):
         """Only these sources, in this order, stay in the batch (finished ones leave it). (n,) int64, n >= 1."""
 
 
+_NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+def check_backend(backend: Any, methods: Iterable[str] = ()) -> None:
+    """Raise ``InputError`` for what is no backend, lacks one of these methods, or has a special token that is no token.
+
+    Args:
+        backend: anything.
+        methods: beside ``encode``, ``start`` and ``step``.
+
+    >>> check_backend("mini")
+    Traceback (most recent call last):
+    t5accel.errors.InputError: str is no backend, it lacks vocab_size, pad_token_id, eos_token_id, ...
+    """
+    missing = [name for name in (*_NUMBERS, "encode", "start", "step", *methods) if not hasattr(backend, name)]
+    if missing:
+        raise InputError(
+            f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
+        )
+    for name in _NUMBERS[1:]:
+        if as_count(getattr(backend, name), name, at_least=0) >= backend.vocab_size:
+            raise InputError(f"{name} is {getattr(backend, name)}; the vocabulary has {backend.vocab_size} entries.")
+
+
 @dataclass(frozen=True)
 class Generated:
     """What an algorithm produced.
@@ -78,61 +113,6 @@ class Generated:
     scores: np.ndarray | None = None
     drafted: int = 0
     accepted: int = 0
-
-
-def as_batch(input_ids: Any, attention_mask: Any = None, *, pad_token_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Check a batch and return it as two (B, S) int64 numpy arrays.
-
-    Args:
-        input_ids: (B, S) integers as numpy array, torch tensor or lists.
-        attention_mask: (B, S) of zeros and ones; by default 1 where ``input_ids`` is not the pad id.
-
-    Raises:
-        InputError: empty batch, wrong rank or type, negative ids, a mask of another shape, with other values than 0 and
-            1, or without a single 1 in a row.
-
-    >>> as_batch([[5, 6, 0]])[1].tolist()
-    [[1, 1, 0]]
-    """
-    ids = as_integers(input_ids, "input_ids", rank=2)
-    if not ids.size:
-        raise InputError(f"input_ids has shape {ids.shape}: give at least one source of at least one token.")
-    if ids.min() < 0:
-        raise InputError(f"input_ids holds {ids.min()}; token ids are not negative.")
-    mask = (ids != pad_token_id).astype(np.int64) if attention_mask is None else as_integers(
-        attention_mask, "attention_mask", rank=2)  # fmt: skip
-    if mask.shape != ids.shape:
-        raise InputError(f"attention_mask has shape {mask.shape} and input_ids {ids.shape}: they must be equal.")
-    if not np.isin(mask, (0, 1)).all():
-        raise InputError("attention_mask holds other values than 0 (padding) and 1 (token).")
-    empty = np.flatnonzero(mask.sum(axis=1) == 0)
-    if empty.size:
-        raise InputError(f"attention_mask is all zero in row {empty[0]}: a source needs at least one token.")
-    return ids, mask
-
-
-def as_integers(values: Any, name: str, *, rank: int) -> np.ndarray:
-    """``values`` as an int64 array of the given rank. Accepts numpy, torch (any device) and nested lists."""
-    try:
-        array = np.asarray(values.detach().cpu().numpy() if hasattr(values, "detach") else values)
-    except ValueError as error:
-        raise InputError(f"{name} is ragged: pad its rows to one length.") from error
-    except (TypeError, RuntimeError) as error:  # bfloat16, sparse and meta tensors
-        raise InputError(f"{name} is no array of integers: {error}") from error
-    if array.ndim != rank:
-        raise InputError(f"{name} is of shape {array.shape}; give {rank} dimensions of integers.")
-    if array.dtype.kind not in ("iub" if array.size else "iubf"):  # an empty list becomes an array of floats
-        raise InputError(f"{name} is of type {array.dtype}; give integers.")
-    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise InputError(f"{name} holds {array.max()}, more than 64 bits with a sign can.")
-    return array.astype(np.int64, copy=False)
-
-
-def as_count(value: Any, name: str, *, at_least: int) -> int:
-    """``value`` as an int that is at least ``at_least``; raises ``InputError`` that names the argument."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
-        raise InputError(f"{name} is {value!r}; give an integer of at least {at_least}.")
-    return int(value)
 
 
 def right_aligned(lengths: np.ndarray, width: int) -> np.ndarray:

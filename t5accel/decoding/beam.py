@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Generated, as_count
+from t5accel.checks import as_count, is_number
+from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.continuations import Continuations, pick
 from t5accel.decoding.hypotheses import START, Answers, Tree
 from t5accel.decoding.request import Request
@@ -151,8 +152,7 @@ def _counts(num_beams: Any, num_return_sequences: Any, vocab_size: int) -> tuple
 
 def _penalty(value: Any, longest: int) -> float:
     most = _LARGEST_EXPONENT / math.log(max(longest, 2))
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= most:
+    if not is_number(value) or not abs(value) <= most:
         raise InputError(f"length_penalty is {value!r}; give a number from {-most:.1f} to {most:.1f}, 0 for none.")
     return float(value)
 

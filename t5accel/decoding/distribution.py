@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count, is_number
 from t5accel.errors import InputError
 
 
@@ -144,8 +144,7 @@ def draw(odds: np.ndarray, uniform: Any) -> np.ndarray:
 def _number(sampling: Sampling, name: str) -> float:
     """The value; not a number where it is none, so that no bound holds."""
     value = getattr(sampling, name)
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return value if is_number else math.nan
+    return value if is_number(value) else math.nan
 
 
 def _seen(history: Any, mask: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Source, State, as_batch, as_count
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend, Source, State
 from t5accel.errors import InputError
 
 _NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
@@ -59,8 +60,8 @@ class EncoderCache:
         size_bytes: memory of the rows that are kept.
 
     Raises:
-        InputError: the backend lacks methods, or ``max_bytes`` is no count; from ``encode`` what the backend's raises,
-            and the cache is as before.
+        InputError: the backend lacks methods, or ``max_bytes`` is no count; where the backend's ``encode`` raises,
+            the cache is as before.
 
     >>> class Toy:  # a toy backend whose source is a list of rows
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 1, 0
@@ -72,9 +73,10 @@ class EncoderCache:
     ...     def source_bytes(self, source): return sum(row.nbytes for row in source)
     ...     def fingerprint(self): return "these weights"
     >>> cache = EncoderCache(Toy())
-    >>> source = cache.encode([[5, 6, 1]], [[1, 1, 1]])
+    >>> source = cache.encode(np.array([[5, 6, 1]]), np.array([[1, 1, 1]]))
     encodes [[5, 6, 1]]
-    >>> cache.encode([[7, 1, 0, 0], [0, 5, 6, 1], [7, 1, 0, 0]], [[1, 1, 0, 0], [0, 1, 1, 1], [1, 1, 0, 0]])
+    >>> ids = np.array([[7, 1, 0, 0], [0, 5, 6, 1], [7, 1, 0, 0]])
+    >>> cache.encode(ids, (ids != 0).astype(np.int64))
     encodes [[7, 1]]
     [array([70, 10]), array([50, 60, 10]), array([70, 10])]
     >>> cache.hits, cache.misses, cache.size_bytes
@@ -97,7 +99,7 @@ class EncoderCache:
         self._lock = threading.Lock()  # guards all of the above, and is not held while the backend encodes
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Source:
-        keys = row_keys(*as_batch(input_ids, attention_mask, pad_token_id=self.pad_token_id))
+        keys = row_keys(input_ids, attention_mask)
         with self._lock:
             fingerprint = self.backend.fingerprint()
             if fingerprint != self._fingerprint:

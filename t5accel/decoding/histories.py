@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from t5accel.decoding.backend import as_count, as_integers, right_aligned
-from t5accel.errors import InputError
+from t5accel.decoding.backend import right_aligned
 
 
 @dataclass(frozen=True)
 class Histories:
     """B sources of K rows each, whose pasts end together at the right of ``width`` positions (P).
 
-    It never changes. A method checks its argument and returns what the histories are afterwards, and where that moves
+    It never changes. A method returns what the histories are afterwards, and where that moves
     anything, an index to gather the runtime's tensors by. So a runtime gathers first, and takes over both at the end:
     if something fails between (no memory, an interrupt), its state is still the one from before.
 
@@ -25,7 +24,7 @@ class Histories:
         ragged: whether there is any padding.
 
     >>> rows = Histories.empty(batch=1, rows_per_source=2).appended(3)
-    >>> rows, index = rows.trimmed([[1, 3]])  # row 0 keeps one of its three positions, and it moves to the right end
+    >>> rows, index = rows.trimmed(np.array([[1, 3]]))  # row 0 keeps one of three positions, moved to the right end
     >>> index.tolist(), rows.mask().tolist()
     ([[[0, 0, 0], [0, 1, 2]]], [[[0, 0, 1], [1, 1, 1]]])
     """
@@ -37,8 +36,8 @@ class Histories:
 
     @classmethod
     def empty(cls, batch: int, rows_per_source: int) -> Histories:
-        """Nothing yet. Raises ``InputError`` for less than one row."""
-        return cls(np.zeros((batch, as_count(rows_per_source, "rows_per_source", at_least=1)), dtype=np.int64))
+        """Nothing yet."""
+        return cls(np.zeros((batch, rows_per_source), dtype=np.int64))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,14 +55,6 @@ class Histories:
             return np.ones((*self.padding.shape, self.width), dtype=np.int64)
         return right_aligned(self.lengths, self.width)
 
-    def check_step(self, input_ids: np.ndarray, vocab_size: int) -> np.ndarray:
-        """``input_ids`` as (B, K, T) int64, T >= 1, in the vocabulary; raises ``InputError``."""
-        new = as_integers(input_ids, "input_ids", rank=3)
-        if new.shape[:2] != self.padding.shape or not new.shape[2]:
-            raise InputError(f"input_ids has shape {new.shape}; this state takes {(*self.shape, 'T >= 1')}.")
-        check_vocabulary(new, vocab_size)
-        return new
-
     def appended(self, count: int) -> Histories:
         """Every row has ``count`` more positions."""
         return Histories(self.padding, self.width + count, count, self.ragged)
@@ -74,17 +65,13 @@ class Histories:
         Returns:
             The histories, and (B * K,) int64: for each row which one of all rows it was; ``None`` where all stay.
         """
-        rows = self._per_row(rows, "rows", highest=self.shape[1] - 1)
         if (rows == np.arange(self.shape[1])).all():
             return self, None
         flat = (np.arange(self.shape[0])[:, None] * self.shape[1] + rows).ravel()
         return self._with_padding(self.padding.ravel()[flat].reshape(self.shape)), flat
 
     def kept(self, sources: np.ndarray) -> tuple[Histories, np.ndarray]:
-        """Only these sources stay, in this order; returns the histories, and ``sources`` as (n,) int64."""
-        sources = as_integers(sources, "sources", rank=1)
-        if not sources.size or sources.min() < 0 or sources.max() >= len(self.padding):
-            raise InputError(f"sources is {sources.tolist()}; give at least one index in 0 … {len(self.padding) - 1}.")
+        """Only these sources (n,) stay, in this order; returns the histories, and ``sources`` to gather by."""
         return self._with_padding(self.padding[sources]), sources
 
     def trimmed(self, accepted: np.ndarray) -> tuple[Histories, np.ndarray | None]:
@@ -94,7 +81,6 @@ class Histories:
             The histories, and (B, K, P') int64: the old position of each new one; ``None`` where all stay. In front of
             a shorter history it points anywhere, and `mask` is 0 there.
         """
-        accepted = self._per_row(accepted, "accepted", highest=self.last)
         dropped = self.last - accepted
         if not dropped.any():
             return Histories(self.padding, self.width, 0, self.ragged), None
@@ -107,35 +93,6 @@ class Histories:
 
     def _with_padding(self, padding: np.ndarray) -> Histories:
         return Histories(padding, self.width, self.last, bool(padding.any()))
-
-    def _per_row(self, values: np.ndarray, name: str, *, highest: int) -> np.ndarray:
-        values = as_integers(values, name, rank=2)
-        if values.shape != self.shape or values.min() < 0 or values.max() > highest:
-            raise InputError(f"{name} of shape {values.shape}: give shape {self.shape} with values in 0 … {highest}.")
-        return values
-
-
-def check_vocabulary(ids: np.ndarray, vocab_size: int) -> None:
-    """Raise ``InputError`` for an id outside 0 … vocab_size - 1: a runtime may crash on it, or read what lies beyond.
-
-    Args:
-        ids: int64, any shape, not empty.
-        vocab_size: the number of entries.
-
-    >>> check_vocabulary(np.array([0, 299]), 300)
-    """
-    if ids.view(np.uint64).max() >= vocab_size:  # one pass for both ends: read without a sign, a negative id is huge
-        raise InputError(f"input_ids must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
-
-
-def check_forbidden(token: int | None, vocab_size: int) -> None:
-    """Raise ``InputError`` for a forbidden token that is none of the vocabulary; ``None`` forbids nothing.
-
-    >>> check_forbidden(None, 300), check_forbidden(1, 300)
-    (None, None)
-    """
-    if token is not None and as_count(token, "forbidden", at_least=0) >= vocab_size:
-        raise InputError(f"forbidden is {token}; the vocabulary has {vocab_size} entries.")
 
 
 def of_each_head(index: np.ndarray, heads: int, width: int) -> np.ndarray:

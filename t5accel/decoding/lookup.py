@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Generated, as_count
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.drafts import Drafts, Likeliest, verified
 from t5accel.decoding.request import Request
 from t5accel.decoding.steps import Steps

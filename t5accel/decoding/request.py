@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, as_batch, as_count, as_integers
+from t5accel.checks import as_batch, as_count, as_integers, check_vocabulary
+from t5accel.decoding.backend import Backend, check_backend
 from t5accel.errors import InputError
-
-_NEEDED = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id", "encode", "start", "step")
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Request:
     """A batch of sources, what every answer starts with, and how long the answers may be.
 
     Attributes:
-        ids, mask: (B, S) int64.
+        ids, mask: (B, S) int64, in memory of their own.
         prefix: (B, T) int64, T >= 1, with the start token in front.
         max_new_tokens, min_new_tokens: bounds on the number of tokens after the prefix.
     """
@@ -48,7 +47,7 @@ class Request:
             methods: which of the backend's methods the algorithm uses beside ``encode``, ``start`` and ``step``.
 
         Raises:
-            InputError: the backend is none, or a shape, type or bound is wrong.
+            InputError: ``backend`` is no backend, or a shape, type or bound is wrong.
 
         >>> class Toy:
         ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
@@ -56,18 +55,14 @@ class Request:
         >>> Request.checked(Toy(), [[3, 4], [2, 0]], max_new_tokens=8).prefix.tolist()
         [[0], [0]]
         """
-        missing = [name for name in (*_NEEDED, *methods) if not hasattr(backend, name)]
-        if missing:
-            raise InputError(
-                f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
-            )
-        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id)
+        check_backend(backend, methods)
+        ids, mask = as_batch(
+            input_ids, attention_mask, pad_token_id=backend.pad_token_id, vocab_size=backend.vocab_size
+        )
         longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         shortest = as_count(min_new_tokens, "min_new_tokens", at_least=0)
         if shortest > longest:
             raise InputError(f"min_new_tokens is {shortest}, more than max_new_tokens, {longest}.")
-        if ids.max() >= backend.vocab_size:
-            raise InputError(f"input_ids holds {ids.max()}; the model's vocabulary has {backend.vocab_size} entries.")
         return cls(ids, mask, _prefix(backend, decoder_input_ids, len(ids)), longest, shortest)
 
 
@@ -81,7 +76,6 @@ def _prefix(backend: Backend, decoder_input_ids: Any, batch: int) -> np.ndarray:
         raise InputError(
             f"decoder_input_ids has shape {given.shape}; give one non-empty row for each of {batch} sources."
         )
-    if given.min() < 0 or given.max() >= backend.vocab_size:
-        raise InputError(f"decoder_input_ids must lie in 0 … {backend.vocab_size - 1}.")
+    check_vocabulary(given, backend.vocab_size, "decoder_input_ids")
     has_start = (given[:, 0] == backend.decoder_start_token_id).all()
-    return given if has_start else np.concatenate([start, given], axis=1)
+    return np.array(given, order="C") if has_start else np.concatenate([start, given], axis=1)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Generated, State, as_count
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend, Generated, State
 from t5accel.decoding.distribution import Sampling, draw
 from t5accel.decoding.draft_model import Guesser, RandomGuesser, odds_after
 from t5accel.decoding.drafts import Drafts, Likeliest, verified, without_end

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, as_integers
+from t5accel.checks import as_integers
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy import greedy, greedy_steps
 from t5accel.decoding.lookup import lookup, lookup_steps
 from t5accel.decoding.sampling import sample, sample_steps

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel.decoding.backend import as_integers
+from t5accel.checks import as_integers
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import as_count, as_integers
+from t5accel.checks import as_count, as_integers
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError
 
 # transformers' clean-up of decoded English, which a tokenizer's configuration turns on or off.

@@ -13,7 +13,7 @@ import numpy as np
 
 from t5accel import machine
 from t5accel.checkpoints import T5Dims, load_t5
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, shortlist_spec

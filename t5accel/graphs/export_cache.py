@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,11 +77,20 @@ def cached_export(
         ExportError: the cache cannot be written.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
     """
+    return checked_export(model, precision=precision, tokenizer=tokenizer, progress=progress)[0]
+
+
+def checked_export(
+    model: PreTrainedModel | str | os.PathLike[str],
+    *,
+    precision: Recipe | str = "fp32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = False,
+) -> tuple[Path, Manifest]:
+    """`cached_export` and its manifest, against which every file of that folder was checked, and no other's."""
     recipe = as_recipe(precision)
     if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers.")
-    if recipe != RECIPES["fp32"]:
-        return _converted(cached_export(model, tokenizer=tokenizer, progress=progress), recipe)
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
     key = _key_of_name(label) if named else None
@@ -93,28 +102,32 @@ def cached_export(
     tokenizer_key = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
     made_by = machine.versions().get("t5accel")
     how = f"{FP32} {FORMAT} {OPSET} {made_by} shortlist"
-    digest = hashlib.sha256(f"{key} {how} {tokenizer_key}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{key} {how} {tokenizer_key}".encode()).hexdigest()[:16]
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
-    folder = cache_folder() / f"{readable}-{FP32['name']}-{digest[:16]}"
-    try:
-        read_manifest(folder)
-    except ExportError:
-        export_t5(
-            model, folder, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None,
+    in_fp32 = cache_folder() / f"{readable}-{FP32['name']}-{digest}"
+
+    def exported() -> Manifest:
+        return export_t5(
+            model, in_fp32, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None,
             overwrite=True, progress=progress,
         )  # fmt: skip
-    return folder
+
+    if recipe == RECIPES["fp32"]:
+        return in_fp32, _found_or_made(in_fp32, exported)
+    folder = cache_folder() / f"{readable}-{recipe.name}-{digest}-{recipe.hash}"
+
+    def converted() -> Manifest:
+        _found_or_made(in_fp32, exported)
+        return convert_export(in_fp32, folder, recipe, overwrite=True)
+
+    return folder, _found_or_made(folder, converted)
 
 
-def _converted(source: Path, recipe: Recipe) -> Path:
-    """The cached export in fp32 in another precision, beside it."""
-    stem, _, digest = source.name.rpartition("-")
-    folder = source.with_name(f"{stem.removesuffix(FP32['name'])}{recipe.name}-{digest}-{recipe.hash}")
+def _found_or_made(folder: Path, make: Callable[[], Manifest]) -> Manifest:
     try:
-        read_manifest(folder)
+        return read_manifest(folder)
     except ExportError:
-        convert_export(source, folder, recipe, overwrite=True)
-    return folder
+        return make()
 
 
 def list_exports() -> list[CachedExport]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from t5accel.checkpoints import T5Dims, load_t5
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder

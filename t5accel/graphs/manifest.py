@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from t5accel.graphs.contract import (
 FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
 LAYOUT = "two graphs"
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
-SIZES = {size.name: {"int": int, "bool": bool}.get(str(size.type), list) for size in fields(T5Dims)}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
 # What an export may hold, for when its manifest cannot be asked any more.
@@ -152,37 +151,35 @@ def files_of_export(folder: Path) -> set[str]:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
+    """Checked for the layout and for shapes: what a runtime is told to read has to lie where it says."""
     files, sizes = content["files"], content["dims"]
-    _require({"layout": str, "opset": int}, content)
-    _require(dict.fromkeys(("recipe", "versions", "shared", "files", "dims"), dict), content)
-    _require({"name": str, "sha256": str}, content["source"])
-    _require({"name": str}, content["recipe"])
-    _require(dict.fromkeys(content["versions"], str), content["versions"])
-    _require(dict.fromkeys(TOKENS, int), content["tokens"])
-    _require(SIZES, sizes)
-    for name in (name for name, kind in SIZES.items() if kind is list):
-        _require(dict.fromkeys(range(len(sizes[name])), int), sizes[name])
-    for entry in files.values():
-        _require({"sha256": str, "size_bytes": int}, entry)
-    _require(dict.fromkeys(content["shared"], dict), content["shared"])
-    for entry in content["shared"].values():
-        _require_place(entry, files)
-    optimized = content.get("optimized", {})
-    _require_optimized(optimized)
+    flat = [number for size in sizes.values() for number in (size if isinstance(size, list) else [size])]
+    if not all(isinstance(number, int) for number in flat):
+        raise TypeError(f"its sizes are {sizes!r:.200}")
+    dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
+    keys = ("source", "recipe", "opset", "versions", "shared")
+    manifest = Manifest(
+        dims=dims,
+        tokens={name: content["tokens"][name] for name in TOKENS},
+        graphs={name: _graph(spec) for name, spec in content["graphs"].items()},
+        files=files,
+        optimized=content.get("optimized", {}),
+        shortlist=content.get("shortlist", {}),
+        **{key: content[key] for key in keys},
+    )
+    _require({"name": str, "sha256": str}, manifest.source)
+    _require({"name": str}, manifest.recipe)
+    if content["layout"] != LAYOUT or manifest.graphs != _specs(dims, manifest.recipe):
+        raise ValueError("its graphs are not those of its sizes")
     if not {ENCODER, DECODER} <= files.keys() or any(name in ("", "..") or Path(name).name != name for name in files):
         raise ValueError(f"its files are {list(files)}")
-    dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
-    graphs = {name: _graph(spec) for name, spec in content["graphs"].items()}
-    if content["layout"] != LAYOUT or graphs != _specs(dims, content["recipe"]):
-        raise ValueError("its graphs are not those of its sizes")
-    shortlist = content.get("shortlist", {})
-    _require_shortlist(shortlist, dims, files)
-    tokens = {name: content["tokens"][name] for name in TOKENS}
-    keys = ("source", "recipe", "opset", "versions", "shared")
-    rest = {key: content[key] for key in keys}
-    return Manifest(
-        dims=dims, tokens=tokens, graphs=graphs, files=files, optimized=optimized, shortlist=shortlist, **rest
-    )  # fmt: skip
+    for entry in files.values():
+        _require({"sha256": str, "size_bytes": int}, entry)
+    for entry in manifest.shared.values():
+        _require_place(entry, files)
+    _require_optimized(manifest.optimized)
+    _require_shortlist(manifest.shortlist, dims, files)
+    return manifest
 
 
 def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
@@ -193,9 +190,8 @@ def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
 
 def _require_place(entry: Any, files: Mapping[str, Any]) -> None:
     """That it says where in the file of weights something lies."""
-    _require({"offset": int, "shape": list, "dtype": str}, entry)
-    _require(dict.fromkeys(range(len(entry["shape"])), int), entry["shape"])
-    if entry["dtype"] not in ELEMENT_BYTES or not entry["shape"] or min(entry["offset"], *entry["shape"]) < 0:
+    numbers = [entry["offset"], *entry["shape"]]
+    if len(numbers) < 2 or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"a shared weight is described by {entry}")
     if entry["offset"] + math.prod(entry["shape"]) * ELEMENT_BYTES[entry["dtype"]] > files[WEIGHTS]["size_bytes"]:
         raise ValueError(f"a shared weight lies outside of {WEIGHTS}")

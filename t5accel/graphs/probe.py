@@ -17,8 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from t5accel.decoding.backend import as_batch, as_integers
-from t5accel.decoding.histories import check_vocabulary
+from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.attention_bias import LOWEST
 from t5accel.graphs.builder import GraphBuilder
@@ -37,6 +36,25 @@ class Example(NamedTuple):
     input_ids: np.ndarray
     attention_mask: np.ndarray
     decoder_input_ids: np.ndarray
+
+
+def checked_example(value: Any, *, vocab_size: int, pad_token_id: int = 0) -> Example:
+    """``value`` as an `Example` of int64 arrays, for what hands it to graphs or to a backend.
+
+    Raises:
+        InputError: it is no tuple of three, or one is of a wrong shape or type, or holds ids outside the vocabulary.
+
+    >>> checked_example(([[5, 1]], None, [[0]]), vocab_size=9).attention_mask.tolist()
+    [[1, 1]]
+    """
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise InputError(f"{value!r:.80} is no Example: give input_ids, attention_mask and decoder_input_ids.")
+    ids, mask = as_batch(*value[:2], pad_token_id=pad_token_id, vocab_size=vocab_size)
+    tokens = as_integers(value[2], "decoder_input_ids", rank=2)
+    if len(tokens) != len(ids) or not tokens.shape[1]:
+        raise InputError(f"decoder_input_ids has shape {tokens.shape}; give ({len(ids)}, at least 1).")
+    check_vocabulary(tokens, vocab_size, "decoder_input_ids")
+    return Example(ids, mask, tokens)
 
 
 @dataclass(frozen=True)
@@ -88,8 +106,11 @@ def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[S
     watched = {stack: _watch(graph) for stack, graph in graphs.items()}
     limits: dict[tuple[str, str], tuple[float, float]] = {}
     with _sessions(graphs) as sessions:
-        for example in map(_as_example, examples):
-            feeds = _encoder_feeds(example, manifest)
+        for given in examples:
+            example = checked_example(
+                given, vocab_size=manifest.dims.vocab_size, pad_token_id=manifest.tokens["pad_token_id"]
+            )
+            feeds = {"input_ids": example.input_ids, "attention_mask": example.attention_mask}
             cross = _names(manifest)
             found = sessions["encoder"].run([*cross, *watched["encoder"]], feeds)
             _update(limits, "encoder", watched["encoder"], found[len(cross) :])
@@ -176,33 +197,17 @@ def _names(manifest: Manifest) -> list[str]:
     return names("cross", manifest.dims.decoder_layers)
 
 
-def _as_example(value: Any) -> Example:
-    if not isinstance(value, tuple) or len(value) != 3:
-        raise InputError(f"{value!r:.80} is no Example: give input_ids, attention_mask and decoder_input_ids.")
-    return Example(*value)
-
-
-def _encoder_feeds(example: Example, manifest: Manifest) -> dict[str, np.ndarray]:
-    ids, mask = as_batch(*example[:2], pad_token_id=manifest.tokens["pad_token_id"])
-    check_vocabulary(ids, manifest.dims.vocab_size)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def _decoder_feeds(
     example: Example, source: Mapping[str, np.ndarray], cross: Mapping[str, np.ndarray], manifest: Manifest
 ) -> dict[str, np.ndarray]:
-    tokens = as_integers(example.decoder_input_ids, "decoder_input_ids", rank=2)
-    batch, dims = len(source["input_ids"]), manifest.dims
-    if len(tokens) != batch or not tokens.shape[1]:
-        raise InputError(f"decoder_input_ids has shape {tokens.shape}; give ({batch}, at least 1).")
-    check_vocabulary(tokens, dims.vocab_size)
+    batch, dims = len(example.input_ids), manifest.dims
     empty = {
         f"past_{part}_{layer}": np.zeros((batch, 1, heads, 0, dims.d_kv), np.float32)
         for layer, heads in enumerate(dims.decoder_heads)
         for part in ("key", "value")
     }
     return {
-        "input_ids": tokens[:, None], "attention_mask": source["attention_mask"],
+        "input_ids": example.decoder_input_ids[:, None], "attention_mask": source["attention_mask"],
         "past_mask": np.zeros((batch, 1, 0), np.int64), **empty, **cross,
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 
 METHODS = ("weight-only", "dynamic", "static")

@@ -90,21 +90,13 @@ def relative_position_bucket(
 def logit_scale(model: PreTrainedModel) -> float:
     """What this model multiplies the decoder's output by before its head: d_model ** -0.5 or 1.
 
-    Which one depends on the kind, on the configuration and on the release of transformers, so the model is asked.
+    transformers 4.57 scales where the head is tied to the embedding. From 5.x on T5 goes by a setting of its own, which
+    an untied checkpoint is read with as false, mT5 never scales, and only umT5 is as before.
     """
-    from unittest.mock import patch
+    import transformers
 
-    import torch
-    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
-    # Ones in place of the decoder's output, and in fp64, whatever the precision, the mode and the heads of the model.
-    ones = torch.ones((1, 1, model.config.d_model), dtype=torch.float64)
-    decoded = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=ones)
-    start = torch.zeros((1, 1), dtype=torch.long)
-    with (
-        torch.inference_mode(),
-        patch.object(model.decoder, "forward", lambda *_, **__: decoded),
-        patch.object(model.lm_head, "forward", lambda hidden: hidden),
-    ):
-        scaled = model(encoder_outputs=(ones,), decoder_input_ids=start, return_dict=True).logits
-    return float(scaled[0, 0, 0])
+    config = model.config
+    scales = config.tie_word_embeddings
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        scales = {"t5": getattr(config, "scale_decoder_outputs", scales), "mt5": False}.get(config.model_type, scales)
+    return config.d_model**-0.5 if scales else 1.0

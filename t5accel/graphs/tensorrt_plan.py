@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec
 from t5accel.graphs.manifest import Manifest
@@ -37,12 +38,9 @@ class Range:
     most: int
 
     def __post_init__(self) -> None:
-        sizes = (self.least, self.usual, self.most)
-        integers = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-        if not integers or not 0 <= self.least <= self.usual <= self.most:
-            raise InputError(
-                f"a range from {self.least!r} over {self.usual!r} to {self.most!r}: give 0 or more, rising."
-            )
+        least, usual, most = (as_count(getattr(self, size.name), size.name, at_least=0) for size in fields(self))
+        if not least <= usual <= most:
+            raise InputError(f"least is {least}, usual {usual} and most {most}: give them in rising order.")
 
     def holds(self, size: int) -> bool:
         """Whether an engine that was built for this range takes it."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from t5accel.checks import as_count, is_number
 from t5accel.errors import InputError
 from t5accel.narrow import parts
 from t5accel.students.gates import Gates, gated
@@ -102,10 +103,9 @@ def choose(scores: Scores, *, heads: float = 0.0, neurons: float = 0.0, multiple
     {'x.SelfAttention': (0, 2)}
     """
     for what, share in (("heads", heads), ("neurons", neurons)):
-        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
+        if not is_number(share) or not 0 <= share < 1:
             raise InputError(f"{what} is {share!r}; give the share that is removed, at least 0 and below 1.")
-    if not isinstance(multiple_of, int) or isinstance(multiple_of, bool) or multiple_of < 1:
-        raise InputError(f"multiple_of is {multiple_of!r}; give an integer of 1 or more.")
+    multiple_of = as_count(multiple_of, "multiple_of", at_least=1)
     of_heads = {name: values for name, values in scores.items() if name.endswith("Attention")}
     of_neurons = {name: values for name, values in scores.items() if not name.endswith("Attention")}
     chosen = _ranked(of_heads, heads, 1) | _ranked(of_neurons, neurons, multiple_of)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from t5accel.checkpoints import T5Dims
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def shrink_decoder(teacher: PreTrainedModel, layers: int | Sequence[int]) -> Pre
     2
     """
     count = T5Dims.of(teacher).decoder_layers
-    kept = list(layer_map(count, layers)) if isinstance(layers, int) else list(layers)
-    right = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < count for i in kept)
-    if not kept or not right or kept != sorted({*kept}):
+    chosen = layer_map(count, layers) if isinstance(layers, int) else layers
+    kept = [as_count(layer, f"layers[{place}]", at_least=0) for place, layer in enumerate(chosen)]
+    if not kept or kept[-1] >= count or kept != sorted({*kept}):
         raise InputError(f"layers is {layers!r}; give different ones of 0 … {count - 1}, ascending.")
     student = copy.deepcopy(teacher)
     blocks = student.decoder.block

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.contract import MANIFEST
-from t5accel.graphs.export_cache import cached_export
-from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.export_cache import checked_export
+from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.recipes import RECIPES, Recipe, as_recipe
 
 if TYPE_CHECKING:
@@ -74,8 +72,6 @@ def accelerate(
     >>> model.tokenizer.batch_decode(model.generate(**batch, max_new_tokens=20), skip_special_tokens=True)
     ['Je suis fatigué.']
     """
-    from transformers import AutoTokenizer
-
     from t5accel.backends.hf import OrtT5ForConditionalGeneration
 
     settings = SessionSettings(threads=threads, device=device)
@@ -92,22 +88,20 @@ def accelerate(
             raise InputError("max_source_tokens is not for torch: leave it out, or give runtime='onnx'.")
         return _in_torch(model, recipe, settings, tokenizer)
     if is_export:
-        folder = _in_precision(Path(model), recipe)
+        folder = Path(model)
+        manifest = _in_precision(folder, recipe)
     else:
-        folder = cached_export(model, precision=recipe, tokenizer=tokenizer, progress=progress)
+        folder, manifest = checked_export(model, precision=recipe, tokenizer=tokenizer, progress=progress)
         if recipe.name != "fp32":
             _say_ungated()
-    options: dict[str, Any] = {"settings": settings}
+    options: dict[str, Any] = {"settings": settings, "manifest": manifest}
     if chosen == "tensorrt":
         from t5accel.backends.tensorrt import TensorRT
 
-        options = {"backend": TensorRT}
-    accelerated = OrtT5ForConditionalGeneration.from_pretrained(
-        folder, max_source_tokens=max_source_tokens, verify=is_export, **options
+        options = {"backend": TensorRT, "verify": False}
+    return OrtT5ForConditionalGeneration.from_pretrained(
+        folder, tokenizer=tokenizer, max_source_tokens=max_source_tokens, **options
     )
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model"))
-    accelerated.tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else tokenizer
-    return accelerated
 
 
 def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: bool) -> str:
@@ -148,15 +142,16 @@ def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
     return RECIPES.get(TUNED_FOR[tuned_for].get(recipe.name, ""), recipe)
 
 
-def _in_precision(folder: Path, recipe: Recipe) -> Path:
-    """A given export, if it is of the precision that was asked for, or none was."""
-    there = read_manifest(folder, verify=False).recipe
-    if recipe.name not in ("fp32", there["name"]):
+def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
+    """The manifest of a given export, if that is of the precision that was asked for, or nobody asked for one."""
+    manifest = read_manifest(folder)
+    there = manifest.recipe["name"]
+    if recipe.name not in ("fp32", there):
         raise InputError(
-            f"{folder} is an export in {there['name']}, and precision is {recipe.name!r}: give the model or its name, "
+            f"{folder} is an export in {there}, and precision is {recipe.name!r}: give the model or its name, "
             "or convert the export in fp32 (t5accel.graphs.quantize, t5accel.graphs.precision)."
         )
-    return folder
+    return manifest
 
 
 def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> OrtT5ForConditionalGeneration:
@@ -174,9 +169,7 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
     torch.set_num_threads(settings.threads or machine.cpu_threads())
     moved = in_floats(model, recipe.floats, settings.device)
     backend = TorchEager(moved) if settings.device == "cpu" else TorchStatic(moved)
-    accelerated = OrtT5ForConditionalGeneration(backend, model.config, model.generation_config)
-    accelerated.tokenizer = tokenizer
-    return accelerated
+    return OrtT5ForConditionalGeneration(backend, model.config, model.generation_config, tokenizer)
 
 
 @cache
@@ -187,12 +180,3 @@ def _say_ungated() -> None:
         "loses too much. The manifest says gated: false.",
         stacklevel=3,
     )
-
-
-class _CallableModule(ModuleType):
-    """So that ``t5accel.accelerate(…)`` also works once this module, which has the same name, was imported."""
-
-    __call__ = staticmethod(accelerate)  # not a method around it: a warning points at who called
-
-
-sys.modules[__name__].__class__ = _CallableModule
