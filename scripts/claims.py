@@ -152,8 +152,8 @@ def _operand(said: str | float, values: Values) -> float | None:
 def judged(claim: Mapping[str, Any], folder: Path, file: str | None = None) -> dict[str, Any]:
     """A sentence from the figures that are there; and by the first case that fits them a verdict, and why.
 
-    A sentence that is a list has clauses after its first part: those whose figures are missing are left out, as long as
-    there is one, and one figure for each pattern in ``required``.
+    A sentence that is a list has groups of clauses behind its first part. Those whose figures are missing are left out,
+    as long as one is there, and a figure for each pattern in ``required``.
 
     Raises:
         Missing: figures that the sentence cannot do without.
@@ -166,10 +166,11 @@ def judged(claim: Mapping[str, Any], folder: Path, file: str | None = None) -> d
         except Missing as error:
             missing += error.args[0]
     measured, required = claim["measured"], claim.get("required", [])
-    lead, clauses = (measured[0], measured[1:]) if isinstance(measured, list) else (measured, [])
-    kept = [clause for clause in clauses if _gaps(clause) <= figures.keys()]
+    lead, groups = (measured[0], measured[1:]) if isinstance(measured, list) else (measured, [])
+    kept = [(words, [one for one in clauses if _gaps(one) <= figures.keys()]) for words, *clauses in groups]
+    parts = [words + ", ".join(clauses) for words, clauses in kept if clauses]
     lacks = any(not any(fnmatchcase(name, pattern) for name in figures) for pattern in required)
-    if lacks or not _gaps(lead) <= figures.keys() or (clauses and not kept):
+    if lacks or not _gaps(lead) <= figures.keys() or (groups and not parts):
         raise Missing(missing)
     values = {name: one["value"] for name, one in figures.items()}
     cases = claim.get("cases", [["", [], ""]])  # what stands beside a claim that is not measured has no verdict
@@ -177,7 +178,7 @@ def judged(claim: Mapping[str, Any], folder: Path, file: str | None = None) -> d
     if verdict is None:
         raise ClaimError(f"{claim['id']}: no case fits the figures {values}; its last case must have no conditions.")
     texts = {name: one["text"] for name, one in figures.items()}
-    sentence = (lead + ", ".join(kept) + "." * bool(kept)).format(**texts)
+    sentence = (lead + "; ".join(parts) + "." * bool(parts)).format(**texts)
     return {"verdict": verdict, "measured": sentence, "why": why.format(**texts), "figures": [*figures.values()]}
 
 
