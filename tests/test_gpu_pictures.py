@@ -1,0 +1,151 @@
+"""Recorded GPU runs drawn, from made-up files: one card and two, whole and partial."""
+
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib
+import pytest
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from t5accel.gpu import pictures
+from t5accel.gpu.cells import CELLS, LENGTHS
+from t5accel.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC
+
+SMALL = {REFERENCE: 1.0, STATIC: 0.5, GRAPH: 0.1}
+CACHE = {REFERENCE: 1.0, NAIVE: 2.0, RECOMPUTE: 0.4, GRAPH: 0.2}
+FLOOR = {"kernels": 130, "eager_kernels": 430.0, "launch_s": 4e-6, "replayed_s": 2e-6, "bytes_per_s": 3e12,
+         "bytes_per_step": 67_000_000, "floor_s": 0.0003}  # fmt: skip
+PREDICTED = {"kernels": 120, "eager_kernels": 422, "launch_s": 5e-6, "replayed_s": 1e-6}
+
+
+def card(name: str, *, speed: float = 1.0, without: Callable[[str, str], bool] = lambda cell, system: False) -> Any:
+    """A file of the GPU suite; some systems of some cells failed."""
+    cells = {"t5-small": (SMALL, 128)} | {f"cache, {length} tokens": (CACHE, length) for length in LENGTHS}
+    rows: list[dict[str, Any]] = []
+    for cell, (systems, tokens) in cells.items():
+        for system, seconds in systems.items():
+            row = {"cell": cell, "measured": "speed", "system": system, "new_tokens": tokens}
+            rows.append(row | ({"failed": "out of memory"} if without(cell, system)
+                               else {"latency_s": [seconds / speed * noise for noise in (1, 1.1, 0.9)]}))  # fmt: skip
+    rows.append({"cell": "t5-small, floor", "measured": "floor", "system": GRAPH, "new_tokens": 128, **FLOOR})
+    return {"machine": {"gpu": {"name": name}}, "rows": rows}
+
+
+ONE = {"h100": card("NVIDIA H100 80GB HBM3")}
+TWO = ONE | {"h200": card("NVIDIA H200", speed=2.0)}
+PARTIAL = {"h100": card("NVIDIA H100 80GB HBM3", without=lambda cell, system: system == GRAPH or "512" in cell)}
+NOTHING = {"h100": {"machine": {"gpu": {"name": "NVIDIA H100 80GB HBM3"}}, "rows": []}}
+
+
+@pytest.fixture
+def axis() -> Any:
+    figure, axis = plt.subplots()
+    yield axis
+    figure.canvas.draw()  # what cannot be drawn raises here
+    plt.close(figure)
+
+
+def test_bars_of_one_card(axis: Any) -> None:
+    pictures.bars(axis, ONE, ["t5-small"])
+    assert [label.get_text() for label in axis.get_yticklabels()] == [STATIC, GRAPH]
+    assert [bar.get_width() for bar in axis.patches] == pytest.approx([2, 10])
+    assert [text.get_text() for text in axis.texts] == ["2.0x", "10.0x"]
+
+
+def test_bars_of_two_cards_and_cells(axis: Any) -> None:
+    pictures.bars(axis, TWO, ["t5-small", "cache, 16 tokens"])
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels[0] == f"t5-small: {STATIC}" and len(labels) == 5 and len(axis.patches) == 10
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["h100", "h200"]
+    centres = [bar.get_y() + bar.get_height() / 2 for bar in axis.patches]
+    assert len(set(centres)) == 10, "bars of two cards lie on each other"
+
+
+def test_bars_leave_out_what_failed(axis: Any) -> None:
+    pictures.bars(axis, {**TWO, "h200": PARTIAL["h100"]}, ["t5-small"])
+    assert [bar.get_width() for bar in axis.patches] == pytest.approx([2, 10, 2])
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [
+        NOTHING,
+        {},
+        {"h100": card("NVIDIA H100", without=lambda cell, system: True)},
+        {"h100": card("NVIDIA H100", without=lambda cell, system: system == REFERENCE)},
+    ],
+)
+def test_nothing_to_draw_is_said(axis: Any, cards: Any) -> None:
+    pictures.bars(axis, cards, ["t5-small", "t5-base"])
+    assert "t5-base" in axis.texts[0].get_text() and not axis.patches
+
+
+def test_lines_by_length(axis: Any) -> None:
+    pictures.by_length(axis, ONE, {"h100": lambda length: length * 1e-6, "t4": lambda length: 1.0})
+    lines = {line.get_label(): line for line in axis.lines}
+    assert {*lines} == {NAIVE, REFERENCE, RECOMPUTE, GRAPH, f"h100: {RECOMPUTE}, predicted"}
+    assert lines[GRAPH].get_xdata().tolist() == [*LENGTHS]
+    assert lines[GRAPH].get_ydata() == pytest.approx([0.2 / length * 1e3 for length in LENGTHS])
+    assert lines[f"h100: {RECOMPUTE}, predicted"].get_ydata() == pytest.approx([length * 1e-3 for length in LENGTHS])
+
+
+def test_lines_of_two_cards_and_of_a_partial_one(axis: Any) -> None:
+    pictures.by_length(axis, {**ONE, "h200": PARTIAL["h100"]})
+    lines = {line.get_label(): line for line in axis.lines}
+    assert len(lines) == 7 and f"h200: {GRAPH}" not in lines
+    assert lines[f"h200: {NAIVE}"].get_xdata().tolist() == [*LENGTHS[:-1]]
+    assert lines[f"h200: {NAIVE}"].get_linestyle() != lines[f"h100: {NAIVE}"].get_linestyle()
+
+
+@pytest.mark.parametrize("cards", [NOTHING, {}])
+def test_no_lengths_are_said(axis: Any, cards: Any) -> None:
+    pictures.by_length(axis, cards, {"h100": lambda length: 1.0})
+    assert axis.texts and not axis.lines
+
+
+@pytest.mark.parametrize("cards", [ONE, TWO, PARTIAL, NOTHING])
+def test_the_overview_shows_cells_of_the_suite(cards: Any) -> None:
+    figure = pictures.overview(cards)
+    figure.canvas.draw()
+    assert len(figure.axes) == len(pictures.PANELS) + 1
+    plt.close(figure)
+    drawn = {cell for cells in pictures.PANELS for cell in cells} | {f"cache, {length} tokens" for length in LENGTHS}
+    assert drawn <= {cell.name for cell in CELLS if cell.measured == "speed"}
+
+
+def test_floors_stand_beside_predictions_from_the_recorded_card() -> None:
+    first, second = pictures.floors(TWO, PREDICTED).split("\n\n")
+    lines = {line[: line.index("  ")]: line.split()[-2:] for line in first.splitlines()}
+    assert first.startswith("h100, t5-small, floor") and second.startswith("h200")
+    assert lines["kernels of a captured step"] == ["120", "130"] and lines["GB/s"] == ["3350", "3000"]
+    assert lines["µs for a kernel in a graph"] == ["1", "2"]
+    assert lines["ms a step, at least"] == ["0.14", "0.3"], "120 kernels of 1 µs, and 67 MB at 3,350 GB/s"
+    assert lines["ms a step"] == ["–", "0.7812"]
+    assert "4800" in second
+
+
+def test_floors_of_partial_runs() -> None:
+    record = PARTIAL["h100"]
+    (floor,) = (row for row in record["rows"] if row["measured"] == "floor")
+    fewer = {key: value for key, value in floor.items() if key not in ("floor_s", "bytes_per_s", "bytes_per_step")}
+    unknown = {"machine": {"gpu": {"name": "an unknown card"}}, "rows": [fewer]}
+    lines = pictures.floors({"x": unknown}, PREDICTED).splitlines()
+    assert [line.split()[-2:] for line in lines if line.startswith(("GB/s", "ms a step"))] == [["–", "–"]] * 3
+    assert pictures.floors(NOTHING, PREDICTED) == ""
+    raised = {"machine": record["machine"], "rows": [{**fewer, "failed": "no profiler"}]}
+    assert pictures.floors({"h100": raised}, PREDICTED) == ""
+
+
+def test_what_failed_is_listed() -> None:
+    assert pictures.failed(ONE) == ""
+    lines = pictures.failed({**TWO, "h200": PARTIAL["h100"]}).splitlines()
+    assert lines[0] == f"h200: t5-small: {GRAPH}: out of memory" and len(lines) == 1 + 3 + 4
+
+
+def test_a_ratio_is_that_of_rounds() -> None:
+    rows = [{"cell": "c", "system": system, "latency_s": samples}
+            for system, samples in ((REFERENCE, [2.0, 9.0, 8.0]), (GRAPH, [1.0, 3.0, 2.0]))]  # fmt: skip
+    assert pictures.ratio({"rows": rows}, "c", GRAPH) == 3
+    assert pictures.ratio({"rows": rows}, "c", STATIC) is None
