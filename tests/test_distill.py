@@ -37,7 +37,7 @@ from t5accel.students.optimise import PooledDropout, optimiser_step
 from t5accel.students.resumable import run_steps
 from t5accel.students.shrink import shrink_decoder
 from t5accel.students.student_card import save_student
-from t5accel.students.vocabulary import train_tokenizer
+from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.tasks import TRANSLATE
 
 MIXTURE = Mixture(

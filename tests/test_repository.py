@@ -63,7 +63,7 @@ FLOORS = {
 }
 LONGEST_MODULE = 300
 # Only templates, names and numbers: splitting them would scatter one idea.
-DATA_MODULES = {"t5accel.students.report_templates", "t5accel.students.story_templates"}
+DATA_MODULES = {"t5accel.mini.report_templates", "t5accel.mini.story_templates"}
 HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from t5accel import tasks
 from t5accel.students import report_templates, story_templates
-from t5accel.students.reports import Report, make_report, reports
-from t5accel.students.stories import Question, make_crowd, make_question, questions
+from t5accel.mini.reports import Report, make_report, reports
+from t5accel.mini.stories import Question, make_crowd, make_question, questions
 
 EVAL_SEED = 20261121  # of the bundled evaluation sets: changing a template or a draw would orphan their scores
 HALVES = [pytest.param(False, id="seen"), pytest.param(True, id="unseen")]

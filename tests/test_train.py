@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import t5accel.students.mixture as mixture_module
-import t5accel.students.practice as practice
-import t5accel.students.train as training
-import t5accel.students.vocabulary as vocabulary
+import t5accel.mini.practice as practice
+import t5accel.mini.train as training
+import t5accel.mini.vocabulary as vocabulary
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
-from t5accel.students.aim import Aim
+from t5accel.mini.aim import Aim
 from t5accel.students.mixture import (
     CONTEXT,
     CURRICULUM,
@@ -46,10 +46,10 @@ from t5accel.students.optimise import (
     padded,
     use_pooled_dropout,
 )
-from t5accel.students.pairs import joined, read_pairs, split_pairs, tidy
-from t5accel.students.practice import common_words, matching_example, recall_example, repetition_example
+from t5accel.mini.pairs import joined, read_pairs, split_pairs, tidy
+from t5accel.mini.practice import common_words, matching_example, recall_example, repetition_example
 from t5accel.students.resumable import prolong
-from t5accel.students.train import (
+from t5accel.mini.train import (
     SECOND_STAGE,
     TrainConfig,
     new_model,
@@ -58,7 +58,7 @@ from t5accel.students.train import (
     steps_from,
     train,
 )
-from t5accel.students.vocabulary import ALPHABET, train_tokenizer
+from t5accel.mini.vocabulary import ALPHABET, train_tokenizer
 from t5accel.tasks import TRANSLATE, UNANSWERABLE
 
 # --- made-up pairs ----------------------------------------------------------------------------------------------------
