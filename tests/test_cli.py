@@ -27,8 +27,8 @@ from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
 from t5accel.course import NotebookError, NotebookRun
 from t5accel.doctor import Check
-from t5accel.scoreboard import Results, table
 from t5accel.mini.validate import HeldOutQuality
+from t5accel.scoreboard import Results, table
 from t5accel.techniques import choose
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -55,6 +55,7 @@ FLOORS = {
     "advice": 5,
     "advise": 5,
     "gpu": 5,
+    "mini": 5,
     "serving": 5,
     "cli": 6,
     "cli_training": 6,
@@ -119,6 +120,12 @@ def test_imports_run_downward(module: str) -> None:
             f"{module} (floor {floor_of(module)}) imports {imported} (floor {floor_of(imported)}): take a callable"
         )
         assert imported != "t5accel.cli" or module == "t5accel.__main__", f"{module} imports the command line"
+
+
+def test_the_room_of_the_bundled_model_can_be_left_out() -> None:
+    inside = {module for module in MODULES if module.startswith("t5accel.mini")}
+    users = {module for module in MODULES.keys() - inside if own_imports(module) & inside}
+    assert not users, "t5accel.cli_training imports it by name, when a command needs it; nothing else may"
 
 
 def test_no_import_circles() -> None:
