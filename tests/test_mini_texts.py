@@ -42,7 +42,7 @@ from t5accel.mini.vocabulary import ALPHABET, train_tokenizer
 from t5accel.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
 
 EVAL_SEED = 20261121  # of the bundled evaluation sets: changing a template or a draw would orphan their scores
-HALVES = [pytest.param(False, id="seen"), pytest.param(True, id="unseen")]
+HALVES = (False, True)  # seen in training, held out
 
 
 @cache
@@ -70,22 +70,27 @@ def numbers(text: str) -> set[str]:
 # --- the bundled sets
 
 
-@pytest.mark.parametrize("held_out", HALVES)
-def test_the_evaluation_set_of_summaries_is_generated(held_out: bool) -> None:
-    half = "unseen" if held_out else "seen"
-    assert tasks.rows("summaries")[100 * held_out :][:100] == [
-        {"id": f"summaries-{half}-{i:03d}", "source": report.source, "references": [report.summary]}
-        for i, report in enumerate(reports(100, EVAL_SEED, held_out=held_out), start=1)
-    ]
+def test_the_evaluation_set_of_summaries_is_generated() -> None:
+    for held_out in HALVES:
+        half = "unseen" if held_out else "seen"
+        assert tasks.rows("summaries")[100 * held_out :][:100] == [
+            {"id": f"summaries-{half}-{i:03d}", "source": report.source, "references": [report.summary]}
+            for i, report in enumerate(reports(100, EVAL_SEED, held_out=held_out), start=1)
+        ]
 
 
-@pytest.mark.parametrize("held_out", HALVES)
-def test_the_evaluation_set_of_questions_is_generated(held_out: bool) -> None:
-    half = "unseen" if held_out else "seen"
-    assert tasks.rows("questions")[100 * held_out :][:100] == [
-        {"id": f"questions-{half}-{i:03d}", "question": q.question, "context": q.context, "answers": list(q.answers)}
-        for i, q in enumerate(questions(100, EVAL_SEED, held_out=held_out), start=1)
-    ]
+def test_the_evaluation_set_of_questions_is_generated() -> None:
+    for held_out in HALVES:
+        half = "unseen" if held_out else "seen"
+        assert tasks.rows("questions")[100 * held_out :][:100] == [
+            {
+                "id": f"questions-{half}-{i:03d}",
+                "question": q.question,
+                "context": q.context,
+                "answers": list(q.answers),
+            }
+            for i, q in enumerate(questions(100, EVAL_SEED, held_out=held_out), start=1)
+        ]
 
 
 def test_the_evaluation_sets_hold_nothing_else() -> None:
@@ -125,58 +130,55 @@ def test_the_halves_share_no_name() -> None:
         assert not combined(*seen.parts[kind]) & combined(*unseen.parts[kind])
 
 
-@pytest.mark.parametrize("made", [some_reports, some_questions])
-def test_the_halves_share_no_number(made) -> None:
-    seen, unseen = (
-        {n for one in made(held_out) for n in numbers(one.source if made is some_reports else one.context)}
-        for held_out in (False, True)
-    )
-    assert min(len(seen), len(unseen)) > 80 and not seen & unseen
+def test_the_halves_share_no_number() -> None:
+    for made, text in ((some_reports, "source"), (some_questions, "context")):
+        seen, unseen = ({n for one in made(held_out) for n in numbers(getattr(one, text))} for held_out in HALVES)
+        assert min(len(seen), len(unseen)) > 80 and not seen & unseen
 
 
 # --- the texts
 
 
-@pytest.mark.parametrize("held_out", HALVES)
-def test_names_and_numbers_of_a_summary_stand_in_its_source(held_out: bool) -> None:
-    drawn = names(held_out)
-    first, surnames, towns = set(drawn.first), combined(*drawn.surname), combined(*drawn.town)
-    for report in some_reports(held_out):
-        words = re.findall(r"\w+", report.summary)
-        people = {f"{a} {b}" for a, b in pairwise(words) if a in first and b in surnames}
-        facts = people | numbers(report.summary) | {word for word in words if word in towns | surnames}
-        assert len(facts) >= 3, report
-        for fact in facts:
-            assert re.search(rf"\b{fact}\b", report.source), (fact, report)
+def test_names_and_numbers_of_a_summary_stand_in_its_source() -> None:
+    for held_out in HALVES:
+        drawn = names(held_out)
+        first, surnames, towns = set(drawn.first), combined(*drawn.surname), combined(*drawn.town)
+        for report in some_reports(held_out):
+            words = re.findall(r"\w+", report.summary)
+            people = {f"{a} {b}" for a, b in pairwise(words) if a in first and b in surnames}
+            facts = people | numbers(report.summary) | {word for word in words if word in towns | surnames}
+            assert len(facts) >= 3, report
+            for fact in facts:
+                assert re.search(rf"\b{fact}\b", report.source), (fact, report)
 
 
-@pytest.mark.parametrize("held_out", HALVES)
-def test_an_answer_stands_in_its_context(held_out: bool) -> None:
-    for one in some_questions(held_out):
-        assert one.question.endswith("?") and one.context.endswith(".")
-        # a template that ends in a reason has no answer, every other has one
-        assert bool(one.answers) == (one.template.count("/") == 1), one
-        for answer in one.answers:
-            assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", one.context), one
+def test_an_answer_stands_in_its_context() -> None:
+    for held_out in HALVES:
+        for one in some_questions(held_out):
+            assert one.question.endswith("?") and one.context.endswith(".")
+            # a template that ends in a reason has no answer, every other has one
+            assert bool(one.answers) == (one.template.count("/") == 1), one
+            for answer in one.answers:
+                assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", one.context), one
 
 
-@pytest.mark.parametrize("held_out", HALVES)
-def test_a_quarter_of_the_questions_has_no_answer(held_out: bool) -> None:
-    asked = some_questions(held_out)
-    assert len(asked) == 2000
-    assert 0.22 <= sum(not one.answers for one in asked) / len(asked) <= 0.28
+def test_a_quarter_of_the_questions_has_no_answer() -> None:
+    for held_out in HALVES:
+        asked = some_questions(held_out)
+        assert len(asked) == 2000
+        assert 0.22 <= sum(not one.answers for one in asked) / len(asked) <= 0.28
 
 
 # --- chance
 
 
-@pytest.mark.parametrize("held_out", HALVES)
-def test_short_stories_are_shorter_and_their_questions_as_well_formed(held_out):
-    rng = random.Random(1)
-    for _ in range(1000):
-        made = make_question(rng, held_out=held_out, short=True)
-        assert made.question.endswith("?") and all(answer in made.context for answer in made.answers)
-        assert 2 <= len(made.context.split(". ")) <= 4
+def test_short_stories_are_shorter_and_their_questions_as_well_formed():
+    for held_out in HALVES:
+        rng = random.Random(1)
+        for _ in range(1000):
+            made = make_question(rng, held_out=held_out, short=True)
+            assert made.question.endswith("?") and all(answer in made.context for answer in made.answers)
+            assert 2 <= len(made.context.split(". ")) <= 4
 
 
 def test_crowds_are_large_told_alike_and_of_seen_families_and_one_in_four_has_no_answer() -> None:
@@ -191,17 +193,15 @@ def test_crowds_are_large_told_alike_and_of_seen_families_and_one_in_four_has_no
         assert bool(one.answers) == (one.template.count("/") == 1)
 
 
-@pytest.mark.parametrize("held_out", HALVES)
-@pytest.mark.parametrize(("many", "one"), [(reports, make_report), (questions, make_question)])
-def test_the_seed_decides_everything(many, one, held_out: bool) -> None:
-    expected = list(many(30, 11, held_out=held_out))
-    random.seed(5)
+def test_the_seed_decides_everything() -> None:
     state = random.getstate()
-    assert list(many(60, 11, held_out=held_out))[:30] == expected  # how many are wanted does not matter
-    rng = random.Random(11)
-    assert [one(rng, held_out=held_out) for _ in range(30)] == expected
+    for (many, one), held_out in product(((reports, make_report), (questions, make_question)), HALVES):
+        expected = list(many(30, 11, held_out=held_out))
+        assert list(many(60, 11, held_out=held_out))[:30] == expected  # how many are wanted does not matter
+        rng = random.Random(11)
+        assert [one(rng, held_out=held_out) for _ in range(30)] == expected
+        assert len(set(expected)) == 30 and list(many(30, 12, held_out=held_out)) != expected
     assert random.getstate() == state, "drew from the global generator"
-    assert len(set(expected)) == 30 and list(many(30, 12, held_out=held_out)) != expected
 
 
 @pytest.fixture
