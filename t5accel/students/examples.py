@@ -131,6 +131,8 @@ def _problem(row: Any) -> str | None:
         text = row[field]
         if not isinstance(text, str) or not text.strip():
             return f"{field!r} is {text!r:.80}, not a text"
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
             return f"{field!r} holds half of a surrogate pair"
     return None
