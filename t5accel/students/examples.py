@@ -75,7 +75,7 @@ def mixed(
     >>> mixture = mixed([[("a", "A")], [("b", "B")]], weights=[3, 1])
     >>> rng = random.Random(0)
     >>> sum(mixture.examples["examples"](rng) == ("a", "A") for _ in range(1000))
-    758
+    760
     """
     if not examples or not all(examples):
         raise InputError("A list of examples is empty: leave it out.")

@@ -59,7 +59,7 @@ def save_student(
     >>> facts = dict(teacher_name="mini", how="copied", command="none", settings={"steps": 0})
     >>> with TemporaryDirectory() as folder:
     ...     made = save_student(model, tokenizer, Path(folder) / "copy", teacher=model, **facts)
-    ...     (made / "README.md").read_text(encoding="utf-8").splitlines()[7]
+    ...     (made / "README.md").read_text(encoding="utf-8").splitlines()[5]
     '# copy'
     """
     import torch
