@@ -17,10 +17,12 @@ from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.text import text_to_text
 from t5accel.family import family_rows
+from t5accel.mini.mixture import sources, student_mixture
+from t5accel.mini.train import validation
 from t5accel.records import write_rows
-from t5accel.students.distill import DistillConfig, distill, student_mixture
+from t5accel.students.distill import DistillConfig, distill
 from t5accel.students.student_card import save_student
-from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts
+from t5accel.students.teacher_texts import read_teacher_texts, write_teacher_texts
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # that the teacher writes, for the loss "sequence"
@@ -64,8 +66,9 @@ def train(run: Run, pairs: Path, out: Path) -> None:
             tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=64).sequences
         )
         write_teacher_texts(file, write, sources(mixture, TEXTS, run.config.seed))
-        mixture = replace(mixture, given=read_teacher_texts(file))
-    student = distill(model, tokenizer, mixture, folder, run.config, held_out=held_out)
+        mixture = mixture.learnt_from(read_teacher_texts(file))
+    validate = validation(held_out, tokenizer)
+    student = distill(model, tokenizer, mixture, folder, run.config, validate=validate)
     save_student(
         student, tokenizer, folder / "model", teacher=model, teacher_name=TEACHER, how="distilled",
         command="python scripts/distillation.py", settings=asdict(run.config),

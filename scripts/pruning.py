@@ -12,8 +12,9 @@ from pathlib import Path
 
 from t5accel.checkpoints import load_t5
 from t5accel.family import family_rows
+from t5accel.mini.mixture import student_mixture
+from t5accel.mini.train import validation
 from t5accel.records import write_rows
-from t5accel.students.distill import student_mixture
 from t5accel.students.importance import WAYS
 from t5accel.students.prune import PruneConfig, prune
 from t5accel.students.student_card import save_student
@@ -57,7 +58,8 @@ def train(run: Run, pairs: Path, out: Path) -> None:
         return
     (teacher, tokenizer), (model, _) = load_t5(WHOLE), load_t5(run.of)
     mixture, held_out = student_mixture(pairs)
-    pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, held_out=held_out)
+    validate = validation(held_out, tokenizer)
+    pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, validate=validate)
     save_student(
         pruned, tokenizer, folder / "model", teacher=model, teacher_name=run.of, how="pruned",
         command="python scripts/pruning.py", settings=asdict(run.config),

@@ -16,12 +16,13 @@ from t5accel.checkpoints import load_t5
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.quantize import quantize_export
 from t5accel.graphs.recipes import as_recipe
+from t5accel.mini.mixture import SECOND_CURRICULUM, mini_mixture
+from t5accel.mini.pairs import read_pairs, split_pairs
+from t5accel.mini.train import SECOND_STAGE
 from t5accel.records import write_rows
 from t5accel.scoring import text_quality
-from t5accel.students.mixture import SECOND_CURRICULUM, Mixture, evaluation_sources
-from t5accel.students.pairs import read_pairs, split_pairs
+from t5accel.students.batches import steps_from
 from t5accel.students.quantization_aware import fine_tune
-from t5accel.students.train import SECOND_STAGE, steps_from
 
 
 def scores(model: Any, tokenizer: Any, recipe: Any) -> dict[str, dict[str, float]]:
@@ -45,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     recipe = as_recipe(args.recipe)
     pairs = split_pairs(read_pairs(args.pairs), 1000).train
-    mixture = Mixture(pairs, evaluation_sources(), curriculum=SECOND_CURRICULUM)
+    mixture = mini_mixture(pairs, SECOND_CURRICULUM)
     model, tokenizer = load_t5("mini")
     rows = [{"trained": "not", "steps": 0, "scores": scores(model, tokenizer, recipe)}]
     for name, rounding in (("with rounded weights", recipe), ("without rounding", None)):

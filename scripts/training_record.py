@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from t5accel.mini.curves import plot_losses
 from t5accel.records import write_rows
-from t5accel.students.curves import plot_losses
 
 COMMAND = (
     "t5accel train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "

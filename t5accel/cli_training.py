@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 
 training = typer.Typer()
 
-PairsOption = Annotated[Path, typer.Option(help="UTF-8, one 'English<TAB>French' pair a line.")]
+DataOption = Annotated[
+    list[Path],
+    typer.Option(help='JSON Lines, {"source": …, "target": …}, the source with its prefix. May be repeated.'),
+]
+WeightOption = Annotated[
+    list[float] | None, typer.Option(help="How often to draw from each --data. Default: as often as it has rows.")
+]
+EvalOption = Annotated[
+    Path | None, typer.Option("--eval", help="Rows to score on, never trained on, in the same format.")
+]
+MetricOption = Annotated[str | None, typer.Option(help="loss, bleu, rougeL or exact_match, on --eval. Default: loss.")]
+BatchOption = Annotated[int, typer.Option(help="Of a step: padded tokens of sources and targets together.")]
+LongestOption = Annotated[int, typer.Option(help="The most tokens that a source or a target may have.")]
 OutOption = Annotated[Path, typer.Option(help="Folder for checkpoints, log and the finished model.")]
 StepsOption = Annotated[int, typer.Option(help="May be raised later; the run goes on.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -20,7 +34,7 @@ ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Default: all cor
 
 @training.command()
 def train(
-    pairs: PairsOption,
+    pairs: Annotated[Path, typer.Option(help="UTF-8, one 'English<TAB>French' pair a line.")],
     out: OutOption,
     steps: Annotated[
         int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500; with --start 4500.")
@@ -37,29 +51,32 @@ def train(
     import torch
 
     from t5accel import machine
-    from t5accel.students import train as training
-    from t5accel.students.pairs import read_pairs
     from t5accel.students.resumable import prolong as go_back
 
+    training = _mini("train", "t5accel train")
     stage = training.SECOND_STAGE if start else training.TrainConfig()
     config = replace(stage, steps=stage.steps if steps is None else steps, seed=seed)
     torch.set_num_threads(threads or machine.cpu_threads())
     if prolong:
-        read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
+        training.read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
         go_back(out)
     typer.echo(f"Wrote {training.reproduce(pairs, out, config, start=start, device=device)}")
 
 
 @training.command()
 def distill(
-    pairs: PairsOption,
+    teacher: Annotated[str, typer.Option(help="A folder, a hub id, or mini.")],
+    data: DataOption,
     out: OutOption,
-    teacher: Annotated[str, typer.Option(help="mini, a folder, or a hub id.")] = "mini",
+    weight: WeightOption = None,
+    eval_: EvalOption = None,
+    metric: MetricOption = None,
     decoder_layers: Annotated[int, typer.Option(help="Of the student; it begins with as many of its teacher's.")] = 1,
     layers: Annotated[str | None, typer.Option(help="Which ones, as in 0,3. Default: spread evenly.")] = None,
     loss: Annotated[str, typer.Option(help="labels, logits, hidden or sequence.")] = "logits",
-    texts: Annotated[int, typer.Option(help="With sequence: how many texts the teacher writes.")] = 20000,
     steps: StepsOption = 2000,
+    batch_tokens: BatchOption = 5000,
+    longest: LongestOption = 512,
     seed: int = 0,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -69,12 +86,10 @@ def distill(
 
     from t5accel import machine
     from t5accel.checkpoints import T5Dims
-    from t5accel.students.distill import DistillConfig, student_mixture
+    from t5accel.students.distill import DistillConfig
     from t5accel.students.distill import distill as run
     from t5accel.students.resumable import require_device
     from t5accel.students.shrink import layer_map, shrink_decoder
-    from t5accel.students.student_card import save_student
-    from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts
 
     torch.set_num_threads(threads or machine.cpu_threads())
     model, tokenizer = _with_tokenizer(teacher)
@@ -82,30 +97,32 @@ def distill(
     config = DistillConfig(layers=chosen, loss=loss, steps=steps, seed=seed)
     require_device(device)
     shrink_decoder(model, chosen)  # layers that there are not are refused before the teacher writes
-    mixture, held_out = student_mixture(pairs)
+    own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
     if loss == "sequence":
-        file = out / "teacher.jsonl"
-        write_teacher_texts(file, _beams(teacher, model, tokenizer, device), sources(mixture, texts, seed))
-        mixture = replace(mixture, given=read_teacher_texts(file))
-    student = run(model, tokenizer, mixture, out, config, held_out=held_out, device=device)
-    folder = save_student(
-        student, tokenizer, out / "model", teacher=model, teacher_name=teacher, how="distilled", command=_command(),
-        settings=asdict(config),
+        own = own.written_by(_beams(teacher, model, tokenizer, device), out / "teacher.jsonl")
+    student = run(
+        model, tokenizer, own.mixture(batch_tokens, by_teacher=loss == "sequence"), out, config,
+        validate=own.validate, device=device,
     )  # fmt: skip
-    typer.echo(f"Wrote {folder}")
+    own.keep(student, tokenizer, out / "model", model, teacher_name=teacher, how="distilled", settings=asdict(config))
 
 
 @training.command()
 def prune(
-    pairs: PairsOption,
+    model: Annotated[str, typer.Option(help="A folder, a hub id, or mini.")],
+    data: DataOption,
     out: OutOption,
-    model: Annotated[str, typer.Option(help="mini, a folder, or a hub id.")] = "mini",
+    weight: WeightOption = None,
+    eval_: EvalOption = None,
+    metric: MetricOption = None,
     heads: Annotated[float, typer.Option(help="The share of all attention heads that is removed.")] = 0.25,
     neurons: Annotated[float, typer.Option(help="The share of all feed-forward neurons that is removed.")] = 0.5,
     importance: Annotated[str, typer.Option(help="magnitude, taylor or movement.")] = "taylor",
     steps: Annotated[int, typer.Option(help="Of training, while ever more is removed; 0: none.")] = 1000,
     loss: Annotated[str, typer.Option(help="labels, logits or hidden: from the teacher.")] = "logits",
     teacher: Annotated[str | None, typer.Option(help="Default: the whole model.")] = None,
+    batch_tokens: BatchOption = 5000,
+    longest: LongestOption = 512,
     seed: int = 0,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -114,10 +131,8 @@ def prune(
     import torch
 
     from t5accel import machine
-    from t5accel.students.distill import student_mixture
     from t5accel.students.prune import PruneConfig
     from t5accel.students.prune import prune as run
-    from t5accel.students.student_card import save_student
 
     torch.set_num_threads(threads or machine.cpu_threads())
     config = PruneConfig(
@@ -126,17 +141,82 @@ def prune(
     )  # fmt: skip
     whole, tokenizer = _with_tokenizer(model)
     of = None if teacher is None else _with_tokenizer(teacher)[0]
-    mixture, held_out = student_mixture(pairs)
-    student = run(whole, tokenizer, mixture, out, config, teacher=of, held_out=held_out, device=device)
-    folder = save_student(
-        student, tokenizer, out / "model", teacher=whole, teacher_name=model, how="pruned", command=_command(),
-        settings=asdict(config),
-    )  # fmt: skip
-    typer.echo(f"Wrote {folder}")
+    own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
+    student = run(
+        whole, tokenizer, own.mixture(batch_tokens), out, config, teacher=of, validate=own.validate, device=device
+    )
+    own.keep(student, tokenizer, out / "model", whole, teacher_name=model, how="pruned", settings=asdict(config))
+
+
+@dataclass(frozen=True)
+class _UserRows:
+    """The user's rows: those of each file to train on, and how models are scored on the others."""
+
+    examples: list[list[tuple[str, str]]]
+    weights: list[float] | None
+    evaluated: frozenset[str]
+    validate: Callable[[Any], dict[str, float]] | None
+
+    @classmethod
+    def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
+        from t5accel.errors import InputError
+        from t5accel.students.examples import read_examples
+        from t5accel.students.validation import validation
+
+        if weights and len(weights) != len(files):
+            raise InputError(f"--weight is given {len(weights)} times for {len(files)} of --data: give one for each.")
+        if metric and not evaluation:
+            raise InputError(f"--metric {metric} needs rows to score on: give --eval FILE.")
+        validate, sources = None, frozenset()
+        if evaluation:
+            validate = validation(evaluation, tokenizer, metric or "loss", longest=longest)
+            sources = frozenset(source for source, _ in read_examples(evaluation))
+        examples = [read_examples(file, tokenizer, longest=longest) for file in files]
+        return cls(examples, weights, sources, validate)
+
+    def written_by(self, generate: Callable[[list[str]], list[str]], file: Path) -> _UserRows:
+        """The same sources with what the teacher writes to them, which is kept in ``file``."""
+        from t5accel.students.teacher_texts import read_teacher_texts, write_teacher_texts
+
+        wanted = {("examples", source): None for rows in self.examples for source, _ in rows}
+        write_teacher_texts(file, generate, list(wanted))
+        texts = dict(read_teacher_texts(file)["examples"])
+        return replace(self, examples=[[(source, texts[source]) for source, _ in rows] for rows in self.examples])
+
+    def mixture(self, tokens: int, *, by_teacher: bool = False):  # noqa: ANN201
+        from t5accel.students.examples import mixed
+
+        known = sum(source in self.evaluated for rows in self.examples for source, _ in rows)
+        if known:
+            typer.echo(f"{known} rows of --data have a source of --eval and are left out.", err=True)
+        return mixed(self.examples, self.weights, tokens=tokens, forbidden=self.evaluated, by_teacher=by_teacher)
+
+    def keep(self, student, tokenizer, folder, whole, **facts) -> None:  # noqa: ANN001, ANN003
+        """Save the student with its card, and say how it and the whole model score."""
+        from t5accel.students.student_card import save_student
+
+        typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=_command(), **facts)}")
+        for name, model in (("whole model", whole), ("student", student)) if self.validate else ():
+            scores = ", ".join(f"{key} {value:.4g}" for key, value in self.validate(model).items())
+            typer.echo(f"{name}: {scores}")
 
 
 def _command() -> str:
     return " ".join(["t5accel", *sys.argv[1:]])
+
+
+def _mini(name: str, what: str) -> ModuleType:
+    """A module of the room where the bundled models are made, which an installation may lack."""
+    from importlib import import_module
+
+    from t5accel.errors import InputError
+
+    try:
+        return import_module(f"t5accel.mini.{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("t5accel.mini"):
+            raise
+        raise InputError(f"{what} works in a checkout of the repository only: t5accel.mini is missing here.") from error
 
 
 def _with_tokenizer(name: str):  # noqa: ANN202
@@ -191,12 +271,12 @@ def evaluate(
     from t5accel.checkpoints import load_t5
     from t5accel.decoding.greedy import greedy
     from t5accel.decoding.text import text_to_text
-    from t5accel.students.validate import held_out_quality
 
+    held_out_quality = _mini("validate", "--pairs").held_out_quality if pairs else None
     t5, tokenizer = load_t5(model)
     backend = TorchEager(t5)
     generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask).sequences)
-    held_out = held_out_quality(generate, pairs) if pairs else None
+    held_out = held_out_quality(generate, pairs) if held_out_quality else None
     report = quality.evaluate(generate, limit=limit)
     typer.echo(report)
     if held_out:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from t5accel.checkpoints import load_t5
 from t5accel.lively import random_t5
@@ -45,6 +46,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 Tiny = Callable[..., Any]
+
+
+@pytest.fixture
+def random_state_put_back() -> Iterator[None]:
+    """Training seeds torch; the tests around it keep their own chance."""
+    before = torch.get_rng_state()
+    yield
+    torch.set_rng_state(before)
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ import t5accel.bench
 import t5accel.checkpoints
 import t5accel.course
 import t5accel.doctor
-import t5accel.students.train as training
-import t5accel.students.validate as validate
+import t5accel.mini.train as training
+import t5accel.mini.validate as validate
 from t5accel.advice.evidence import Record
 from t5accel.advice.need import Need
 from t5accel.bench import BenchConfig
@@ -27,8 +27,8 @@ from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
 from t5accel.course import NotebookError, NotebookRun
 from t5accel.doctor import Check
+from t5accel.mini.validate import HeldOutQuality
 from t5accel.scoreboard import Results, table
-from t5accel.students.validate import HeldOutQuality
 from t5accel.techniques import choose
 
 ROOT = Path(__file__).resolve().parent.parent

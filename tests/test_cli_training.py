@@ -5,13 +5,17 @@ What they call is tested in its own module; `train` and `evaluate` are tested wi
 
 from __future__ import annotations
 
+import json
+import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_cli import call, refused
+from made_up import PAIRS, log
+from test_cli import call, refused, said
 
 import t5accel.students.distill as module
 import t5accel.students.prune as pruning
@@ -20,8 +24,8 @@ from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.lively import random_t5
 from t5accel.narrow import widths
 from t5accel.students.distill import DistillConfig
-from t5accel.students.mixture import Part, Phase
 from t5accel.students.teacher_texts import read_teacher_texts
+from t5accel.tasks import TRANSLATE
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 
@@ -29,18 +33,10 @@ SIZES = dict(vocab_size=6000, d_model=16, d_kv=8, d_ff=128, num_heads=2, num_lay
 
 
 @pytest.fixture(autouse=True)
-def _global_state_put_back():
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+def _threads_put_back(random_state_put_back: None):
+    threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    torch.set_rng_state(state)
-
-
-@pytest.fixture(autouse=True)
-def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few texts a step, and none for validation."""
-    monkeypatch.setattr(module, "STUDENTS_MIXTURE", (Phase(0, (Part("translation", 120),)),))
-    monkeypatch.setattr(module, "validation_sets", lambda held_out, encode: {})
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +48,20 @@ def teacher(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-@pytest.fixture
-def pairs(tmp_path: Path) -> Path:
-    """Made-up pairs, a few more than are held out."""
-    path = tmp_path / "pairs.tsv"
-    path.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1040)), encoding="utf-8")
+def rows_file(path: Path, pairs: Any) -> Path:
+    rows = [{"source": TRANSLATE + english, "target": french} for english, french in pairs]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return rows_file(tmp_path / "train.jsonl", PAIRS[:60])
+
+
+@pytest.fixture
+def dev(tmp_path: Path) -> Path:
+    return rows_file(tmp_path / "dev.jsonl", PAIRS[-6:])
 
 
 @pytest.fixture
@@ -68,9 +72,12 @@ def stranger(tmp_path: Path, teacher: Path) -> Path:
     return tmp_path / "stranger"
 
 
+SMALL = ("--threads", 1, "--batch-tokens", 120)
+
+
 def written(result: Any, folder: Path) -> Any:
     """The model in the folder that the command says it wrote."""
-    assert (result.exit_code, result.stdout) == (0, f"Wrote {folder}\n"), result.output
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (0, f"Wrote {folder}"), result.output
     model, tokenizer = load_t5(folder)
     assert tokenizer is not None
     return model
@@ -80,13 +87,11 @@ def written(result: Any, folder: Path) -> Any:
 
 
 def test_distill_writes_a_student_that_loads_with_its_card(
-    teacher: Path, pairs: Path, tmp_path: Path, monkeypatch
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["t5accel", "distill", "--layers", "1,2"])
-    options = ("--pairs", pairs, "--out", tmp_path / "out", "--teacher", teacher, "--threads", 1)
-    student = written(
-        call("distill", *options, "--layers", "1,2", "--steps", 2, "--seed", 3), tmp_path / "out" / "model"
-    )
+    options = ("distill", "--data", data, "--out", tmp_path / "out", "--teacher", teacher, *SMALL, "--layers", "1,2")
+    student = written(call(*options, "--steps", 2, "--seed", 3), tmp_path / "out" / "model")
     assert T5Dims.of(student).decoder_layers == 2
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
     assert "t5accel distill --layers 1,2\n" in card and "- layers: (1, 2)" in card and "- loss: logits" in card
@@ -94,13 +99,31 @@ def test_distill_writes_a_student_that_loads_with_its_card(
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert (state["step"], state["config"]["seed"]) == (2, 3)
     # The same command with more steps goes on; with another loss it does not.
-    written(call("distill", *options, "--layers", "1,2", "--steps", 3, "--seed", 3), tmp_path / "out" / "model")
+    written(call(*options, "--steps", 3, "--seed", 3), tmp_path / "out" / "model")
     assert torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["step"] == 3
-    line = refused("distill", *options, "--layers", "1,2", "--steps", 3, "--seed", 3, "--loss", "labels")
-    assert "was made with" in line and "use another folder" in line
+    assert "was made with" in refused(*options, "--steps", 3, "--seed", 3, "--loss", "labels")
 
 
-def test_distill_without_layers_spreads_them_evenly(teacher: Path, pairs: Path, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("metric", ["bleu", "rougeL", "exact_match", None])
+def test_students_are_scored_on_rows_that_are_not_trained_on(
+    teacher: Path, data: Path, dev: Path, tmp_path: Path, metric: str | None
+) -> None:
+    leaking = rows_file(tmp_path / "leaking.jsonl", [*PAIRS[:9], *PAIRS[-2:]])
+    result = call(
+        "distill", "--teacher", teacher, "--data", data, "--weight", 3, "--data", leaking, "--weight", 1, "--eval", dev,
+        *(("--metric", metric) if metric else ()), "--out", tmp_path / "out", "--steps", 1, *SMALL,
+    )  # fmt: skip
+    written(result, tmp_path / "out" / "model")
+    assert any("2 rows of --data" in line for line in said(result))
+    names = {"loss", metric or "loss"}
+    (row,) = log(tmp_path / "out")
+    assert row.keys() == {"step", "train_loss", "seconds", *names}
+    _, whole, student = result.stdout.splitlines()
+    assert whole.startswith("whole model: loss ") and student.startswith("student: loss ")
+    assert all(name in line for name in names for line in (whole, student))
+
+
+def test_distill_without_layers_spreads_them_evenly(teacher: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
     configs = []
 
     def noting(model: Any, tokenizer: Any, mixture: Any, folder: Path, config: Any, **options: Any) -> Any:
@@ -109,55 +132,63 @@ def test_distill_without_layers_spreads_them_evenly(teacher: Path, pairs: Path, 
 
     monkeypatch.setattr(module, "distill", noting)
     for count, layers in ((1, (2,)), (2, (0, 2)), (3, (0, 1, 2))):
-        options = ("--pairs", pairs, "--out", tmp_path / "out", "--teacher", teacher, "--decoder-layers", count)
+        options = ("--data", data, "--out", tmp_path / "out", "--teacher", teacher, "--decoder-layers", count)
         assert call("distill", *options, "--loss", "hidden", "--threads", 1).exit_code == 0
         assert (configs[-1].layers, configs[-1].loss, configs[-1].steps) == (layers, "hidden", 2000)
 
 
 def test_distill_lets_the_teacher_write_first_where_that_is_the_loss(
-    teacher: Path, pairs: Path, tmp_path: Path
+    teacher: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    out = tmp_path / "out"
-    options = ("--pairs", pairs, "--out", out, "--teacher", teacher, "--threads", 1, "--loss", "sequence", "--texts", 6)
-    written(call("distill", *options, "--steps", 1), out / "model")
-    found = read_teacher_texts(out / "teacher.jsonl")
-    assert sum(map(len, found.values())) == 6 and "translation" in found
+    out, data = tmp_path / "out", rows_file(tmp_path / "few.jsonl", PAIRS[:6])
+    seen = []
+    own = module.train_student
+    monkeypatch.setattr(module, "train_student", lambda *given, **named: seen.append(given[3]) or own(*given, **named))
+    options = ("distill", "--data", data, "--out", out, "--teacher", teacher, *SMALL, "--loss", "sequence")
+    written(call(*options, "--steps", 1), out / "model")
+    found = dict(read_teacher_texts(out / "teacher.jsonl")["examples"])
+    assert set(found) == {TRANSLATE + english for english, _ in PAIRS[:6]}
+    rng = random.Random(0)
+    drawn = dict(seen[0].examples["examples"](rng) for _ in range(200))
+    assert drawn == found and not set(found.values()) & {french for _, french in PAIRS}
     before = (out / "teacher.jsonl").read_bytes().strip()
-    written(call("distill", *options, "--steps", 2), out / "model")
+    written(call(*options, "--steps", 2), out / "model")
     assert (out / "teacher.jsonl").read_bytes().strip() == before, "what is written is not written again"
 
 
 def test_distill_refuses_what_it_cannot_do_and_writes_nothing(
-    teacher: Path, pairs: Path, tmp_path: Path, monkeypatch
+    teacher: Path, data: Path, dev: Path, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(texts, "write_teacher_texts", lambda *given: pytest.fail("the teacher writes for nothing"))
     out = tmp_path / "out"
-    options = ("distill", "--pairs", pairs, "--out", out, "--teacher", teacher, "--threads", 1)
-    assert "The loss is 'magic'; give one of labels, logits, hidden, sequence" in refused(*options, "--loss", "magic")
-    assert "layers is (0, 3); give different ones of 0 … 2" in refused(*options, "--layers", "0,3")
-    assert "layers is (2, 0)" in refused(*options, "--layers", "2,0", "--loss", "sequence")
-    assert "--layers is 'first'; give numbers with commas" in refused(*options, "--layers", "first")
-    assert "4 decoder layers of 3; give 1 … 3" in refused(*options, "--decoder-layers", 4)
-    assert "0 decoder layers of 3" in refused(*options, "--decoder-layers", 0)
-    assert "steps is 0; give at least 1" in refused(*options, "--steps", 0)
-    assert "device 'abacus'" in refused(*options, "--device", "abacus")
-    assert not out.exists()
+    options = ("distill", "--data", data, "--out", out, "--teacher", teacher, "--threads", 1)
+    for what, wrong in {
+        "loss is 'magic'": ("--loss", "magic"), "layers is (0, 3)": ("--layers", "0,3"),
+        "layers is (2, 0)": ("--layers", "2,0", "--loss", "sequence"), "--layers is 'first'": ("--layers", "first"),
+        "4 decoder layers of 3": ("--decoder-layers", 4), "0 decoder layers of 3": ("--decoder-layers", 0),
+        "steps is 0": ("--steps", 0), "device 'abacus'": ("--device", "abacus"), "metric is": ("--eval", dev,
+        "--metric", "luck"), "give --eval FILE": ("--metric", "bleu"), "tokens is 0": ("--batch-tokens", 0),
+        "more than 5": ("--longest", 5), "--weight is given 2 times": ("--weight", 1, "--weight", 1),
+        "weights are [0.0]": ("--weight", 0),
+    }.items():  # fmt: skip
+        assert what in refused(*options, *wrong)
+    assert "--eval" in said(call(*options, "--eval", data))[0] and not out.exists()
 
 
 @pytest.mark.parametrize("command", ["distill", "prune"])
-def test_pairs_models_and_tokenizers_that_are_missing_are_named(
-    command: str, teacher: Path, pairs: Path, tmp_path: Path
+def test_data_models_and_tokenizers_that_are_missing_are_named(
+    command: str, teacher: Path, data: Path, tmp_path: Path
 ) -> None:
     out, name = tmp_path / "out", {"distill": "--teacher", "prune": "--model"}[command]
-    line = refused(command, "--pairs", tmp_path / "missing.tsv", "--out", out, name, teacher)
-    assert "missing.tsv" in line and "tatoeba.org" in line
-    assert "'nope'" in refused(command, "--pairs", pairs, "--out", out, name, "nope")
+    assert "missing.jsonl" in refused(command, "--data", tmp_path / "missing.jsonl", "--out", out, name, teacher)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(data.read_text(encoding="utf-8") + '{"source": "a", "text": "b"}\n', encoding="utf-8")
+    assert "broken.jsonl, line 61" in refused(command, "--data", broken, "--out", out, name, teacher)
+    assert "broken.jsonl, line 61" in refused(command, "--data", data, "--eval", broken, "--out", out, name, teacher)
+    assert "'nope'" in refused(command, "--data", data, "--out", out, name, "nope")
     load_t5(teacher)[0].save_pretrained(tmp_path / "mute")
-    assert "mute has no tokenizer" in refused(command, "--pairs", pairs, "--out", out, name, tmp_path / "mute")
-    few = tmp_path / "few.tsv"
-    few.write_text("We sing.\tNous chantons.\n", encoding="utf-8")
-    assert "Cannot hold out 1000 of 1" in refused(command, "--pairs", few, "--out", out, name, teacher)
-    assert call(command, "--pairs", pairs).exit_code == 2 and not out.exists()
+    assert "mute has no tokenizer" in refused(command, "--data", data, "--out", out, name, tmp_path / "mute")
+    assert call(command, "--data", data).exit_code == 2 and not out.exists()
 
 
 # --- prune ------------------------------------------------------------------------------------------------------------
@@ -165,12 +196,12 @@ def test_pairs_models_and_tokenizers_that_are_missing_are_named(
 
 @pytest.mark.parametrize(("importance", "steps"), [("magnitude", 0), ("taylor", 0), ("movement", 3)])
 def test_prune_writes_a_narrow_model_that_loads(
-    teacher: Path, pairs: Path, tmp_path: Path, importance: str, steps: int
+    teacher: Path, data: Path, tmp_path: Path, importance: str, steps: int
 ) -> None:
     out = tmp_path / "out"
     result = call(
-        "prune", "--pairs", pairs, "--out", out, "--model", teacher, "--heads", 0.25, "--neurons", 0.5,
-        "--importance", importance, "--steps", steps, "--loss", "labels", "--threads", 1,
+        "prune", "--data", data, "--out", out, "--model", teacher, *SMALL, "--heads", 0.25, "--neurons", 0.5,
+        "--importance", importance, "--steps", steps, "--loss", "labels",
     )  # fmt: skip
     model = written(result, out / "model")
     found = widths(model)
@@ -183,7 +214,7 @@ def test_prune_writes_a_narrow_model_that_loads(
 
 
 def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(
-    teacher: Path, pairs: Path, tmp_path: Path, monkeypatch
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch
 ) -> None:
     seen = []
 
@@ -192,7 +223,7 @@ def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(
         return model
 
     monkeypatch.setattr(pruning, "prune", noting)
-    options = ("prune", "--pairs", pairs, "--out", tmp_path / "out", "--model", teacher, "--threads", 1, "--seed", 5)
+    options = ("prune", "--data", data, "--out", tmp_path / "out", "--model", teacher, "--threads", 1, "--seed", 5)
     assert call(*options, "--loss", "hidden").exit_code == 0 and call(*options, "--teacher", "mini").exit_code == 0
     (training, nobody), (_, mini) = seen
     assert training == replace(pruning.PruneConfig().training, loss="hidden", seed=5) and nobody is None
@@ -201,10 +232,10 @@ def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(
 
 
 def test_prune_refuses_what_it_cannot_do_and_writes_nothing(
-    teacher: Path, stranger: Path, pairs: Path, tmp_path: Path
+    teacher: Path, stranger: Path, data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    options = ("prune", "--pairs", pairs, "--out", out, "--model", teacher, "--threads", 1)
+    options = ("prune", "--data", data, "--out", out, "--model", teacher, "--threads", 1)
     assert "importance is 'luck'; give one of magnitude, taylor, movement" in refused(*options, "--importance", "luck")
     assert "heads is 1.0; give the share" in refused(*options, "--heads", 1)
     assert "neurons is -0.5; give the share" in refused(*options, "--neurons", -0.5)
@@ -216,3 +247,21 @@ def test_prune_refuses_what_it_cannot_do_and_writes_nothing(
     assert "give a teacher of the same" in refused(*options, "--teacher", stranger)
     assert "device 'abacus'" in refused(*options, "--device", "abacus")
     assert not out.exists()
+
+
+# --- without the room where the bundled model is made -----------------------------------------------------------------
+
+
+def test_an_installation_without_that_room_says_so_and_everything_else_works(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("t5accel.mini")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "t5accel.mini", None)  # importing it raises ModuleNotFoundError
+    pairs = ("--pairs", tmp_path / "pairs.tsv")
+    for arguments in (("train", *pairs, "--out", tmp_path / "out"), ("evaluate", *pairs)):
+        assert "in a checkout of the repository only" in refused(*arguments)
+    assert call("train", "--help").exit_code == 0
+    options = ("--data", data, "--out", tmp_path / "out", *SMALL, "--steps", 1)
+    written(call("distill", "--teacher", teacher, *options), tmp_path / "out" / "model")
+    assert call("evaluate", "--model", teacher, "--limit", 1).exit_code == 0

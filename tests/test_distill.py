@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from made_up import CORPUS, PAIRS, log
 from script import load_script
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import narrowed
-from test_train import CORPUS, PAIRS, characters, texts_of
 
 import t5accel.students.distill as module
 from t5accel.backends.ort import OrtNumpy
@@ -28,27 +28,30 @@ from t5accel.checkpoints import T5Dims, data_folder, load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_t5
+from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.parity import assert_varied
 from t5accel.quality import main_scores
-from t5accel.students.distill import DistillConfig, distill, student_mixture, train_student
-from t5accel.students.mixture import Mixture, Part, Phase, block, evaluation_sources, pack
+from t5accel.students.batches import Mixture, Part, Phase
+from t5accel.students.distill import DistillConfig, distill, train_student
 from t5accel.students.objectives import OBJECTIVES
 from t5accel.students.optimise import PooledDropout, optimiser_step
 from t5accel.students.resumable import run_steps
 from t5accel.students.shrink import shrink_decoder
 from t5accel.students.student_card import save_student
-from t5accel.students.vocabulary import train_tokenizer
+from t5accel.students.validation import validation
 from t5accel.tasks import TRANSLATE
 
 MIXTURE = Mixture(
-    PAIRS, joined_share=0.0, curriculum=(Phase(0, (Part("translation", 300),)),), steps_per_block=4,
-    given={"translation": [(TRANSLATE + english, french) for english, french in PAIRS[:20]]},
+    {"translation": [(TRANSLATE + english, french) for english, french in PAIRS[:20]]},
+    (Phase(0, (Part("translation", 300),)),), steps_per_block=4, by_teacher=True,
 )  # fmt: skip
-HELD_OUT = [(TRANSLATE + english, french) for english, french in PAIRS[-4:]]
+ROWS = [{"source": TRANSLATE + english, "target": french} for english, french in PAIRS]
 TOY = DistillConfig(
     layers=(0, 2), loss="logits", steps=8, learning_rate=1e-2, matrix_learning_rate=1e-2, warmup_steps=2
 )  # fmt: skip
 NEW = histories(6, 2, 7)
+
+pytestmark = pytest.mark.usefixtures("random_state_put_back")
 
 
 @cache
@@ -66,26 +69,14 @@ def same_weights(model: Any, other: Any) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
-def log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def _random_state_put_back():
-    """Training seeds torch; the tests around it keep their own chance."""
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
-
-
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints after every second step; validation on the held-out pairs alone."""
-
-    def sets(held_out: list[tuple[str, str]], encode: Any) -> dict[str, Any]:
-        return {"translation": pack(encode([s for s, _ in held_out]), encode([t for _, t in held_out]), 6000)}
-
+    """Checkpoints after every second step, a look at the student after every fourth."""
     monkeypatch.setattr(module, "run_steps", partial(run_steps, save_every=2, validate_every=4))
-    monkeypatch.setattr(module, "validation_sets", sets)
+
+
+def looking() -> Any:
+    """At rows that are held out."""
+    return validation(ROWS[-4:], toy_tokenizer())
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -139,19 +130,19 @@ def test_an_interrupted_run_ends_with_exactly_the_weights_of_an_uninterrupted_on
     often(monkeypatch)
     config = replace(TOY, dropout=0.1)
     teacher = tiny_t5(dropout_rate=0.1)
-    whole = run(teacher, tmp_path / "whole", config, held_out=HELD_OUT)
+    whole = run(teacher, tmp_path / "whole", config, validate=looking())
     assert [row["step"] for row in log(tmp_path / "whole")] == [4, 8]
-    assert set(log(tmp_path / "whole")[0]) == {"step", "train_loss", "translation", "seconds"}
+    assert set(log(tmp_path / "whole")[0]) == {"step", "train_loss", "loss", "seconds"}
     assert torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["config"] == asdict(config)
 
     interrupt(monkeypatch, after=5)
     with pytest.raises(KeyboardInterrupt):
-        run(teacher, tmp_path / "cut", config, held_out=HELD_OUT)
+        run(teacher, tmp_path / "cut", config, validate=looking())
     assert torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)["step"] == 4
     interrupt(monkeypatch, after=4)
-    assert same_weights(whole, resumed := run(teacher, tmp_path / "cut", config, held_out=HELD_OUT))
+    assert same_weights(whole, resumed := run(teacher, tmp_path / "cut", config, validate=looking()))
     assert same_weights(whole, run(teacher, tmp_path / "cut", config)), "a finished run is not trained on"
-    assert log(tmp_path / "cut")[-1]["translation"] == log(tmp_path / "whole")[-1]["translation"]
+    assert log(tmp_path / "cut")[-1]["loss"] == log(tmp_path / "whole")[-1]["loss"]
     monkeypatch.setattr(module, "optimiser_step", optimiser_step)
     assert not same_weights(resumed, run(teacher, tmp_path / "other", replace(config, seed=1)))
 
@@ -209,19 +200,11 @@ def test_the_encoder_moves_by_its_share_of_the_rates(tiny_t5, tmp_path: Path, sh
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        (dict(loss="magic"), "loss is 'magic'; give one of labels, logits, hidden, sequence"),
-        (dict(loss=None), "loss is None; give"), (dict(steps=0), "steps is 0; give at least 1"),
-        (dict(steps=-5), "steps is -5; give at least 1"),
-        (dict(encoder_share=-0.1), "encoder_share is -0.1; give 0 … 1"),
-        (dict(encoder_share=2), "encoder_share is 2; give"),
-    ],
-)  # fmt: skip
-def test_a_bad_configuration_is_refused(wrong: dict[str, Any], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        DistillConfig(**wrong)
+def test_a_bad_configuration_is_refused() -> None:
+    for wrong in (dict(loss="magic"), dict(loss=None), dict(steps=0), dict(steps=-5), dict(encoder_share=-0.1),
+                  dict(encoder_share=2)):  # fmt: skip
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} is"):
+            DistillConfig(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +212,7 @@ def test_a_bad_configuration_is_refused(wrong: dict[str, Any], match: str) -> No
     [
         (replace(TOY, layers=(0, 3)), MIXTURE, "cpu", r"layers is \(0, 3\); give different ones of 0 … 2"),
         (replace(TOY, layers=()), MIXTURE, "cpu", "layers is"),
-        (replace(TOY, loss="sequence"), replace(MIXTURE, given={}), "cpu", "no texts of the teacher"),
+        (replace(TOY, loss="sequence"), replace(MIXTURE, by_teacher=False), "cpu", "no texts of the teacher"),
         (TOY, MIXTURE, "abacus", "device 'abacus'"),
     ],
 )  # fmt: skip
@@ -239,38 +222,6 @@ def test_what_cannot_be_run_is_refused_and_nothing_written(
     with pytest.raises(InputError, match=match):
         distill(tiny_t5(), toy_tokenizer(), mixture, tmp_path / "out", config, device=device)
     assert not (tmp_path / "out").exists()
-
-
-# --- what a student is trained on -------------------------------------------------------------------------------------
-
-
-def test_examples_that_are_given_take_the_place_of_fresh_ones() -> None:
-    phases = (Phase(0, (Part("translation", 300), Part("questions", 1500))),)
-    given = [(TRANSLATE + f"Text {i}.", f"Texte {i}.") for i in range(9)]
-    mixture = replace(MIXTURE, curriculum=phases, given={"translation": given}, forbidden=frozenset([given[4][0]]))
-    drawn: dict[str, set[tuple[str, str]]] = {"translation": set(), "questions": set()}
-    for step in block(mixture, characters, 0, 0):
-        for task, (sources, targets) in step:
-            drawn[task] |= set(zip(texts_of(sources), texts_of(targets), strict=True))
-    assert drawn["translation"] == {*given[:4], *given[5:]}
-    assert drawn["questions"] and all(source.startswith("question: ") for source, _ in drawn["questions"])
-    assert list(block(mixture, characters, 0, 1)) == list(block(mixture, characters, 0, 1))
-
-
-def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path: Path) -> None:
-    file = tmp_path / "pairs.tsv"
-    file.write_text("".join(f"{english}\t{french}\n" for english, french in PAIRS), encoding="utf-8")
-    mixture, held_out = student_mixture(file, held_out=10)
-    assert len(held_out) == 10 and len(mixture.pairs) == len(PAIRS) - 10
-    assert all(
-        source.startswith(TRANSLATE) and (source.removeprefix(TRANSLATE), target) in PAIRS
-        for source, target in held_out
-    )
-    assert not {source for source, _ in held_out} & {TRANSLATE + english for english, _ in mixture.pairs}
-    assert mixture.forbidden == evaluation_sources() and mixture.curriculum == module.STUDENTS_MIXTURE
-    assert sum(part.weight for part in module.STUDENTS_MIXTURE[0].parts) == pytest.approx(1.0)
-    with pytest.raises(FileNotFoundError, match="tatoeba.org"):
-        student_mixture(tmp_path / "missing.tsv")
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -302,7 +253,7 @@ def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path], ti
     student, folder = kept
     card = (folder / "README.md").read_text(encoding="utf-8")
     header, text = card.removeprefix("---\n").split("---\n", 1)
-    assert "tags: [t5, distilled]" in header and "license: apache-2.0" in header
+    assert "tags: [t5, distilled]" in header and "license" not in header
     assert "# model\n" in text and "`a teacher`" in text and "t5accel distill --steps 4" in text and "- loss: x" in text
     assert "| decoder layers | 3 | 1 |" in text and "| heads of the decoder | 4, 4, 4 | 4 |" in text
     assert "`T5ForConditionalGeneration.from_pretrained` loads it." in text and "{" not in text
@@ -364,7 +315,8 @@ def test_a_student_of_the_comparison_is_trained_once(script: Any, tiny_t5, tmp_p
         return shrink_decoder(tiny_t5(), 1)
 
     monkeypatch.setattr(script, "load_t5", lambda name: (tiny_t5(), toy_tokenizer()))
-    monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, HELD_OUT))
+    monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, []))
+    monkeypatch.setattr(script, "validation", lambda held_out, tokenizer: None)
     monkeypatch.setattr(script, "distill", made)
     (first, *_) = script.runs(10, 40)
     for _ in range(2):

@@ -13,13 +13,13 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up import log
 from test_beam import check_equals_generate
 from test_distill import (
-    HELD_OUT,
     MIXTURE,
     TOY,
     interrupt,
-    log,
+    looking,
     often,
     same_weights,
     stored,
@@ -53,6 +53,8 @@ ALL = ["deeper-decoder", "shallower-decoder", "gated-untied", "mt5", "umt5"]
 NEW = histories(6, 2, 7)
 SECOND = "encoder.block.1.layer.0.SelfAttention"
 
+pytestmark = pytest.mark.usefixtures("random_state_put_back")
+
 
 def equal(actual: np.ndarray, expected: np.ndarray) -> None:
     """Within 1e-5, or more where the logits themselves are larger than 1."""
@@ -72,14 +74,6 @@ def sizes_of(kept: Kept, model: Any) -> dict[str, list[int]]:
     for kind, _, name, _ in parts(model):
         sizes.setdefault(kind, []).append(len(kept[name]))
     return sizes
-
-
-@pytest.fixture(autouse=True)
-def _random_state_put_back():
-    """Training seeds torch; the tests around it keep their own chance."""
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
 
 
 # --- removing ---------------------------------------------------------------------------------------------------------
@@ -187,15 +181,11 @@ def test_heads_that_transformers_4_pruned_keep_their_biases(tiny_t5, padded_batc
     equal(teacher_forced(remove(model, kept), *padded_batch, NEW), masked(model, kept, padded_batch))
 
 
-@pytest.mark.parametrize(
-    "indices",
-    [(), (0, 0), (1, 0), (0, 4), (-1, 0), (4,)],
-    ids=["none", "twice", "descending", "too-large", "below", "4"],
-)
-def test_heads_that_there_are_not_are_refused(tiny_t5, indices: tuple[int, ...]) -> None:
+def test_heads_that_there_are_not_are_refused(tiny_t5) -> None:
     whole = Gates(tiny_t5()).kept()
-    with pytest.raises(InputError, match=f"kept.'{SECOND}'. is .*; give different ones of 0 … 3, ascending"):
-        remove(tiny_t5(), {**whole, SECOND: indices})
+    for indices in ((), (0, 0), (1, 0), (0, 4), (-1, 0), (4,)):
+        with pytest.raises(InputError, match=SECOND):
+            remove(tiny_t5(), {**whole, SECOND: indices})
 
 
 def test_every_module_has_to_be_named(tiny_t5) -> None:
@@ -337,15 +327,15 @@ def test_an_interrupted_run_ends_with_exactly_the_model_of_an_uninterrupted_one(
 ) -> None:
     often(monkeypatch)
     config = replace(CONFIG, importance=importance)
-    whole = run(tiny_t5(), tmp_path / "whole", config, held_out=HELD_OUT)
+    whole = run(tiny_t5(), tmp_path / "whole", config, validate=looking())
     assert [row["step"] for row in log(tmp_path / "whole")] == [4, 8]
     interrupt(monkeypatch, after=5)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny_t5(), tmp_path / "cut", config, held_out=HELD_OUT)
+        run(tiny_t5(), tmp_path / "cut", config, validate=looking())
     interrupt(monkeypatch, after=4)
-    resumed = run(tiny_t5(), tmp_path / "cut", config, held_out=HELD_OUT)
+    resumed = run(tiny_t5(), tmp_path / "cut", config, validate=looking())
     assert widths(resumed) == widths(whole) and same_weights(resumed, whole)
-    assert log(tmp_path / "cut")[-1]["translation"] == log(tmp_path / "whole")[-1]["translation"]
+    assert log(tmp_path / "cut")[-1]["loss"] == log(tmp_path / "whole")[-1]["loss"]
 
 
 def test_a_checkpoint_holds_the_movement_of_every_step_before_it(tiny_t5, tmp_path: Path, monkeypatch) -> None:
@@ -430,17 +420,11 @@ def test_without_time_to_rise_all_is_masked_at_once(config: dict[str, Any]) -> N
         PruneConfig(importance="movement", **config)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        (dict(importance="luck"), "importance is 'luck'; give one of magnitude, taylor, movement"),
-        (dict(steps=-1), "steps is -1"), (dict(rising=-0.1), "rising is -0.1"), (dict(rising=1.5), "rising is 1.5"),
-        (dict(every=0), "every 0"), (dict(examine=0), "examine 0"),
-    ],
-)  # fmt: skip
-def test_a_bad_configuration_is_refused(wrong: dict[str, Any], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        PruneConfig(**wrong)
+def test_a_bad_configuration_is_refused() -> None:
+    for wrong in (dict(importance="luck"), dict(steps=-1), dict(rising=-0.1), dict(rising=1.5), dict(every=0),
+                  dict(examine=0)):  # fmt: skip
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} "):
+            PruneConfig(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -455,6 +439,6 @@ def test_what_cannot_be_run_is_refused_and_nothing_written(
     tiny_t5, tmp_path: Path, wrong: dict[str, Any], options: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(InputError, match=match):
-        config, mixture = replace(CONFIG, **wrong), replace(MIXTURE, given={})
+        config, mixture = replace(CONFIG, **wrong), replace(MIXTURE, by_teacher=False)
         prune(tiny_t5(), toy_tokenizer(), mixture, tmp_path / "out", config, **options)
     assert not (tmp_path / "out").exists()

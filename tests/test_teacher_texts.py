@@ -1,22 +1,17 @@
-"""What the teacher writes: sources as training draws them, and a file that goes on after any interruption."""
+"""What the teacher writes: a file that goes on after any interruption."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_train import PAIRS
 
 import t5accel.students.teacher_texts as module
 from t5accel.errors import InputError
-from t5accel.students.mixture import Mixture
-from t5accel.students.teacher_texts import read_teacher_texts, sources, write_teacher_texts
+from t5accel.students.teacher_texts import read_teacher_texts, write_teacher_texts
 from t5accel.tasks import SUMMARIZE, TRANSLATE
 
-MIXTURE = Mixture(PAIRS)
 WANTED = [("translation", f"{TRANSLATE}Text {'x' * (i % 7)} {i}.") for i in range(23)] + [
     ("questions", "question: Où\u2028est-il\u2029? context: « Là »\n\tet là."),
     ("summaries", SUMMARIZE + "\u0085 \U0001f600 \"q\""),
@@ -54,37 +49,6 @@ def check_complete(file: Path) -> None:
     found = read_teacher_texts(file)
     assert {task: set(examples) for task, examples in found.items()} == EXPECTED
     assert sum(map(len, found.values())) == len(WANTED), "nothing is written twice"
-
-
-# --- sources ----------------------------------------------------------------------------------------------------------
-
-
-def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once() -> None:
-    found = sources(MIXTURE, 200, seed=0)
-    assert len(found) == len(set(found)) == 200
-    counts = Counter(task for task, _ in found)
-    assert counts.keys() == module.SHARES.keys()
-    assert all(abs(counts[task] - 2 * share) < 25 for task, share in module.SHARES.items())
-    starts = {"translation": TRANSLATE, "summaries": SUMMARIZE, "questions": "question: "}
-    assert all(source.startswith(starts[task]) for task, source in found)
-    assert found == sources(MIXTURE, 200, seed=0) and found[:50] == sources(MIXTURE, 50, seed=0)
-    assert found != sources(MIXTURE, 200, seed=1)
-
-
-def test_no_source_is_one_of_the_evaluation_sets() -> None:
-    found = sources(MIXTURE, 60, seed=0)
-    forbidden = frozenset(source for _, source in found[::2])
-    assert {source.split(":")[0] for source in forbidden} >= {"translate English to French", "question"}
-    again = sources(replace(MIXTURE, forbidden=forbidden), 60, seed=0)
-    assert len(again) == 60 and not {source for _, source in again} & forbidden
-
-
-def test_more_sources_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARES", {"translation": 1})
-    mixture = replace(MIXTURE, pairs=PAIRS[:3], joined_share=0.0)
-    assert {source for _, source in sources(mixture, 3, seed=0)} == {TRANSLATE + english for english, _ in PAIRS[:3]}
-    with pytest.raises(InputError, match="Of 4 different sources only 3 were found: ask for fewer"):
-        sources(mixture, 4, seed=0)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

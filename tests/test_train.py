@@ -1,41 +1,23 @@
-"""Making the bundled model, at toy size: pairs, vocabulary, mixture, one optimiser step, and a run that is interrupted.
-
-All pairs here are made up for the tests.
-"""
+"""Making the bundled model, at toy size: one optimiser step, and a run that is interrupted."""
 
 import json
-import random
-import re
-from collections import Counter
 from dataclasses import asdict, replace
-from itertools import islice, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from made_up import CORPUS, PAIRS, log
+from test_batches import PHASES, SMALL
 
-import t5accel.students.mixture as mixture_module
-import t5accel.students.practice as practice
-import t5accel.students.train as training
-import t5accel.students.vocabulary as vocabulary
+import t5accel.mini.train as training
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
-from t5accel.students.aim import Aim
-from t5accel.students.mixture import (
-    CONTEXT,
-    CURRICULUM,
-    HIDE_WHAT_IS_ASKED,
-    SECOND_CURRICULUM,
-    Mixture,
-    Part,
-    Phase,
-    block,
-    draw_batches,
-    evaluation_sources,
-    pack,
-    translation_example,
-)
+from t5accel.mini.aim import Aim
+from t5accel.mini.mixture import SECOND_CURRICULUM
+from t5accel.mini.train import TrainConfig, new_model, reproduce, second_model, train
+from t5accel.mini.vocabulary import train_tokenizer
+from t5accel.students.batches import packed
 from t5accel.students.optimise import (
     IGNORED,
     PooledDropout,
@@ -46,132 +28,10 @@ from t5accel.students.optimise import (
     padded,
     use_pooled_dropout,
 )
-from t5accel.students.pairs import joined, read_pairs, split_pairs, tidy
-from t5accel.students.practice import common_words, matching_example, recall_example, repetition_example
 from t5accel.students.resumable import prolong
-from t5accel.students.train import (
-    SECOND_STAGE,
-    TrainConfig,
-    new_model,
-    reproduce,
-    second_model,
-    steps_from,
-    train,
-)
-from t5accel.students.vocabulary import ALPHABET, train_tokenizer
-from t5accel.tasks import TRANSLATE, UNANSWERABLE
+from t5accel.tasks import TRANSLATE
 
-# --- made-up pairs ----------------------------------------------------------------------------------------------------
-
-WHO = {"The baker": "Le boulanger", "My sister": "Ma sœur", "An old sailor": "Un vieux marin", "Nobody": "Personne"}
-DOES = {"paints": "peint", "carries": "porte", "forgets": "oublie", "repairs": "répare"}
-WHAT = {"a red boat": "un bateau rouge", "the broken clock": "l'horloge cassée", "7 ladders": "7 échelles"}
-PAIRS = tuple(
-    (f"{who} {does} {what}{end}", f"{qui} {fait} {quoi}{fin}")
-    for who, qui in WHO.items()
-    for does, fait in DOES.items()
-    for what, quoi in WHAT.items()
-    for end, fin in ((".", "."), ("!", " !"))
-)
-
-
-@pytest.fixture(autouse=True)
-def _random_state_put_back():
-    """Training seeds torch; the tests around it keep their own chance."""
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
-
-
-@pytest.fixture
-def pairs_file(tmp_path):
-    path = tmp_path / "pairs.tsv"
-    path.write_text("".join(f"{english}\t{french}\n" for english, french in PAIRS), encoding="utf-8")
-    return path
-
-
-# --- pairs ------------------------------------------------------------------------------------------------------------
-
-
-def test_pairs_are_read_tidied_and_further_columns_dropped(tmp_path, pairs_file):
-    assert tuple(read_pairs(pairs_file)) == PAIRS
-    path = tmp_path / "odd.tsv"
-    path.write_bytes("Wait  here!\tAttends\u202fici !\tCC-BY\r\nTwo\u2028lines.\tDeux\u0085lignes.".encode())
-    assert read_pairs(path) == [("Wait here!", "Attends ici !"), ("Two lines.", "Deux lignes.")]
-    path.write_bytes(b"")
-    assert read_pairs(path) == []
-
-
-def test_a_missing_file_and_a_folder_say_where_to_obtain_pairs(tmp_path):
-    for path in (tmp_path / "missing.tsv", tmp_path):
-        with pytest.raises(FileNotFoundError, match=f"No translation pairs at {path}.*tatoeba.org"):
-            read_pairs(path)
-
-
-@pytest.mark.parametrize("line", ["no tab", "", "\tSeul.", "Alone.\t", "Alone.\t  "])
-def test_a_line_that_is_no_pair_is_named_by_its_number(tmp_path, line):
-    path = tmp_path / "pairs.tsv"
-    path.write_text(f"Wait!\tAttends !\n{line}\nGo!\tVa !\n")
-    with pytest.raises(InputError, match=r"pairs\.tsv, line 2: no 'English<TAB>French' pair"):
-        read_pairs(path)
-
-
-def test_a_file_in_another_encoding_is_named(tmp_path):
-    path = tmp_path / "pairs.tsv"
-    path.write_bytes("Wait!\tÀ bientôt !\n".encode("latin-1"))
-    with pytest.raises(InputError, match=r"pairs\.tsv is not UTF-8.*Give a UTF-8 file"):
-        read_pairs(path)
-
-
-sentences = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=3)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(sentences, sentences), min_size=2, max_size=30), st.data())
-def test_no_held_out_sentence_is_trained_on_and_no_pair_is_lost(pairs, data):
-    different = len({english for english, _ in pairs})
-    count = data.draw(st.integers(0, different - 1))
-    split = split_pairs(pairs, count)
-    held_out = dict(split.held_out)
-    assert len(held_out) == count
-    assert not held_out.keys() & {english for english, _ in split.train}
-    again = [(english, french) for english, references in split.held_out for french in references]
-    assert sorted([*split.train, *again]) == sorted(pairs)
-
-
-def test_what_is_held_out_depends_on_the_sentences_and_not_on_their_order():
-    split = split_pairs(PAIRS, 10)
-    assert split == split_pairs(PAIRS, 10)
-    shuffled = list(PAIRS)
-    random.Random(0).shuffle(shuffled)
-    assert split_pairs(shuffled, 10).held_out == split.held_out
-    assert split_pairs(PAIRS, 20).held_out[:10] == split.held_out  # a larger hold-out contains the smaller one
-    assert [english for english, _ in split.held_out] != [english for english, _ in PAIRS[:10]]  # by hash, not position
-
-
-@pytest.mark.parametrize("count", [-1, len(PAIRS), len(PAIRS) + 1])
-def test_holding_out_everything_or_less_than_nothing_is_refused(count):
-    with pytest.raises(InputError, match=f"Cannot hold out {count} of {len(PAIRS)}"):
-        split_pairs(PAIRS, count)
-
-
-def test_pairs_are_joined_in_step_and_as_often_as_asked():
-    rng = random.Random(0)
-    french_of = dict(PAIRS)
-    counts = []
-    for _ in range(400):
-        english, french = joined(PAIRS, rng, share=0.5)
-        parts = english.replace(". ", ".|").replace("! ", "!|").split("|")
-        assert french == " ".join(french_of[part] for part in parts)
-        counts.append(len(parts))
-    assert set(counts) == {1, 2, 3, 4} and 150 < counts.count(1) < 250
-    assert all(joined(PAIRS, rng, share=0.0) in PAIRS for _ in range(50))
-    assert joined(PAIRS, random.Random(5)) == joined(PAIRS, random.Random(5))
-
-
-# --- vocabulary -------------------------------------------------------------------------------------------------------
-
-CORPUS = [TRANSLATE + english for english, _ in PAIRS] + [french for _, french in PAIRS]
+pytestmark = pytest.mark.usefixtures("random_state_put_back")
 
 
 @pytest.fixture(scope="module")
@@ -179,237 +39,11 @@ def tokenizer():
     return train_tokenizer(CORPUS, vocab_size=230)
 
 
-def test_special_tokens_are_where_t5_has_them(tokenizer):
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
-    assert len(tokenizer) <= 230 and tokenizer("red boat")["input_ids"][-1] == 1
-    assert tokenizer("red boat")["input_ids"].count(1) == 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Ma sœur répare l'horloge cassée.", "«\xa0Où ça\xa0? À l'île, où Noël naît çà et là ; €\xa05\xa0!\xa0»",
-        "Zygmunt Quôx", "Ÿ Œ Æ Ç", "3.14, 2025; (a) \"b\" c:d", "translate English to French: I'm 20°C",
-    ],
-)  # fmt: skip
-def test_text_survives_the_round_trip_accents_and_unseen_names_included(tokenizer, text):
-    ids = tokenizer(text)["input_ids"]
-    assert 2 not in ids and tokenizer.decode(ids, skip_special_tokens=True) == tidy(text)
-
-
-@given(st.text([*ALPHABET, " "], min_size=1, max_size=20))
-@settings(deadline=None, max_examples=60)
-def test_every_letter_of_the_alphabet_can_be_spelt(tokenizer, text):
-    ids = tokenizer(text)["input_ids"]
-    assert 2 not in ids
-    assert tokenizer.decode(ids, skip_special_tokens=True) == tidy(text)
-
-
-def test_digits_and_sentence_punctuation_stand_alone(tokenizer):
-    pieces = [piece for piece in tokenizer.get_vocab() if piece not in ("<pad>", "</s>", "<unk>")]
-    assert [piece for piece in pieces if any(map(str.isdigit, piece)) and len(piece.strip("▁")) > 1] == []
-    assert [piece for piece in pieces if any(c in '.,!?;:"()' for c in piece) and len(piece.strip("▁")) > 1] == []
-    assert [piece.strip("▁") for piece in tokenizer.tokenize("2025") if piece != "▁"] == ["2", "0", "2", "5"]
-
-
-COMMON = ["▁French", "▁translate", "▁baker", "▁répare"]
-
-
-def test_common_words_are_one_piece_thanks_to_their_twins(tokenizer, monkeypatch):
-    assert [word for word in COMMON if word not in tokenizer.get_vocab()] == []
-    assert tokenizer.tokenize("French") == ["▁French"]
-    assert [piece for piece in tokenizer.get_vocab() if vocabulary.TWIN in piece and piece != vocabulary.TWIN] == []
-    monkeypatch.setattr(vocabulary, "TWIN", "")  # the check can fail: without a mark the twin is the word itself
-    without = train_tokenizer(CORPUS, vocab_size=230).get_vocab()
-    assert [word for word in COMMON if word not in without] != []
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=30)
-
-
-@settings(deadline=None)
-@given(lengths, st.integers(1, 60))
-def test_every_example_is_packed_once_within_the_budget(sizes, budget):
-    sources = [[i] * source for i, (source, _) in enumerate(sizes)]
-    targets = [[i] * target for i, (_, target) in enumerate(sizes)]
-    batches = pack(sources, targets, budget)
-    for rows, answers in batches:
-        assert len(rows) == len(answers) > 0
-        assert len(rows) == 1 or (max(map(len, rows)) + max(map(len, answers))) * len(rows) <= budget
-        assert [row[0] for row in rows] == [answer[0] for answer in answers]  # each source beside its own target
-    packed = [
-        (row[0], len(row), len(answer)) for rows, answers in batches for row, answer in zip(rows, answers, strict=True)
-    ]
-    assert sorted(packed) == [(i, source, target) for i, (source, target) in enumerate(sizes)]
-
-
-def characters(texts: list[str]) -> list[list[int]]:
-    return [[ord(c) for c in text] for text in texts]
-
-
-def texts_of(rows: list[list[int]]) -> list[str]:
-    return ["".join(map(chr, row)) for row in rows]
-
-
-PHASES = (
-    Phase(0, (Part("translation", 400), Part("summaries", 1500, 0.5), Part("questions", 1500, 0.5))),
-    Phase(4, (Part("translation", 300, weight=0.5), Part("summaries", 1200, weight=0.2),
-              Part("questions", 1200, weight=0.1), Part("short questions", 900, weight=0.1),
-              Part("repetition", 200, weight=0.1))),
-)  # fmt: skip
-SMALL = Mixture(PAIRS, joined_share=0.5, curriculum=PHASES, steps_per_block=4)
-
-
-def test_a_phase_holds_from_its_step_until_the_next():
-    assert [SMALL.phase(step) for step in (0, 3, 4, 99)] == [PHASES[0], PHASES[0], PHASES[1], PHASES[1]]
-    assert Mixture(PAIRS).curriculum == CURRICULUM
-
-
-@pytest.mark.parametrize("starts", [(), (4,), (0, 3), (0, 8, 4), (0, 0)])
-def test_a_phase_that_begins_within_a_block_or_out_of_turn_is_refused(starts):
-    with pytest.raises(InputError, match="rising multiples of 4"):
-        replace(SMALL, curriculum=tuple(replace(PHASES[0], from_step=start) for start in starts))
-
-
-@given(st.lists(st.lists(st.lists(st.just(5), min_size=1, max_size=9), min_size=1, max_size=4), min_size=2, max_size=4))
-def test_weights_sum_to_one_and_follow_the_labels_or_the_phase(targets):
-    batches = [(("translation", "summaries")[i > 0], ([], rows)) for i, rows in enumerate(targets)]
-    labels = [sum(map(len, rows)) for rows in targets]
-    alike, by_batch = (phase.weights(batches) for phase in PHASES)
-    assert sum(alike) == pytest.approx(1.0) and sum(by_batch) == pytest.approx(1.0)
-    assert [weight / count for weight, count in zip(alike, labels, strict=True)] == pytest.approx(
-        [1 / sum(labels)] * len(labels)
-    )
-    assert [weight / by_batch[0] for weight in by_batch[1:]] == pytest.approx([0.2 / 0.5] * (len(targets) - 1))
-
-
-def test_a_block_is_a_function_of_seed_and_number():
-    first = list(block(SMALL, characters, 0, 0))
-    assert first == list(block(SMALL, characters, 0, 0))
-    assert first != list(block(SMALL, characters, 0, 1)) and first != list(block(SMALL, characters, 1, 0))
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_each_step_sees_translation_and_the_other_tasks_as_its_phase_says(number):
-    parts = {part.task: part for part in PHASES[number].parts}
-    starts = {"translation": TRANSLATE, "summaries": "summarize: ", "repetition": "repeat: "}
-    steps = list(block(SMALL, characters, 0, number))
-    assert [step[0][0] for step in steps] == ["translation"] * 4
-    assert {len(step) for step in steps} == {round(sum(part.per_step for part in parts.values()))}
-    for task, (sources, targets) in [batch for step in steps for batch in step]:
-        assert all(text.startswith(starts.get(task, "question: ")) for text in texts_of(sources))
-        padded_tokens = (max(map(len, sources)) + max(map(len, targets))) * len(sources)
-        assert len(sources) == 1 or padded_tokens <= parts[task].tokens
-    drawn = Counter(task for step in steps for task, _ in step)
-    assert drawn == {task: round(4 * part.per_step) for task, part in parts.items()}
-
-
-@given(st.integers(0, 10**9))
-def test_a_repetition_asks_for_its_own_words(seed):
-    source, target = repetition_example(PAIRS, random.Random(seed))
-    assert source == "repeat: " + target and 1 <= len(target.split()) <= 8
-
-
-@given(st.integers(0, 10**9))
-def test_a_match_can_be_read_off_its_facts(seed):
-    source, target = matching_example(PAIRS, random.Random(seed))
-    asked, facts = source.removeprefix("match: ").split(" in: ")
-    assert len(asked.split()) == len(target.split()) <= facts.count(".")
-    for owner, thing in zip(asked.split(), target.split(), strict=True):
-        assert any(
-            fact.index(owner) < fact.rindex(thing) for fact in facts.split(".") if owner in fact and thing in fact
-        )
-
-
-MANY_WORDS = tuple("".join(letters) for letters in product("bdfgklmnprst", "aeiou", "bdfgklmnprst"))
-
-
-def asked_and_clauses(source: str) -> tuple[str, list[str]]:
-    for form in practice._ASKED:
-        if found := re.fullmatch(re.escape(form).replace(r"\{\}", "(.+)") + r" (.+)\.", source):
-            return found[1], found[2].split(". ")
-    raise AssertionError(source)
-
-
-@pytest.mark.parametrize("distance", [0, 2, 8])
-def test_what_is_recalled_stands_so_far_from_what_is_asked_or_in_no_clause(distance):
-    gaps, unanswerable = set(), 0
-    for seed in range(600):
-        source, target = recall_example(MANY_WORDS, random.Random(seed), distance=distance)
-        asked, clauses = asked_and_clauses(source)
-        assert 2 <= len(clauses) <= 5
-        holding = [clause for clause in clauses if re.search(rf"\b{asked}\b", clause)]
-        if target == UNANSWERABLE:
-            assert not holding, source
-            unanswerable += 1
-        else:
-            (clause,) = holding
-            (between,) = re.findall(rf"\b(?:{asked}|{target})\b(.*)\b(?:{asked}|{target})\b", clause)
-            gaps.add(len(between.split()))
-    assert gaps == set(range(distance + 1))
-    assert 30 <= unanswerable <= 90
-
-
-def test_common_words_come_in_order_of_their_counts_without_fillers():
-    pairs = [
-        ("He took the tea.", "Du thé, du thé !"),
-        ("Some cat jumps.", "Thé, thé ou café ?"),
-        ("Six men.", "Le thé."),
-    ]
-    pairs += [("Big dogs run.", "Adieu, mes amis.")]
-    assert common_words(pairs, 2) == ("thé", "tea")
-    assert not {"the", "took", "He"} & set(common_words(pairs))
-    with pytest.raises(InputError, match="have 2 words of more than two letters"):
-        common_words([("He took the tea.", "Thé.")])
-
-
-def test_steps_go_on_from_the_middle_of_a_block():
-    whole = list(islice(steps_from(SMALL, characters, 0, 0), 9))
-    assert whole[:4] == list(block(SMALL, characters, 0, 0)) and whole[4:8] == list(block(SMALL, characters, 0, 1))
-    for start in (1, 4, 6):
-        assert list(islice(steps_from(SMALL, characters, 0, start), 9 - start)) == whole[start:]
-
-
-def test_forbidden_sources_are_never_drawn():
-    def drawn(mixture):
-        steps = [step for number in range(2) for step in block(mixture, characters, 0, number)]
-        return {text for step in steps for _, (sources, _) in step for text in texts_of(sources)}
-
-    free = drawn(SMALL)
-    forbidden = frozenset(sorted(free)[::3])
-    starts = {text.split(":")[0] for text in forbidden}
-    assert starts == {"translate English to French", "summarize", "question", "repeat"}
-    restricted = drawn(replace(SMALL, forbidden=forbidden))
-    assert restricted and not restricted & forbidden
-
-
-def test_when_every_source_is_forbidden_drawing_stops():
-    mixture = replace(SMALL, joined_share=0.0, forbidden=frozenset(TRANSLATE + english for english, _ in PAIRS))
-    with pytest.raises(InputError, match="are in the evaluation sets"):
-        next(block(mixture, characters, 0, 0))
-
-
-def test_as_many_batches_are_drawn_as_asked_and_each_within_its_budget():
-    rng = random.Random(0)
-    batches = draw_batches(lambda: translation_example(SMALL, rng), characters, 400, 5, frozenset(), rng)
-    assert len(batches) == 5
-    assert all((max(map(len, s)) + max(map(len, t))) * len(s) <= 400 for s, t in batches if len(s) > 1)
-    assert draw_batches(lambda: translation_example(SMALL, rng), characters, 400, 0, frozenset(), rng) == []
-
-
-def test_the_second_curriculum_begins_near_and_ends_with_every_task_and_dropout():
-    assert Mixture(PAIRS, curriculum=SECOND_CURRICULUM).phase(0).parts[0].task == "near recall"
-    assert {part.task for part in SECOND_CURRICULUM[-1].parts} >= {"translation", "summaries", "questions"}
-    assert [phase.dropout for phase in SECOND_CURRICULUM] == [0.0] * 4 + [0.05]
-    assert SECOND_CURRICULUM[-1].from_step < SECOND_STAGE.steps * (1 - SECOND_STAGE.decay_share)
-
-
-def test_the_frozen_sets_are_forbidden_with_their_prefixes():
-    sources = evaluation_sources()
-    assert len(sources) == 700
-    assert {source.split(":")[0] for source in sources} == {"translate English to French", "summarize", "question"}
+@pytest.fixture
+def pairs_file(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"{english}\t{french}\n" for english, french in PAIRS), encoding="utf-8")
+    return path
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -442,6 +76,7 @@ def test_pooled_dropout_zeroes_its_share_keeps_the_mean_and_is_off_in_evaluation
     assert (out == 0).float().mean().item() == pytest.approx(p, abs=0.01)
     assert out.mean().item() == pytest.approx(1.0, abs=0.02)
     assert (dropout(x) != out).any()  # another place of the pool
+    assert dropout(x.bfloat16()).dtype == torch.bfloat16
     assert dropout.eval()(x) is x and PooledDropout(0.0)(x) is x
 
 
@@ -456,10 +91,6 @@ def test_a_mask_depends_on_the_seed_and_not_on_what_the_process_did_before(monke
 
     fresh = mask()
     assert torch.equal(fresh, mask(50)) and torch.equal(fresh, mask(1 << 23))  # a larger tensor needs another pool
-
-
-def test_dropout_takes_the_type_of_its_input():
-    assert PooledDropout(0.1)(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 TOY = TrainConfig(
@@ -532,22 +163,6 @@ def test_what_is_hidden_from_the_decoder_reaches_it_through_the_encoder_alone():
         batch_loss(model, ([[9, 4, 1], [5, 6, 1]], [[2, 1], [2, 1]]), 0.0, hidden_until=9)
 
 
-def test_the_word_after_what_is_asked_is_one_token_in_every_exercise():
-    _, tokenizer = load_t5("mini")
-    marker = tokenizer.convert_tokens_to_ids(CONTEXT)
-    assert marker != tokenizer.unk_token_id
-    mixture = replace(SMALL, pairs=tuple((f"{a} {b}", c) for a, b, c in product(MANY_WORDS[::40], repeat=3)))
-    for task in HIDE_WHAT_IS_ASKED:
-        rng = random.Random(task)
-        for _ in range(100):
-            source, _ = mixture_module._EXAMPLES[task](mixture, rng)
-            ids = tokenizer(source)["input_ids"]
-            assert (
-                "context: " + tokenizer.decode(ids[ids.index(marker) + 2 :], skip_special_tokens=True)
-                == (source[source.index("context: ") :])
-            )
-
-
 def test_rows_are_padded_to_the_right_and_labels_with_what_the_loss_ignores():
     assert padded([[1], [2, 3]], IGNORED).tolist() == [[1, IGNORED], [2, 3]]
 
@@ -588,17 +203,13 @@ def quick_validation(monkeypatch):
     """Only the held-out pairs; a report of 20 sentences is long for a toy vocabulary."""
 
     def sets(held_out, encode):
-        return {"translation": pack(encode([s for s, _ in held_out]), encode([t for _, t in held_out]), 6000)}
+        return {"translation": packed(held_out, encode, 6000)}
 
     monkeypatch.setattr(training, "validation_sets", sets)
 
 
 def run(folder, tokenizer, config=TOY, **options):
     return train(MIXTURE, tokenizer, HELD_OUT, folder, config, **{"validate_every": 4, "save_every": 2, **options})
-
-
-def log(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -681,15 +292,6 @@ def test_the_second_stage_goes_on_from_a_model_with_aimed_heads_and_leaves_it_al
         assert torch.allclose(value, aimed[name], atol=1e-5), name
 
 
-def test_another_configuration_is_refused_and_the_checkpoint_kept(tmp_path, tokenizer, quick_validation):
-    run(tmp_path, tokenizer, replace(TOY, steps=2))
-    before = (tmp_path / "checkpoint.pt").read_bytes()
-    for other in (replace(TOY, seed=1), replace(TOY, d_ff=64), replace(TOY, optimizer="adamw")):
-        with pytest.raises(InputError, match="was made with .*use another folder"):
-            run(tmp_path, tokenizer, other)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
-
-
 def test_prolong_goes_back_to_before_the_learning_rate_fell(tmp_path, tokenizer, quick_validation):
     with pytest.raises(InputError, match="has not reached its decay"):
         prolong(tmp_path)
@@ -720,10 +322,10 @@ def test_a_checkpoint_that_is_cut_short_leaves_the_old_one(tmp_path, tokenizer, 
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize("wrong", [{"optimizer": "sgd"}, {"steps": 0}, {"steps": -5}])
-def test_a_bad_configuration_is_refused(wrong):
-    with pytest.raises(InputError, match=f"{next(iter(wrong))} is .*; give"):
-        TrainConfig(**wrong)
+def test_a_bad_configuration_is_refused():
+    for wrong in ({"optimizer": "sgd"}, {"steps": 0}, {"steps": -5}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            TrainConfig(**wrong)
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path, tokenizer):
@@ -733,7 +335,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, tokenizer):
 
 
 def test_from_a_file_of_pairs_to_a_model_that_loads_and_writes(tmp_path, pairs_file, monkeypatch):
-    monkeypatch.setattr(training, "Mixture", lambda *given: replace(MIXTURE, pairs=given[0], forbidden=given[1]))
+    monkeypatch.setattr(training, "mini_mixture", lambda pairs, curriculum: MIXTURE)
     config = replace(TOY, steps=2, vocab_size=400)
     folder = reproduce(pairs_file, tmp_path / "out", config, held_out=10)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from script import load_script
 
-from t5accel.students.curves import plot_losses
+from t5accel.mini.curves import plot_losses
 
 
 def written(path: Path, *rows: tuple[int, float]) -> Path:

@@ -1,1 +1,1 @@
-"""Make or shrink a model: training data, vocabulary, training."""
+"""Distil and prune any T5 on examples of your own."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from t5accel.errors import InputError
-from t5accel.students.mixture import Batch, Mixture, Part, Phase, TaskBatch, evaluation_sources
+from t5accel.students.batches import Batch, Mixture, TaskBatch, steps_from
+from t5accel.students.examples import Rows, as_mixture
 from t5accel.students.objectives import OBJECTIVES, as_objective, student_loss
 from t5accel.students.optimise import (
     PooledDropout,
@@ -24,27 +25,13 @@ from t5accel.students.optimise import (
     optimiser_step,
     use_pooled_dropout,
 )
-from t5accel.students.pairs import read_pairs, split_pairs
 from t5accel.students.resumable import RunConfig, require_device, run_steps
 from t5accel.students.shrink import shrink_decoder
-from t5accel.students.train import steps_from, validation_losses, validation_sets
-from t5accel.tasks import TRANSLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from t5accel.students.gates import Gates
-
-# A student meets all tasks in every step, in the shares in which they are scored, and stories of many people besides:
-# one decoder layer has to learn anew to find what the encoder marks as asked for. In trials of 400 steps the questions'
-# loss was 0.90 without them, and 0.81 with a third of the weight. A longer run goes on with more questions: after 5,000
-# steps of the first phase alone, a student of the model's version 2 had 29 right answers where that had 35.
-STUDENTS_MIXTURE = (
-    Phase(0, (Part("translation", 2000, weight=0.45), Part("summaries", 1200, 0.5, 0.15),
-              Part("questions", 1500, weight=0.25), Part("crowds", 1500, weight=0.15))),
-    Phase(1000, (Part("translation", 1500, weight=0.35), Part("summaries", 1200, 0.5, 0.15),
-                 Part("questions", 2000, weight=0.3), Part("crowds", 1200, weight=0.2))),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,7 @@ class DistillConfig:
             encoder forgets what took its teacher long to learn.
         dropout: of the student, 0 … 1.
 
-    Raises ``InputError`` for an unknown loss, fewer than one step, or a share that is none.
+    Raises ``InputError`` for an unknown loss, fewer than one step, or a share outside 0 … 1.
     """
 
     layers: tuple[int, ...] = (3,)
@@ -91,54 +78,57 @@ class DistillConfig:
         return learning_rate_factor(step, self.steps, warmup_steps=self.warmup_steps, decay_share=self.decay_share)
 
 
-def student_mixture(pairs_file: str | Path, *, held_out: int = 1000) -> tuple[Mixture, list[tuple[str, str]]]:
-    """What students are trained on, and the (source, target) texts that are held out, for the validation loss.
-
-    Args:
-        pairs_file: the file that the bundled model was trained on.
-        held_out: English sentences that no model is trained on.
-
-    Raises:
-        FileNotFoundError, InputError: as `pairs.read_pairs`.
-    """
-    split = split_pairs(read_pairs(pairs_file), held_out)
-    mixture = Mixture(split.train, evaluation_sources(), curriculum=STUDENTS_MIXTURE)
-    return mixture, [(TRANSLATE + english, references[0]) for english, references in split.held_out]
+Validate = Callable[["PreTrainedModel"], dict[str, float]]  # from a model to numbers for ``log.jsonl``
 
 
 def distill(
-    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mixture: Mixture, folder: Path,
-    config: DistillConfig, *, held_out: list[tuple[str, str]] = (), device: str = "cpu",
+    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Rows | Mixture, folder: Path,
+    config: DistillConfig, *, validate: Validate | None = None, device: str = "cpu",
 ) -> PreTrainedModel:  # fmt: skip
     """Shrink a teacher's decoder and train what is left of it; return the student in evaluation mode, on the CPU.
 
     Args:
         teacher: a T5-like model; it is not changed.
-        mixture: what is trained on; with the loss "sequence", texts of the teacher must be ``given`` in it.
-        folder: for the checkpoint and the log; one that is there is gone on from.
-        held_out: (source, target) texts for the validation loss.
+        examples: rows ``{"source", "target"}``, T5's prefix included in the source, or a JSON Lines file of such rows;
+            or a `Mixture`, which `examples.mixed` makes of several files with weights. The loss "sequence" needs one
+            whose targets the teacher wrote (``by_teacher``).
+        folder: for the checkpoint and the log. A run whose checkpoint is there continues from it.
+        validate: scores the student now and then, for ``log.jsonl``; `validation.validation` makes such a function
+            from rows of yours.
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        InputError: the layers are not the teacher's, the texts of the teacher are missing, the checkpoint was made with
-            another configuration, or the device is not there.
+        InputError: a row is wrong (the message names it), the teacher has no such layers, the teacher's texts are
+            missing, the checkpoint was made with another configuration, or the device does not exist.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from t5accel.checkpoints import load_t5
+    >>> from t5accel.lively import random_t5
+    >>> sizes = dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=4, vocab_size=6000)
+    >>> teacher, (_, tokenizer) = random_t5(sizes), load_t5("mini")
+    >>> rows = [{"source": "translate English to French: Go!", "target": "Va !"}]
+    >>> with TemporaryDirectory() as folder:
+    ...     student = distill(teacher, tokenizer, rows, Path(folder), DistillConfig(layers=(0, 3), steps=1))
+    >>> student.config.num_decoder_layers
+    2
     """
     require_device(device)
     student = shrink_decoder(teacher, config.layers)
-    return train_student(student, teacher, tokenizer, mixture, folder, config, held_out=held_out, device=device)
+    mixture = as_mixture(examples, tokenizer)
+    return train_student(student, teacher, tokenizer, mixture, folder, config, validate=validate, device=device)
 
 
 def train_student(
     student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mixture: Mixture,
-    folder: Path, config: DistillConfig, *, held_out: list[tuple[str, str]] = (), device: str = "cpu",
+    folder: Path, config: DistillConfig, *, validate: Validate | None = None, device: str = "cpu",
     gates: Gates | None = None, before_step: Callable[[int], None] | None = None, recorded: RunConfig | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Train a student that is already there, in place; the other arguments are those of `distill`.
+    """Train an existing student in place; the other arguments are those of `distill`.
 
     Args:
-        student: of the teacher's vocabulary, and with the loss "hidden" of its ``d_model``.
-        gates: gather their gradients in every step; their state belongs to the run's.
-        before_step: is called with the number of each step.
+        student: with the teacher's vocabulary and, for the loss "hidden", its ``d_model``.
+        gates: gather their gradients in every step; their state is part of the checkpoint.
+        before_step: called with the number of each step.
         recorded: the configuration that the checkpoint is of, where that says more than ``config``.
 
     Raises:
@@ -149,9 +139,10 @@ def train_student(
         own, theirs = getattr(student.config, size), getattr(teacher.config, size)
         if own != theirs:
             raise InputError(f"{size} of the student is {own}, of the teacher {theirs}: give a teacher of the same.")
-    if config.loss == "sequence" and not mixture.given:
+    if config.loss == "sequence" and not mixture.by_teacher:
         raise InputError(
-            "The loss is 'sequence' and the mixture has no texts of the teacher: give read_teacher_texts()."
+            "The loss is 'sequence' and the mixture has no texts of the teacher: let write_teacher_texts() make some, "
+            "and mix them with by_teacher=True."
         )
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -171,7 +162,6 @@ def train_student(
         matrix_learning_rate=config.matrix_learning_rate,
         encoder_share=config.encoder_share,
     )
-    sets = validation_sets(list(held_out), encode) if held_out else {}
 
     def loss_of(batch: Batch) -> tuple[torch.Tensor, int]:
         return student_loss(student, teacher, batch, objective)
@@ -191,6 +181,6 @@ def train_student(
     run_steps(
         folder, recorded or config, state, optimizers,
         batches_from=lambda step: steps_from(mixture, encode, config.seed, step), update=update,
-        validate=lambda: validation_losses(student, sets), device=device, label=config.loss,
+        validate=lambda: validate(student) if validate else {}, device=device, label=config.loss,
     )  # fmt: skip
     return student.eval().to("cpu")

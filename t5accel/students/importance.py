@@ -15,7 +15,7 @@ from t5accel.students.gates import Gates, gated
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from t5accel.students.mixture import Batch
+    from t5accel.students.batches import Batch
 
 WAYS = ("magnitude", "taylor", "movement")
 Scores = dict[str, torch.Tensor]  # by the name of a module: one for each of its heads or neurons

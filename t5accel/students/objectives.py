@@ -17,7 +17,7 @@ from t5accel.students.optimise import IGNORED, cross_entropy, model_inputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from t5accel.students.mixture import Batch
+    from t5accel.students.batches import Batch
 
 
 @dataclass(frozen=True)

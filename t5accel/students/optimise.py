@@ -16,7 +16,7 @@ import torch
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
-    from t5accel.students.mixture import Batch
+    from t5accel.students.batches import Batch
 
 IGNORED = -100  # the label that cross-entropy skips
 
@@ -158,6 +158,18 @@ def batch_loss(
             inputs["attention_mask"] = mask * shown
         logits = model(**inputs, use_cache=False).logits
     return cross_entropy(logits, labels, smoothing), sum(map(len, batch[1]))
+
+
+@torch.no_grad()
+def validation_losses(model: torch.nn.Module, sets: dict[str, list[Batch]]) -> dict[str, float]:
+    """Nats per token on the batches of each set, without dropout or smoothing; the model is left in training mode."""
+    model.eval()
+    losses = {}
+    for name, batches in sets.items():
+        sums = [batch_loss(model, batch, 0.0) for batch in batches]
+        losses[name] = round(sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums), 4)
+    model.train()
+    return losses
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:

@@ -15,13 +15,13 @@ import torch
 
 from t5accel.errors import InputError
 from t5accel.narrow import parts, resize, widths
-from t5accel.students.distill import DistillConfig, train_student
+from t5accel.students.batches import Mixture, steps_from
+from t5accel.students.distill import DistillConfig, Validate, train_student
+from t5accel.students.examples import Rows, as_mixture
 from t5accel.students.gates import Gates, gated
 from t5accel.students.importance import WAYS, Kept, Scores, alike, choose, magnitude, movement, taylor
-from t5accel.students.mixture import Mixture
 from t5accel.students.objectives import as_objective, student_loss
 from t5accel.students.resumable import require_device
-from t5accel.students.train import steps_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,7 +98,7 @@ class PruneConfig:
         examine: steps whose batches "taylor" looks at.
         training: how; its ``layers`` and ``steps`` are not used.
 
-    Raises ``InputError`` for an unknown importance, numbers that are none, or movement without steps before the last
+    Raises ``InputError`` for an unknown importance, numbers out of range, or movement without steps before the last
     ranking.
     """
 
@@ -147,25 +147,28 @@ class PruneConfig:
 
 
 def prune(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mixture: Mixture, folder: Path, config: PruneConfig, *,
-    teacher: PreTrainedModel | None = None, held_out: list[tuple[str, str]] = (), device: str = "cpu",
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Rows | Mixture, folder: Path,
+    config: PruneConfig, *, teacher: PreTrainedModel | None = None, validate: Validate | None = None,
+    device: str = "cpu",
 ) -> PreTrainedModel:  # fmt: skip
-    """Remove heads and neurons, train what is left, and return it, on the CPU.
+    """Remove heads and neurons, train what is left, and return it on the CPU.
 
     Args:
         model: a T5-like model; it is not changed.
-        mixture: what is trained on, and what importance is measured with.
-        folder: for the checkpoint and the log; one that is there is gone on from.
+        examples: what is trained on and importance is measured with; as in `distill`.
+        folder: for the checkpoint and the log. A run whose checkpoint is there continues from it.
         teacher: whose probabilities are learnt, of the same vocabulary; by default the whole model.
-        held_out: (source, target) texts for the validation loss.
+        validate: as in `distill`.
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        InputError: a share is none, the checkpoint was made with another configuration, or the device is not there.
+        InputError: a row is wrong (the message names it), a share is outside 0 … 1, the checkpoint was made with
+            another configuration, or the device does not exist.
     """
     require_device(device)
     shares = dict(heads=config.heads, neurons=config.neurons)
-    choose(magnitude(model), **shares, multiple_of=config.multiple_of)  # numbers that are none are refused here
+    choose(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
+    mixture = as_mixture(examples, tokenizer)
     student = copy.deepcopy(model).eval()
     gates = Gates(student)
     fixed = None if config.importance == "movement" else _scores(student, tokenizer, mixture, config)
@@ -186,7 +189,7 @@ def prune(
     with gated(student, gates):
         train_student(
             student, teacher or model, tokenizer, mixture, folder, replace(config.training, steps=config.steps),
-            held_out=held_out, device=device, gates=gates, before_step=before_step, recorded=config,
+            validate=validate, device=device, gates=gates, before_step=before_step, recorded=config,
         )  # fmt: skip
     return remove(student, gates.kept())
 

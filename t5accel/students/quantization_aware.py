@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from t5accel.errors import InputError
 from t5accel.graphs.integers import in_blocks
 from t5accel.graphs.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
-from t5accel.students.mixture import TaskBatch
+from t5accel.students.batches import TaskBatch
 from t5accel.students.optimise import new_optimizers, optimiser_step
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def fine_tune(
     Args:
         model: on the device of its choice; left in evaluation mode.
         recipe: with integers; ``None``: the same steps without rounding, to compare with.
-        batches: of each step, as `train.steps_from` yields them.
+        batches: of each step, as `batches.steps_from` yields them.
         steps: how many.
         learning_rate: AdamW's, at the start.
         smoothing: of the labels.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CARD = """---
-language: [en, fr]
-license: apache-2.0
 library_name: transformers
 tags: [t5, {tag}]
 ---
@@ -36,7 +34,7 @@ A student of `{teacher}`, made with t5accel ({how}). It has {parameters:.1f} mil
 {settings}
 
 {loading}
-Texts, prefixes and limits are its teacher's. A license of the data that it was trained on applies to it as well.
+Prefixes and limits are its teacher's. The licenses of its teacher and of the data that it was trained on apply to it.
 """
 PLAIN = "`T5ForConditionalGeneration.from_pretrained` loads it."
 NARROW = "Its layers differ in size: load it with `t5accel.checkpoints.load_t5(folder)`, not with transformers alone."
@@ -61,7 +59,7 @@ def save_student(
     >>> facts = dict(teacher_name="mini", how="copied", command="none", settings={"steps": 0})
     >>> with TemporaryDirectory() as folder:
     ...     made = save_student(model, tokenizer, Path(folder) / "copy", teacher=model, **facts)
-    ...     (made / "README.md").read_text(encoding="utf-8").splitlines()[7]
+    ...     (made / "README.md").read_text(encoding="utf-8").splitlines()[5]
     '# copy'
     """
     import torch

@@ -7,45 +7,15 @@ A student's own capacity is too small for all that references do; what its teach
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
 from t5accel.errors import InputError
-from t5accel.students.mixture import Example, Mixture, question_example, summary_example, translation_example
+from t5accel.students.batches import Example
 
-# Of a hundred sources, how many are of each task.
-SHARES = {"translation": 70, "summaries": 10, "questions": 20}
 GROUP = 2000  # sources that are sorted by length and decoded before any of them is written down
-
-
-def sources(mixture: Mixture, count: int, seed: int) -> list[tuple[str, str]]:
-    """``count`` tasks and sources, drawn as training draws them and without repetition; none is an evaluation source.
-
-    Raises:
-        InputError: so many different ones were not found.
-
-    >>> found = sources(Mixture((("Stay here.", "Reste ici."), ("Come in!", "Entre !"))), 8, seed=0)
-    >>> len(found), len(set(found))
-    (8, 8)
-    """
-    rng = random.Random(f"{seed}/teacher")
-    draw: dict[str, Callable[[], Example]] = {
-        "translation": lambda: translation_example(mixture, rng),
-        "summaries": lambda: summary_example(rng),
-        "questions": lambda: question_example(rng),
-    }
-    found: dict[tuple[str, str], None] = {}
-    for _ in range(20 * count):
-        if len(found) == count:
-            return list(found)
-        task = rng.choices(list(SHARES), list(SHARES.values()))[0]
-        text = draw[task]()[0]
-        if text not in mixture.forbidden:
-            found[task, text] = None
-    raise InputError(f"Of {count} different sources only {len(found)} were found: ask for fewer, or give more pairs.")
 
 
 def write_teacher_texts(
@@ -56,8 +26,15 @@ def write_teacher_texts(
     Args:
         file: with a line ``{"task", "source", "target"}`` for each source.
         generate: the teacher, from texts to texts.
-        wanted: tasks and sources.
+        wanted: tasks (any names) and sources.
         batch_size: texts that are given to it together.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "teacher.jsonl"
+    ...     write_teacher_texts(file, lambda texts: [text.upper() for text in texts], [("shout", "hello")])
+    ...     read_teacher_texts(file)
+    {'shout': [('hello', 'HELLO')]}
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     there = set()

@@ -28,7 +28,7 @@ from t5accel.students.optimise import batch_loss, model_inputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from t5accel.students.mixture import Batch
+    from t5accel.students.batches import Batch
 
 _TOWARDS, _AWAY = 3.0, -3.0  # biases of attention scores, in nats
 _LITTLE = 0.1  # what is left of the queries: the distance decides at first, and the content may learn to
@@ -53,7 +53,7 @@ def aim_heads(model: PreTrainedModel, aims: Sequence[Aim]) -> None:
     Raises:
         InputError: a head that there is not, or a distance range that is empty.
 
-    >>> from t5accel.students.train import TrainConfig, new_model
+    >>> from t5accel.mini.train import TrainConfig, new_model
     >>> model = new_model(TrainConfig(num_layers=1))
     >>> aim_heads(model, [Aim(3, like=5, first=1, last=1)])
     >>> bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from t5accel.students.story_templates import HALVES, UNITS, Family, Half
+from t5accel.mini.story_templates import HALVES, UNITS, Family, Half
 
 _SLOT = re.compile(r"\{(a_)?(\w+)\}")
 

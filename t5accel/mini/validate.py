@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.metrics import bleu, chrf
-from t5accel.students.pairs import read_pairs, split_pairs
+from t5accel.mini.pairs import read_pairs, split_pairs
 from t5accel.tasks import TRANSLATE
 
 

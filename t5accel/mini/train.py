@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,20 +19,19 @@ import torch
 
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
-from t5accel.students.aim import Aim, aim_heads, choose_aims
-from t5accel.students.mixture import (
+from t5accel.mini.aim import Aim, aim_heads, choose_aims
+from t5accel.mini.mixture import (
     CONTEXT,
+    CURRICULUM,
     HIDE_WHAT_IS_ASKED,
     SECOND_CURRICULUM,
-    Batch,
-    Mixture,
-    TaskBatch,
-    block,
-    evaluation_sources,
-    pack,
+    mini_mixture,
     question_example,
     summary_example,
 )
+from t5accel.mini.pairs import Pair, read_pairs, split_pairs
+from t5accel.mini.vocabulary import train_tokenizer
+from t5accel.students.batches import Batch, Encode, Example, Mixture, TaskBatch, packed, steps_from
 from t5accel.students.optimise import (
     batch_loss,
     learning_rate_factor,
@@ -41,16 +39,13 @@ from t5accel.students.optimise import (
     optimiser_step,
     set_dropout,
     use_pooled_dropout,
+    validation_losses,
 )
-from t5accel.students.pairs import Pair, read_pairs, split_pairs
 from t5accel.students.resumable import require_device, run_steps
-from t5accel.students.vocabulary import train_tokenizer
 from t5accel.tasks import TRANSLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Encode = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -126,15 +121,7 @@ def second_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel
     return model
 
 
-def steps_from(mixture: Mixture, encode: Encode, seed: int, step: int) -> Iterator[list[TaskBatch]]:
-    """The batches of steps ``step``, ``step + 1``, … without end."""
-    number, offset = divmod(step, mixture.steps_per_block)
-    while True:
-        yield from islice(block(mixture, encode, seed, number), offset, None)
-        number, offset = number + 1, 0
-
-
-def validation_sets(held_out: list[tuple[str, str]], encode: Encode) -> dict[str, list[Batch]]:
+def validation_sets(held_out: list[Example], encode: Encode) -> dict[str, list[Batch]]:
     """Held-out translation pairs, and reports and questions of seen templates, as batches."""
     rng = random.Random("validation")
     tasks = {
@@ -142,25 +129,19 @@ def validation_sets(held_out: list[tuple[str, str]], encode: Encode) -> dict[str
         "summaries": [summary_example(rng) for _ in range(64)],
         "questions": [question_example(rng) for _ in range(128)],
     }
-    return {
-        name: pack(encode([s for s, _ in rows]), encode([t for _, t in rows]), 6000) for name, rows in tasks.items()
-    }
+    return {name: packed(examples, encode, 6000) for name, examples in tasks.items()}
 
 
-@torch.no_grad()
-def validation_losses(model: PreTrainedModel, sets: dict[str, list[Batch]]) -> dict[str, float]:
-    """Nats per token on the batches of each task, without dropout or smoothing."""
-    model.eval()
-    losses = {}
-    for name, batches in sets.items():
-        sums = [batch_loss(model, batch, 0.0) for batch in batches]
-        losses[name] = round(sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums), 4)
-    model.train()
-    return losses
+def validation(
+    held_out: list[Example], tokenizer: PreTrainedTokenizerBase
+) -> Callable[[PreTrainedModel], dict[str, float]]:
+    """A function from a model to its losses on `validation_sets`, as `distill` and `prune` take it."""
+    sets = validation_sets(held_out, lambda texts: tokenizer(texts)["input_ids"])
+    return lambda model: validation_losses(model, sets)
 
 
 def train(
-    mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[str, str]], folder: Path,
+    mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[Example], folder: Path,
     config: TrainConfig, *, start: PreTrainedModel | None = None, device: str = "cpu", validate_every: int = 250,
     save_every: int = 250,
 ) -> PreTrainedModel:  # fmt: skip
@@ -183,8 +164,7 @@ def train(
     model = model.to(device).train()
     muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
     optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
-    sets = validation_sets(held_out, encode)
-
+    validate = validation(held_out, tokenizer)
     context = tokenizer.convert_tokens_to_ids(CONTEXT)
 
     def loss_of(task_batch: TaskBatch) -> tuple[torch.Tensor, int]:
@@ -201,7 +181,7 @@ def train(
 
     run_steps(
         folder, config, model, optimizers, batches_from=lambda step: steps_from(mixture, encode, config.seed, step),
-        update=update, validate=lambda: validation_losses(model, sets), device=device, validate_every=validate_every,
+        update=update, validate=lambda: validate(model), device=device, validate_every=validate_every,
         save_every=save_every,
     )  # fmt: skip
     return model.eval()
@@ -225,30 +205,29 @@ def reproduce(
         start: the name or folder of a trained model that the second stage goes on with, and whose vocabulary it keeps.
 
     Raises:
-        FileNotFoundError, ValueError: the pairs are missing or malformed; the message says where to obtain some.
+        FileNotFoundError, InputError: the pairs are missing or malformed; the message says where to obtain some.
     """
     from transformers import AutoTokenizer
 
     require_device(device)
     split = split_pairs(read_pairs(pairs_file), held_out)
-    mixture = Mixture(split.train, evaluation_sources())
+    mixture = mini_mixture(split.train, CURRICULUM if start is None else SECOND_CURRICULUM)
     model = None
     if start is not None:
         model, tokenizer = load_t5(start)
         if tokenizer is None:
             raise InputError(f"{start} has no tokenizer; give the name or the folder of a trained model.")
-        mixture = replace(mixture, curriculum=SECOND_CURRICULUM)
     else:
         tokenizer_folder = folder / "tokenizer"
         if not (tokenizer_folder / "tokenizer.json").is_file():
             texts = vocabulary_texts(split.train, config.seed)
             train_tokenizer(texts, config.vocab_size).save_pretrained(tokenizer_folder)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    validation = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
+    held_out_pairs = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
     if config.aims is None:
-        sets = validation_sets(validation, lambda texts: tokenizer(texts)["input_ids"])
+        sets = validation_sets(held_out_pairs, lambda texts: tokenizer(texts)["input_ids"])
         config = replace(config, aims=choose_aims(model, [batch for batches in sets.values() for batch in batches[:2]]))
-    model = train(mixture, tokenizer, validation, folder, config, start=model, device=device)
+    model = train(mixture, tokenizer, held_out_pairs, folder, config, start=model, device=device)
     model.to(torch.float16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"

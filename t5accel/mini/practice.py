@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from t5accel.errors import InputError
-from t5accel.students.pairs import Pair
-from t5accel.students.stories import some_names
+from t5accel.mini.pairs import Pair
+from t5accel.mini.stories import some_names
 from t5accel.tasks import UNANSWERABLE
 
 Example = tuple[str, str]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from t5accel.students.report_templates import (
+from t5accel.mini.report_templates import (
     FILLERS_HELD_OUT,
     FILLERS_SEEN,
     HELD_OUT,

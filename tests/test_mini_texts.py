@@ -1,0 +1,481 @@
+"""What the bundled models are trained on: generated reports and stories, pairs, practice, and the vocabulary.
+
+Reports and stories are frozen by the evaluation sets, split cleanly, and answerable from their text.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up import CORPUS, PAIRS
+
+from t5accel import tasks
+from t5accel.checkpoints import load_t5
+from t5accel.errors import InputError
+from t5accel.mini import mixture, practice, report_templates, story_templates, vocabulary
+from t5accel.mini.mixture import (
+    CONTEXT,
+    HIDE_WHAT_IS_ASKED,
+    SECOND_CURRICULUM,
+    STUDENTS_MIXTURE,
+    evaluation_sources,
+    mini_examples,
+    mini_mixture,
+    sources,
+    student_mixture,
+)
+from t5accel.mini.pairs import joined, read_pairs, split_pairs, tidy
+from t5accel.mini.practice import common_words, matching_example, recall_example, repetition_example
+from t5accel.mini.reports import Report, make_report, reports
+from t5accel.mini.stories import Question, make_crowd, make_question, questions
+from t5accel.mini.train import SECOND_STAGE
+from t5accel.mini.vocabulary import ALPHABET, train_tokenizer
+from t5accel.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
+
+EVAL_SEED = 20261121  # of the bundled evaluation sets: changing a template or a draw would orphan their scores
+HALVES = (False, True)  # seen in training, held out
+
+
+@cache
+def some_reports(held_out: bool) -> list[Report]:
+    return list(reports(1000, 3, held_out=held_out))
+
+
+@cache
+def some_questions(held_out: bool) -> list[Question]:
+    return list(questions(2000, 3, held_out=held_out))
+
+
+def combined(*parts: Iterable[str]) -> set[str]:
+    return set(map("".join, product(*parts)))
+
+
+def names(held_out: bool) -> report_templates.Names:
+    return report_templates.NAMES_HELD_OUT if held_out else report_templates.NAMES_SEEN
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+(?::\d+)?", text))  # 42, and 7:35 as one
+
+
+# --- the bundled sets
+
+
+def test_the_evaluation_set_of_summaries_is_generated() -> None:
+    for held_out in HALVES:
+        half = "unseen" if held_out else "seen"
+        assert tasks.rows("summaries")[100 * held_out :][:100] == [
+            {"id": f"summaries-{half}-{i:03d}", "source": report.source, "references": [report.summary]}
+            for i, report in enumerate(reports(100, EVAL_SEED, held_out=held_out), start=1)
+        ]
+
+
+def test_the_evaluation_set_of_questions_is_generated() -> None:
+    for held_out in HALVES:
+        half = "unseen" if held_out else "seen"
+        assert tasks.rows("questions")[100 * held_out :][:100] == [
+            {
+                "id": f"questions-{half}-{i:03d}",
+                "question": q.question,
+                "context": q.context,
+                "answers": list(q.answers),
+            }
+            for i, q in enumerate(questions(100, EVAL_SEED, held_out=held_out), start=1)
+        ]
+
+
+def test_the_evaluation_sets_hold_nothing_else() -> None:
+    assert [len(tasks.rows(name)) for name in ("summaries", "questions")] == [200, 200]
+
+
+# --- the halves
+
+
+def test_reports_of_the_halves_share_no_family_and_no_filler() -> None:
+    seen, unseen = report_templates.SEEN, report_templates.HELD_OUT
+    assert not {f.name for f in seen} & {f.name for f in unseen}
+    assert not {f.summary for f in seen} & {f.summary for f in unseen}
+    fillers = report_templates.FILLERS_SEEN, report_templates.FILLERS_HELD_OUT
+    assert not set(fillers[0].split("|")) & set(fillers[1].split("|"))
+    # and all of them are drawn, from their own half only
+    assert {r.template for r in some_reports(False)} == {f.name for f in seen}
+    assert {r.template for r in some_reports(True)} == {f.name for f in unseen}
+
+
+def test_stories_of_the_halves_share_no_family_and_no_question() -> None:
+    seen, unseen = (story_templates.HALVES[held_out].families for held_out in (False, True))
+    assert not {f.name for f in seen} & {f.name for f in unseen}
+    assert not {s for f in seen for s in f.sentences} & {s for f in unseen for s in f.sentences}
+    assert {q.template.split("/")[0] for q in some_questions(False)} == {f.name for f in seen}
+    assert {q.template.split("/")[0] for q in some_questions(True)} == {f.name for f in unseen}
+
+
+def test_the_halves_share_no_name() -> None:
+    seen, unseen = names(False), names(True)
+    assert not set(seen.first) & set(unseen.first)
+    assert not combined(*seen.surname) & combined(*unseen.surname)
+    assert not combined(*seen.town) & combined(*unseen.town)
+    seen, unseen = story_templates.HALVES[False], story_templates.HALVES[True]
+    assert not set(seen.names) & set(unseen.names)
+    for kind in ("town", "surname"):
+        assert not combined(*seen.parts[kind]) & combined(*unseen.parts[kind])
+
+
+def test_the_halves_share_no_number() -> None:
+    for made, text in ((some_reports, "source"), (some_questions, "context")):
+        seen, unseen = ({n for one in made(held_out) for n in numbers(getattr(one, text))} for held_out in HALVES)
+        assert min(len(seen), len(unseen)) > 80 and not seen & unseen
+
+
+# --- the texts
+
+
+def test_names_and_numbers_of_a_summary_stand_in_its_source() -> None:
+    for held_out in HALVES:
+        drawn = names(held_out)
+        first, surnames, towns = set(drawn.first), combined(*drawn.surname), combined(*drawn.town)
+        for report in some_reports(held_out):
+            words = re.findall(r"\w+", report.summary)
+            people = {f"{a} {b}" for a, b in pairwise(words) if a in first and b in surnames}
+            facts = people | numbers(report.summary) | {word for word in words if word in towns | surnames}
+            assert len(facts) >= 3, report
+            for fact in facts:
+                assert re.search(rf"\b{fact}\b", report.source), (fact, report)
+
+
+def test_an_answer_stands_in_its_context() -> None:
+    for held_out in HALVES:
+        for one in some_questions(held_out):
+            assert one.question.endswith("?") and one.context.endswith(".")
+            # a template that ends in a reason has no answer, every other has one
+            assert bool(one.answers) == (one.template.count("/") == 1), one
+            for answer in one.answers:
+                assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", one.context), one
+
+
+def test_a_quarter_of_the_questions_has_no_answer() -> None:
+    for held_out in HALVES:
+        asked = some_questions(held_out)
+        assert len(asked) == 2000
+        assert 0.22 <= sum(not one.answers for one in asked) / len(asked) <= 0.28
+
+
+# --- chance
+
+
+def test_short_stories_are_shorter_and_their_questions_as_well_formed():
+    for held_out in HALVES:
+        rng = random.Random(1)
+        for _ in range(1000):
+            made = make_question(rng, held_out=held_out, short=True)
+            assert made.question.endswith("?") and all(answer in made.context for answer in made.answers)
+            assert 2 <= len(made.context.split(". ")) <= 4
+
+
+def test_crowds_are_large_told_alike_and_of_seen_families_and_one_in_four_has_no_answer() -> None:
+    rng = random.Random(1)
+    crowds = [make_crowd(rng) for _ in range(1500)]
+    assert {q.template.split("/")[0] for q in crowds} == {f.name for f in story_templates.HALVES[False].families}
+    assert {q.template.split("/")[2] for q in crowds if not q.answers} == {"fresh", "mixed"}
+    assert 0.22 <= sum(not q.answers for q in crowds) / len(crowds) <= 0.28
+    for one in crowds:
+        assert one.question.endswith("?") and 3 <= len(one.context.split(". ")) <= 12
+        assert all(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", one.context) for answer in one.answers)
+        assert bool(one.answers) == (one.template.count("/") == 1)
+
+
+def test_the_seed_decides_everything() -> None:
+    state = random.getstate()
+    for (many, one), held_out in product(((reports, make_report), (questions, make_question)), HALVES):
+        expected = list(many(30, 11, held_out=held_out))
+        assert list(many(60, 11, held_out=held_out))[:30] == expected  # how many are wanted does not matter
+        rng = random.Random(11)
+        assert [one(rng, held_out=held_out) for _ in range(30)] == expected
+        assert len(set(expected)) == 30 and list(many(30, 12, held_out=held_out)) != expected
+    assert random.getstate() == state, "drew from the global generator"
+
+
+@pytest.fixture
+def pairs_file(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"{english}\t{french}\n" for english, french in PAIRS), encoding="utf-8")
+    return path
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_read_tidied_and_further_columns_dropped(tmp_path, pairs_file):
+    assert tuple(read_pairs(pairs_file)) == PAIRS
+    path = tmp_path / "odd.tsv"
+    path.write_bytes("Wait  here!\tAttends\u202fici !\tCC-BY\r\nTwo\u2028lines.\tDeux\u0085lignes.".encode())
+    assert read_pairs(path) == [("Wait here!", "Attends ici !"), ("Two lines.", "Deux lignes.")]
+    path.write_bytes(b"")
+    assert read_pairs(path) == []
+
+
+def test_a_missing_file_and_a_folder_say_where_to_obtain_pairs(tmp_path):
+    for path in (tmp_path / "missing.tsv", tmp_path):
+        with pytest.raises(FileNotFoundError, match=f"No translation pairs at {path}.*tatoeba.org"):
+            read_pairs(path)
+
+
+def test_a_line_that_is_no_pair_is_named_by_its_number(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    for line in ("no tab", "", "\tSeul.", "Alone.\t", "Alone.\t  "):
+        path.write_text(f"Wait!\tAttends !\n{line}\nGo!\tVa !\n")
+        with pytest.raises(InputError, match=r"pairs\.tsv, line 2"):
+            read_pairs(path)
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes("Wait!\tÀ bientôt !\n".encode("latin-1"))
+    with pytest.raises(InputError, match=r"pairs\.tsv is not UTF-8.*Give a UTF-8 file"):
+        read_pairs(path)
+
+
+sentences = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=3)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(sentences, sentences), min_size=2, max_size=30), st.data())
+def test_no_held_out_sentence_is_trained_on_and_no_pair_is_lost(pairs, data):
+    different = len({english for english, _ in pairs})
+    count = data.draw(st.integers(0, different - 1))
+    split = split_pairs(pairs, count)
+    held_out = dict(split.held_out)
+    assert len(held_out) == count
+    assert not held_out.keys() & {english for english, _ in split.train}
+    again = [(english, french) for english, references in split.held_out for french in references]
+    assert sorted([*split.train, *again]) == sorted(pairs)
+
+
+def test_what_is_held_out_depends_on_the_sentences_and_not_on_their_order():
+    split = split_pairs(PAIRS, 10)
+    assert split == split_pairs(PAIRS, 10)
+    shuffled = list(PAIRS)
+    random.Random(0).shuffle(shuffled)
+    assert split_pairs(shuffled, 10).held_out == split.held_out
+    assert split_pairs(PAIRS, 20).held_out[:10] == split.held_out  # a larger hold-out contains the smaller one
+    assert [english for english, _ in split.held_out] != [english for english, _ in PAIRS[:10]]  # by hash, not position
+
+
+def test_holding_out_everything_or_less_than_nothing_is_refused():
+    for count in (-1, len(PAIRS), len(PAIRS) + 1):
+        with pytest.raises(InputError, match=f"hold out {count} of {len(PAIRS)}"):
+            split_pairs(PAIRS, count)
+
+
+def test_pairs_are_joined_in_step_and_as_often_as_asked():
+    rng = random.Random(0)
+    french_of = dict(PAIRS)
+    counts = []
+    for _ in range(400):
+        english, french = joined(PAIRS, rng, share=0.5)
+        parts = english.replace(". ", ".|").replace("! ", "!|").split("|")
+        assert french == " ".join(french_of[part] for part in parts)
+        counts.append(len(parts))
+    assert set(counts) == {1, 2, 3, 4} and 150 < counts.count(1) < 250
+    assert all(joined(PAIRS, rng, share=0.0) in PAIRS for _ in range(50))
+    assert joined(PAIRS, random.Random(5)) == joined(PAIRS, random.Random(5))
+
+
+# --- vocabulary -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(CORPUS, vocab_size=230)
+
+
+def test_special_tokens_are_where_t5_has_them(tokenizer):
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert len(tokenizer) <= 230 and tokenizer("red boat")["input_ids"][-1] == 1
+    assert tokenizer("red boat")["input_ids"].count(1) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ma sœur répare l'horloge cassée.", "«\xa0Où ça\xa0? À l'île, où Noël naît çà et là ; €\xa05\xa0!\xa0»",
+        "Zygmunt Quôx", "Ÿ Œ Æ Ç", "3.14, 2025; (a) \"b\" c:d", "translate English to French: I'm 20°C",
+    ],
+)  # fmt: skip
+def test_text_survives_the_round_trip_accents_and_unseen_names_included(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert 2 not in ids and tokenizer.decode(ids, skip_special_tokens=True) == tidy(text)
+
+
+@given(st.text([*ALPHABET, " "], min_size=1, max_size=20))
+@settings(deadline=None, max_examples=60)
+def test_every_letter_of_the_alphabet_can_be_spelt(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert 2 not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == tidy(text)
+
+
+def test_digits_and_sentence_punctuation_stand_alone(tokenizer):
+    pieces = [piece for piece in tokenizer.get_vocab() if piece not in ("<pad>", "</s>", "<unk>")]
+    assert [piece for piece in pieces if any(map(str.isdigit, piece)) and len(piece.strip("▁")) > 1] == []
+    assert [piece for piece in pieces if any(c in '.,!?;:"()' for c in piece) and len(piece.strip("▁")) > 1] == []
+    assert [piece.strip("▁") for piece in tokenizer.tokenize("2025") if piece != "▁"] == ["2", "0", "2", "5"]
+
+
+COMMON = ["▁French", "▁translate", "▁baker", "▁répare"]
+
+
+def test_common_words_are_one_piece_thanks_to_their_twins(tokenizer, monkeypatch):
+    assert [word for word in COMMON if word not in tokenizer.get_vocab()] == []
+    assert tokenizer.tokenize("French") == ["▁French"]
+    assert [piece for piece in tokenizer.get_vocab() if vocabulary.TWIN in piece and piece != vocabulary.TWIN] == []
+    monkeypatch.setattr(vocabulary, "TWIN", "")  # the check can fail: without a mark the twin is the word itself
+    without = train_tokenizer(CORPUS, vocab_size=230).get_vocab()
+    assert [word for word in COMMON if word not in without] != []
+
+
+# --- practice, and how it is mixed ------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**9))
+def test_a_repetition_asks_for_its_own_words(seed):
+    source, target = repetition_example(PAIRS, random.Random(seed))
+    assert source == "repeat: " + target and 1 <= len(target.split()) <= 8
+
+
+@given(st.integers(0, 10**9))
+def test_a_match_can_be_read_off_its_facts(seed):
+    source, target = matching_example(PAIRS, random.Random(seed))
+    asked, facts = source.removeprefix("match: ").split(" in: ")
+    assert len(asked.split()) == len(target.split()) <= facts.count(".")
+    for owner, thing in zip(asked.split(), target.split(), strict=True):
+        assert any(
+            fact.index(owner) < fact.rindex(thing) for fact in facts.split(".") if owner in fact and thing in fact
+        )
+
+
+MANY_WORDS = tuple("".join(letters) for letters in product("bdfgklmnprst", "aeiou", "bdfgklmnprst"))
+
+
+def asked_and_clauses(source: str) -> tuple[str, list[str]]:
+    for form in practice._ASKED:
+        if found := re.fullmatch(re.escape(form).replace(r"\{\}", "(.+)") + r" (.+)\.", source):
+            return found[1], found[2].split(". ")
+    raise AssertionError(source)
+
+
+@pytest.mark.parametrize("distance", [0, 2, 8])
+def test_what_is_recalled_stands_so_far_from_what_is_asked_or_in_no_clause(distance):
+    gaps, unanswerable = set(), 0
+    for seed in range(600):
+        source, target = recall_example(MANY_WORDS, random.Random(seed), distance=distance)
+        asked, clauses = asked_and_clauses(source)
+        assert 2 <= len(clauses) <= 5
+        holding = [clause for clause in clauses if re.search(rf"\b{asked}\b", clause)]
+        if target == UNANSWERABLE:
+            assert not holding, source
+            unanswerable += 1
+        else:
+            (clause,) = holding
+            (between,) = re.findall(rf"\b(?:{asked}|{target})\b(.*)\b(?:{asked}|{target})\b", clause)
+            gaps.add(len(between.split()))
+    assert gaps == set(range(distance + 1))
+    assert 30 <= unanswerable <= 90
+
+
+def test_common_words_come_in_order_of_their_counts_without_fillers():
+    pairs = [
+        ("He took the tea.", "Du thé, du thé !"),
+        ("Some cat jumps.", "Thé, thé ou café ?"),
+        ("Six men.", "Le thé."),
+    ]
+    pairs += [("Big dogs run.", "Adieu, mes amis.")]
+    assert common_words(pairs, 2) == ("thé", "tea")
+    assert not {"the", "took", "He"} & set(common_words(pairs))
+    with pytest.raises(InputError, match="have 2 words of more than two letters"):
+        common_words([("He took the tea.", "Thé.")])
+
+
+def test_the_second_curriculum_begins_near_and_ends_with_every_task_and_dropout():
+    assert mini_mixture(PAIRS, SECOND_CURRICULUM).phase(0).parts[0].task == "near recall"
+    assert {part.task for part in SECOND_CURRICULUM[-1].parts} >= {"translation", "summaries", "questions"}
+    assert [phase.dropout for phase in SECOND_CURRICULUM] == [0.0] * 4 + [0.05]
+    assert SECOND_CURRICULUM[-1].from_step < SECOND_STAGE.steps * (1 - SECOND_STAGE.decay_share)
+
+
+def test_the_frozen_sets_are_forbidden_with_their_prefixes():
+    forbidden = evaluation_sources()
+    assert len(forbidden) == 700
+    assert {source.split(":")[0] for source in forbidden} == {"translate English to French", "summarize", "question"}
+
+
+def test_the_word_after_what_is_asked_is_one_token_in_every_exercise():
+    _, tokenizer = load_t5("mini")
+    marker = tokenizer.convert_tokens_to_ids(CONTEXT)
+    assert marker != tokenizer.unk_token_id
+    examples = mini_examples(tuple((f"{a} {b}", c) for a, b, c in product(MANY_WORDS[::40], repeat=3)))
+    for task in HIDE_WHAT_IS_ASKED:
+        rng = random.Random(task)
+        for _ in range(100):
+            source, _ = examples[task](rng)
+            ids = tokenizer(source)["input_ids"]
+            assert (
+                "context: " + tokenizer.decode(ids[ids.index(marker) + 2 :], skip_special_tokens=True)
+                == (source[source.index("context: ") :])
+            )
+
+
+def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, pairs_file):
+    found, held_out = student_mixture(pairs_file, held_out=10)
+    assert len(held_out) == 10
+    for source, target in held_out:
+        assert source.startswith(TRANSLATE) and (source.removeprefix(TRANSLATE), target) in PAIRS
+    rng = random.Random(0)
+    drawn = {found.examples["translation"](rng)[0] for _ in range(2000)}
+    sentences = {TRANSLATE + english for english, _ in PAIRS}
+    assert drawn & sentences == sentences - {source for source, _ in held_out}
+    assert found.forbidden == evaluation_sources() and found.curriculum == STUDENTS_MIXTURE
+    assert sum(part.weight for part in STUDENTS_MIXTURE[0].parts) == pytest.approx(1.0)
+    with pytest.raises(FileNotFoundError, match="tatoeba.org"):
+        student_mixture(tmp_path / "missing.tsv")
+
+
+# --- the sources that a teacher writes to -----------------------------------------------------------------------------
+
+
+def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once():
+    mixture_of_all = mini_mixture(PAIRS)
+    found = sources(mixture_of_all, 200, seed=0)
+    assert len(found) == len(set(found)) == 200
+    counts = Counter(task for task, _ in found)
+    assert counts.keys() == mixture.SHARES.keys()
+    assert all(abs(counts[task] - 2 * share) < 25 for task, share in mixture.SHARES.items())
+    starts = {"translation": TRANSLATE, "summaries": SUMMARIZE, "questions": "question: "}
+    assert all(source.startswith(starts[task]) for task, source in found)
+    assert found == sources(mixture_of_all, 200, seed=0) and found[:50] == sources(mixture_of_all, 50, seed=0)
+    assert found != sources(mixture_of_all, 200, seed=1)
+
+
+def test_no_source_is_one_of_the_evaluation_sets():
+    found = sources(mini_mixture(PAIRS), 60, seed=0)
+    forbidden = frozenset(source for _, source in found[::2])
+    assert {source.split(":")[0] for source in forbidden} >= {"translate English to French", "question"}
+    again = sources(replace(mini_mixture(PAIRS), forbidden=forbidden), 60, seed=0)
+    assert len(again) == 60 and not {source for _, source in again} & forbidden
+
+
+def test_more_sources_than_there_are_are_refused(monkeypatch):
+    monkeypatch.setattr(mixture, "SHARES", {"translation": 1})
+    few = replace(mini_mixture(()), examples=mini_examples(PAIRS[:3], joined_share=0.0))
+    assert {source for _, source in sources(few, 3, seed=0)} == {TRANSLATE + english for english, _ in PAIRS[:3]}
+    with pytest.raises(InputError, match="Of 4 different sources only 3"):
+        sources(few, 4, seed=0)
