@@ -32,7 +32,6 @@ FLOORS = {
     "records": 1,
     "timing": 1,
     "unigram": 1,
-    "tokenizer_steps": 1,
     "decoding": 2,
     "pipeline": 2,
     "graphs": 2,
