@@ -136,8 +136,7 @@ class UnigramTokenizer:
         Raises:
             InputError: ``text`` is no text.
         """
-        ids = [token_id for _, token_id in self._pieces(text)]
-        return [*ids, *self._after] if add_special_tokens else ids
+        return [token_id for _, token_id in self._pieces(text)] + (self._after if add_special_tokens else [])
 
     def encode_batch(self, texts: Iterable[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, without padding. Errors as `encode`."""
