@@ -12,6 +12,7 @@ VENV_V5 := .venv-v5/bin/python
 BROWSER := build/browser-site
 TENSORRT := build/tensorrt-site
 TRITON := build/triton-site
+SITE := build/site-tools
 
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
 ON_COLAB := torch transformers numpy ipykernel
@@ -30,7 +31,8 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser test-tensorrt test-triton lab bench peers gpu-bundle lint format docs \
+.PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser test-tensorrt test-triton \
+	lab bench peers gpu-bundle lint format site \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -69,8 +71,12 @@ format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 	@$(VENV) -m ruff check --fix-only -q .
 	@$(VENV) -m ruff format .
 
-docs: .venv/.stamp ## Write the API reference, docs/api/, from the docstrings
-	@$(VENV) scripts/api_docs.py
+site: $(SITE)/.stamp ## Build README, guides, notebooks and the reference of every function as pages in build/site/
+	@rm -rf build/site build/site-source && mkdir -p build/site-source
+	@cp -R CHANGELOG.md CONTRIBUTING.md LICENSE WORKSHOP.md data docs notebooks build/site-source
+	@cat README.md docs/site/contents.md > build/site-source/index.md
+	@$(SITE)/bin/python -m sphinx -q -W --keep-going -j auto -c docs/site build/site-source build/site
+	@echo "Open build/site/index.html."
 
 constraints: .venv/.stamp .venv-v5/.stamp ## Write down the versions that both environments have now
 	@$(call freeze,.venv,constraints.txt,transformers 4.57 with optimum (make test))
@@ -143,6 +149,12 @@ $(TENSORRT)/.stamp: pyproject.toml | .venv/.stamp
 $(TRITON)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing Triton into $(@D)." && \
 		$(VENV) -m pip --disable-pip-version-check install -qq --target $(@D) $(call extra,triton) && \
+		touch $@
+
+# In an environment of its own: it imports nothing of ours.
+$(SITE)/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && echo "Installing Sphinx into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
+		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt $(call extra,site) && \
 		touch $@
 
 # Beside the list, not in it: torchvision, which OpenVINO's packages bring, is built for another torch and breaks imports.

@@ -4,25 +4,35 @@
 2. A normalizer tidies what is left: one form for each character, single spaces.
 3. A pre-tokenizer cuts it into words; a space becomes a ``▁`` that starts the next word.
 4. Each word is cut into the pieces of the vocabulary whose scores, log probabilities, sum highest: `viterbi`.
-5. A template adds ``</s>``.
+5. ``</s>`` is added.
 
-The ids are those of the Rust library ``tokenizers``, ties and roundings included. What a file asks for beyond this is
-refused when it is loaded. Steps 1, 2, 3 and 5 are in `tokenizer_steps`, the fourth is here.
+The steps are those of the bundled tokenizer and of published T5s; a file that lists another one is refused when it is
+loaded. The ids are those of the Rust library ``tokenizers``, with these exceptions: characters that Unicode added after
+2016, which Rust and Python know from different years; where SentencePiece's table is used, letters with some Burmese
+vowels or tag characters; exact ties between scores of more than 15 digits, which Rust rounds twice.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import struct
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from t5accel.errors import InputError
-from t5accel.tokenizer_steps import decoder, finder, normalizer, pre_tokenizer, template, unsupported
 
 UNKNOWN_PENALTY = 10.0  # an unknown character scores this much below the worst piece
+
+# White space as Unicode and Rust have it: Python's also holds four control characters.
+SPACES = "".join(char for char in map(chr, range(0x3001)) if char.isspace() and char not in "\x1c\x1d\x1e\x1f")
+# The patterns of T5's tokenizers for Python's `re`; other libraries read other patterns differently.
+PATTERNS = {r"\s+": f"[{SPACES}]+", " {2,}": " {2,}", '▁?[.,!?;:"()]': '▁?[.,!?;:"()]'}
 
 
 def viterbi(word: str, scores: Mapping[str, float], unknown_score: float, longest: int) -> list[str]:
@@ -74,23 +84,34 @@ class UnigramTokenizer:
     """
 
     def __init__(self, specification: dict[str, Any]) -> None:
-        for name in ("truncation", "padding"):
-            if specification.get(name) is not None:
-                raise unsupported(name, specification[name])
-        self._tokens, scores, self._unknown_id = _model(specification.get("model"))
+        model = specification["model"]
+        if model.get("type") != "Unigram":
+            raise _refused("the model", model.get("type"))
+        for what, given in {**specification, **model}.items():
+            if what in ("truncation", "padding", "byte_fallback") and given:
+                raise _refused(what, given)
+        self.scores = {piece: float(score) for piece, score in model["vocab"]}
+        self._tokens = [piece for piece, _ in model["vocab"]]
+        self._unknown_id = range(len(self._tokens))[model["unk_id"]]
         self._ids = {piece: token_id for token_id, piece in enumerate(self._tokens)}
-        self.scores = dict(zip(self._tokens, scores, strict=True))
-        self._unknown_score = min(scores) - UNKNOWN_PENALTY
-        self._longest = max(1, *map(len, self._tokens))
-        self._normalize = normalizer(specification.get("normalizer"))
-        self._split = pre_tokenizer(specification.get("pre_tokenizer"))
-        self._before, self._after = template(specification.get("post_processor"))
-        self._join = decoder(specification.get("decoder"))
-        added = specification.get("added_tokens", [])
-        self._add(added)
-        self._special = {token["content"] for token in added if token["special"]}
-        self._find_raw = finder([token for token in added if not token["normalized"]])
-        self._find_normalized = finder([token for token in added if token["normalized"]])
+        self._unknown_score = min(self.scores.values()) - UNKNOWN_PENALTY
+        self._longest = max(map(len, self._tokens))
+        self._normalizers = [_normalizer(step) for step in _steps(specification.get("normalizer"), "normalizers")]
+        self._splitters = [_splitter(step) for step in _steps(specification.get("pre_tokenizer"), "pretokenizers")]
+        self._after = _after(specification.get("post_processor"))
+        if not _is_metaspace(specification.get("decoder")):
+            raise _refused("the decoder", specification.get("decoder"))
+        self._added: dict[str, dict[str, Any]] = {}
+        for token in specification["added_tokens"]:
+            if token["normalized"] or token["single_word"]:
+                raise _refused("the added token", token)
+            self._added[token["content"]] = token
+            if token["id"] == len(self._tokens):
+                self._tokens.append(token["content"])
+            elif self._tokens[token["id"]] != token["content"]:
+                raise InputError(f"the added token {token['content']!r} is not at its id, {token['id']}")
+        contents = sorted(self._added, key=len, reverse=True)
+        self._find = re.compile("|".join(map(re.escape, contents)) or "(?!)")  # (?!) is found nowhere
 
     @classmethod
     def from_file(cls, path: str | Path) -> UnigramTokenizer:
@@ -103,24 +124,19 @@ class UnigramTokenizer:
         if not file.is_file():
             raise InputError(f"{file} does not exist: give a tokenizer.json, or the folder of a model that has one")
         try:
-            specification = json.loads(file.read_text(encoding="utf-8"), parse_float=_rust_float)
-        except ValueError as error:  # bad JSON and bad UTF-8 alike
-            raise InputError(f"{file} is no JSON: {error}") from error
-        if not isinstance(specification, dict):
-            raise InputError(f"{file} is no tokenizer.json: it holds no object")
-        try:
-            return cls(specification)
+            return cls(json.loads(file.read_text(encoding="utf-8")))
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # bad UTF-8, bad JSON, missing parts
+            raise InputError(f"{file} is no tokenizer.json: {error!r}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``, and the template's ``</s>`` unless ``add_special_tokens=False``.
+        """The ids of ``text``, and ``</s>`` unless ``add_special_tokens=False``.
 
         Raises:
-            InputError: no text, or one with half of a surrogate pair.
+            InputError: ``text`` is no text.
         """
-        ids = [token_id for _, token_id in self._pieces(text)]
-        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+        return [token_id for _, token_id in self._pieces(text)] + (self._after if add_special_tokens else [])
 
     def encode_batch(self, texts: Iterable[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, without padding. Errors as `encode`."""
@@ -129,7 +145,7 @@ class UnigramTokenizer:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def tokenize(self, text: str) -> list[str]:
-        """The pieces of ``text`` without the template's; an unknown one is shown as it stands in the text."""
+        """The pieces of ``text`` without the final ``</s>``; an unknown one is shown as it stands in the text."""
         return [piece for piece, _ in self._pieces(text)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -144,89 +160,141 @@ class UnigramTokenizer:
             raise InputError(f"ids is {ids!r}: give one sequence of integers") from error
         if min(numbers, default=0) < 0:
             raise InputError(f"ids holds {min(numbers)}: no id is negative")
-        tokens = [self._tokens[number] for number in numbers if number < len(self._tokens)]
-        return self._join([token for token in tokens if not (skip_special_tokens and token in self._special)])
+        special = {content for content, token in self._added.items() if token["special"] and skip_special_tokens}
+        tokens = [token for number in numbers for token in self._tokens[number : number + 1] if token not in special]
+        return "".join(token.replace("▁", " " if number else "") for number, token in enumerate(tokens))
 
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
         """Each piece of ``text`` with its id."""
         if not isinstance(text, str):
             raise InputError(f"{text!r} is no text: give a str")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError("the text holds half of a surrogate pair, as undecodable bytes become") from error
-        for raw, raw_id in self._find_raw(text):
-            if raw_id is not None:
-                yield raw, raw_id
-                continue
-            for part, part_id in self._find_normalized(self._normalize(raw)):
-                if part_id is not None:
-                    yield part, part_id
-                    continue
-                for word in self._split(part):
-                    yield from self._pieces_of_word(word)
+        done = 0
+        for match in self._find.finditer(text):
+            token, start, end = self._added[match[0]], match.start(), match.end()
+            if token["lstrip"]:
+                start = max(done, len(text[:start].rstrip(SPACES)))
+            if token["rstrip"]:
+                end = len(text) - len(text[end:].lstrip(SPACES))
+            yield from self._pieces_between(text[done:start])
+            yield text[start:end], token["id"]
+            done = end
+        yield from self._pieces_between(text[done:])
 
-    def _pieces_of_word(self, word: str) -> Iterator[tuple[str, int]]:
-        """What Viterbi finds, with unknown neighbours joined into one piece."""
+    def _pieces_between(self, text: str) -> Iterator[tuple[str, int]]:
+        """The pieces of a text without added tokens: normalized, cut into words, and those by Viterbi."""
+        for normalize in self._normalizers:
+            text = normalize(text)
+        words = [text]
+        for split in self._splitters:
+            words = [word for longer in words if longer for word in split(longer)]
+        for word in words:
+            pieces = viterbi(word, self.scores, self._unknown_score, self._longest)
+            for token_id, group in groupby(pieces, key=self._id):
+                for piece in ["".join(group)] if token_id == self._unknown_id else group:  # unknown neighbours are one
+                    yield piece, self._id(piece)
 
-        def token_id(piece: str) -> int:
-            return self._ids.get(piece, self._unknown_id)
-
-        pieces = viterbi(word, self.scores, self._unknown_score, self._longest)
-        for group_id, group in groupby(pieces, key=token_id):
-            for piece in ["".join(group)] if group_id == self._unknown_id else group:
-                yield piece, token_id(piece)  # asked again: by chance, what was joined may be in the vocabulary
-
-    def _add(self, added: Any) -> None:
-        """Check the added tokens, and give a place behind the vocabulary to those that are not in it."""
-        contents: set[str] = set()
-        for token in added if isinstance(added, list) else [added]:
-            match token:
-                case {
-                    "id": int(token_id),
-                    "content": str(content),
-                    "lstrip": bool(),
-                    "rstrip": bool(),
-                    "normalized": bool(normalized),
-                    "special": bool(),
-                    "single_word": False,
-                } if content and content not in contents:
-                    contents.add(content)
-                case _:
-                    raise unsupported("the added token", token)
-            if normalized and self._normalize(content) != content:  # which versions of Rust decode differently
-                raise unsupported("an added token that the normalizer changes, as", token)
-            if token_id != self._ids.get(content, len(self._tokens)):
-                raise InputError(f"the added token {content!r} has the id {token_id}, which is not its place")
-            if token_id == len(self._tokens):
-                self._tokens.append(content)
+    def _id(self, piece: str) -> int:
+        return self._ids.get(piece, self._unknown_id)
 
 
-def _model(model: Any) -> tuple[list[str], list[float], int]:
-    """The pieces, their scores, and the id of the unknown one."""
-    match model:
-        case {"type": str(kind)} if kind != "Unigram":
-            raise InputError(f"the model is a {kind}, not a Unigram")
-        case {"byte_fallback": True}:
-            raise InputError("the model's byte_fallback is not supported")
-        case {"type": "Unigram", "vocab": [*vocab], "unk_id": int(unknown_id)} if 0 <= unknown_id < len(vocab):
-            for entry in vocab:
-                match entry:
-                    case [str(), int(score) | float(score)] if abs(score) < 2**53:  # no NaN, no sum that overflows
-                        pass
-                    case _:
-                        raise InputError(f"the vocabulary holds {entry!r}, not a piece and its log probability")
-            return [piece for piece, _ in vocab], [float(score) for _, score in vocab], unknown_id
-    raise InputError("the model needs the type Unigram, a vocabulary, and an unk_id within it")
+def _refused(what: str, given: Any) -> InputError:
+    return InputError(f"{what} {str(given):.200} is not supported here: use the tokenizer of transformers")
 
 
-def _rust_float(number: str) -> float:
-    """A JSON number as Rust reads it: all digits as one integer, then divided by a power of ten; rounded twice."""
-    digits, _, exponent = number.lower().partition("e")
-    whole, _, fraction = digits.partition(".")
-    while fraction and abs(int(whole + fraction)) >= 2**64:
-        fraction = fraction[:-1]
-    value, power = float(int(whole + fraction)), int(exponent or 0) - len(fraction)
-    while power < -308:
-        value, power = value / 1e308, power + 308
-    return value * float(f"1e{power}") if power >= 0 else value / float(f"1e{-power}")
+def _steps(step: Any, name: str) -> list[Any]:
+    """A step that may be a sequence of steps as a list."""
+    return [] if step is None else step[name] if step["type"] == "Sequence" else [step]
+
+
+def _normalizer(step: dict[str, Any]) -> Callable[[str], str]:
+    """A function from a raw text to a tidier one."""
+    match step:
+        case {"type": "NFKC"}:
+            return lambda text: unicodedata.normalize("NFKC", text)
+        case {"type": "Precompiled", "precompiled_charsmap": str(table)}:
+            return _precompiled(base64.b64decode(table))
+        case {"type": "Replace", "pattern": {"Regex": pattern}, "content": str(content)} if pattern in PATTERNS:
+            return lambda text: re.sub(PATTERNS[pattern], lambda _: content, text)
+        case {"type": "Strip", "strip_left": bool(left), "strip_right": bool(right)}:
+            return lambda text: text.lstrip(SPACES if left else "").rstrip(SPACES if right else "")
+    raise _refused("the normalizer", step)
+
+
+def _splitter(step: dict[str, Any]) -> Callable[[str], list[str]]:
+    """A function from a text to its words; it may return empty ones."""
+    match step:
+        case {"type": "WhitespaceSplit"}:
+            return lambda text: re.split(f"[{SPACES}]", text)
+        case {"type": "Metaspace"} if _is_metaspace(step):
+            return lambda text: re.split("(?=▁)", re.sub("^(?!▁)", "▁", text.replace(" ", "▁")))
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} if (
+            pattern in PATTERNS
+        ):
+            return re.compile(f"({PATTERNS[pattern]})").split  # as a group: what it matches comes too
+        case {"type": "Digits", "individual_digits": True}:
+            return lambda text: [
+                word
+                for numeral, group in groupby(text, key=lambda char: unicodedata.category(char)[0] == "N")
+                for word in (group if numeral else ["".join(group)])
+            ]
+    raise _refused("the pre-tokenizer", step)
+
+
+def _is_metaspace(step: Any) -> bool:
+    """Whether a step turns spaces into ``▁`` or back as T5's do: one stands before every text, too."""
+    match step:
+        case {"type": "Metaspace", "replacement": "▁", **more}:
+            return more in ({"prepend_scheme": "always", "split": True}, {"add_prefix_space": True})
+    return False
+
+
+def _after(step: Any) -> list[int]:
+    """The ids that go behind a text."""
+    match step:
+        case None:
+            return []
+        case {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": name}}],
+            "special_tokens": {**special},
+        }:
+            return special[name]["ids"]
+    raise _refused("the post-processor", step)
+
+
+def _precompiled(table: bytes) -> Callable[[str], str]:
+    """SentencePiece's table of characters: the size of a double-array trie, the trie, and the texts it leads to."""
+    (size,) = struct.unpack_from("<I", table)
+    units = struct.unpack_from(f"<{size // 4}I", table, 4)
+    texts = table[4 + size :]
+
+    def look_up(key: str) -> str | None:
+        """What the shortest entry that ``key`` begins with becomes."""
+        place = units[0] >> 10
+        for byte in key.partition("\0")[0].encode():
+            unit = units[place ^ byte]
+            if unit & 0x800000FF != byte:  # the label: whether this unit is that byte's
+                return None
+            place ^= byte ^ (unit >> 10 << (unit >> 6 & 8))
+            if unit >> 8 & 1:  # an entry ends here, and its value follows
+                begin = units[place] & 0x7FFFFFFF
+                return texts[begin : texts.index(b"\0", begin)].decode()
+        return None
+
+    def replace(cluster: str) -> str:
+        found = look_up(cluster) if len(cluster.encode()) < 6 else None
+        if found is None and len(cluster) > 1:
+            return "".join(map(replace, cluster))
+        return cluster if found is None else found
+
+    def normalize(text: str) -> str:
+        clusters: list[str] = []  # characters with their marks, as Rust looks them up
+        for char in text:
+            mark = unicodedata.category(char)[0] == "M" or char in "\u200c\u200d\u0e33\u0eb3\uff9e\uff9f"
+            if mark and clusters and unicodedata.category(clusters[-1][-1]) not in ("Cc", "Cf", "Zl", "Zp"):
+                clusters[-1] += char
+            else:
+                clusters.append(char)
+        return "".join(map(replace, clusters))
+
+    return normalize

@@ -33,7 +33,6 @@ FLOORS = {
     "records": 1,
     "timing": 1,
     "unigram": 1,
-    "tokenizer_steps": 1,
     "decoding": 2,
     "pipeline": 2,
     "graphs": 2,
@@ -249,6 +248,7 @@ def test_dependencies_are_listed_once() -> None:
         "-c constraints-v5.txt $(ON_COLAB)",
         "$(call extra,binder)",
         "--target $(@D) $(call extra,tensorrt)",
+        "-c constraints.txt $(call extra,site)",
         "-r $<",  # a peer's own list, which nothing of ours reads: see tests/test_peers.py
     }
     for arguments in re.findall(r"pip\b.*? install (.*)", MAKEFILE):
@@ -313,7 +313,7 @@ def test_ci_runs_what_we_promise() -> None:
     commands = re.findall(r"^timed (make .*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     installed = ["make test-wheel", "make test-binder", "make test-colab"]
     assert commands[:2] == ["make test", "make test-v5"] and commands[2:5] == installed
-    assert commands[5:] == ["make course", "make course-v5", "make test-browser", "make test-tensorrt"]
+    assert commands[5:] == ["make course", "make course-v5", "make test-browser", "make test-tensorrt", "make site"]
 
 
 @pytest.mark.parametrize("script", [".ci/run", "scripts/chromium"])

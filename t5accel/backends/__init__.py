@@ -1,1 +1,1 @@
-"""One runtime each; every one satisfies `t5accel.decoding.Backend`."""
+"""One runtime each; every one satisfies `t5accel.decoding.backend.Backend`."""

@@ -56,9 +56,9 @@ def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.
 
     Let w be a row of the head and v its copy, h the hidden state and g its quantised form, and γ = `rounding`.
 
-    1. A near logit differs from w·h by at most b = |v| |h - g| + |w - v| |h| + 4 u |v| |g|: since w·h - v·g is
+    1. A near logit differs from w·h by at most b = `|v| |h - g| + |w - v| |h| + 4 u |v| |g|`: since w·h - v·g is
        v·(h - g) + (w - v)·h, and turning the integer sum v·g into a float rounds three times.
-    2. A float32 product computes w·h to within n = γ Σ|w_k h_k| <= γ |w| |h|, in whatever order it adds.
+    2. A float32 product computes w·h to within n = `γ Σ|w_k h_k| <= γ |w| |h|`, in whatever order it adds.
     3. The token whose near logit is largest is computed, in float32. Its logit, wherever that is computed, is within
        2 n of it. So a token whose near logit is smaller by more than 3 n + b cannot have the largest logit.
     4. Of the others w·h is computed. One that exceeds each other by more than both their n, and by what we rounded off
@@ -68,7 +68,7 @@ def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.
     Nor is any where numbers are not finite or near overflow, or more than ``MOST`` tokens are left by step 3.
 
     Args:
-        head: the exact rows, and the bounds of |v| and |w - v| over all of them.
+        head: the exact rows, and the bounds of `|v|` and `|w - v|` over all of them.
         near: of R rows in all; to ``logits`` is written.
         forbidden: a token that shall not be chosen.
 
@@ -136,8 +136,8 @@ def error_bound(head: Head, norm: float, error: float) -> float:
     of the differences is covered, too, by 8 u in place of 4 u.
 
     Args:
-        head: the bounds of |v| and |w - v|.
-        norm, error: |h| and |h - g|, `rounded_up`.
+        head: the bounds of `|v|` and `|w - v|`.
+        norm, error: `|h|` and `|h - g|`, `rounded_up`.
 
     >>> error_bound(Head(np.zeros((3, 2), np.float32), largest_row=2.0, largest_error=0.5), norm=3.0, error=0.25)
     2.00000...

@@ -44,7 +44,7 @@ def magnitude(model: PreTrainedModel) -> Scores:
 def taylor(
     model: PreTrainedModel, batches: Iterable[Batch], loss_of: Callable[[Batch], tuple[torch.Tensor, int]]
 ) -> Scores:
-    """How much the loss would change, to first order, without a head or neuron: the mean over batches of |dL/dg|.
+    """How much the loss would change, to first order, without a head or neuron: the mean over batches of `|dL/dg|`.
 
     g is the factor of a `gates.Gates` (Michel, Levy and Neubig, 2019; Molchanov et al., 2017).
 
