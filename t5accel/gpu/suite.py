@@ -23,7 +23,7 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from t5accel.gpu.cells import CELLS, Cell
 from t5accel.gpu.measure import let_go, measure
 from t5accel.gpu.systems import Subject
-from t5accel.records import aligned, here, rows_so_far, today, write_json
+from t5accel.lab.rows import aligned, here, rows_so_far, today, write_json
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
