@@ -162,11 +162,10 @@ def _timed(
         if name in failed:
             rows[name]["failed"] = failed[name]
             continue
-        per_run = work.batch * work.new_tokens if work.forced_length else rows[name]["new_tokens"]
-        rows[name] |= {
-            "latency_s": list(latency.samples_s), "tokens_per_s": per_run / latency.median_s,
-            **ratio(timed.latencies[first].samples_s, latency.samples_s),
-        }  # fmt: skip
+        row = rows[name]
+        row |= {"latency_s": list(latency.samples_s), **ratio(timed.latencies[first].samples_s, latency.samples_s)}
+        if "equal" in row:  # its output is tokens
+            row["tokens_per_s"] = row["new_tokens"] * (work.batch if work.forced_length else 1) / latency.median_s
 
 
 def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio") -> Row:
