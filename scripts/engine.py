@@ -26,7 +26,7 @@ from t5accel.decoding.greedy import greedy
 from t5accel.graphs.export import export_t5
 from t5accel.parity import parity
 from t5accel.records import write_rows
-from t5accel.soak import soak
+from t5accel.lab.soak import soak
 
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it

@@ -30,7 +30,7 @@ from t5accel.graphs.probe import Example
 from t5accel.graphs.recipes import RECIPES, Recipe, Scheme
 from t5accel.graphs.sensitivity import sweep
 from t5accel.records import write_rows
-from t5accel.scoring import agreement, text_quality
+from t5accel.lab.scoring import agreement, text_quality
 from t5accel.timing import Candidate, Work, compare
 
 SIZE = "random:t5-small"

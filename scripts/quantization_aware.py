@@ -17,7 +17,7 @@ from t5accel.graphs.export import export_t5
 from t5accel.graphs.quantize import quantize_export
 from t5accel.graphs.recipes import as_recipe
 from t5accel.records import write_rows
-from t5accel.scoring import text_quality
+from t5accel.lab.scoring import text_quality
 from t5accel.students.mixture import SECOND_CURRICULUM, Mixture, evaluation_sources
 from t5accel.students.pairs import read_pairs, split_pairs
 from t5accel.students.quantization_aware import fine_tune

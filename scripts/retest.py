@@ -30,7 +30,7 @@ from t5accel.backends.hybrid import HybridOnnxT5
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.past_layouts import ThreeGraphs, WholeGraph
-from t5accel.backends.profile_graph import step_feeds
+from t5accel.lab.profile_graph import step_feeds
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.backend import Backend

@@ -24,7 +24,7 @@ from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.backends.traffic import bytes_per_step
+from t5accel.lab.traffic import StepTraffic, bytes_per_step
 from t5accel.decoding import Backend
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
@@ -465,7 +465,7 @@ def test_traffic_is_counted_from_the_arrays(opened, padded_batch) -> None:
             assert state.traffic is None
             backend.step(state, histories_of(12, rows, 4))
             backend.step(state, histories_of(12, rows, 2))
-            steps[runtime, rows] = state.traffic
+            steps[runtime, rows] = StepTraffic(*state.traffic)
     for rows in (1, 3):
         ours = bytes_per_step(backend.dims, batch=12, rows=rows, past=4, new=2, source=9)["fed"]
         tiled = {name: ours.handed_in[name] * rows for name in ("cross_attention", "attention_mask")}

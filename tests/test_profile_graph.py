@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.backends.profile_graph import GraphProfile, profile_graph, step_feeds
+from t5accel.lab.profile_graph import GraphProfile, profile_graph, step_feeds
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec
 from t5accel.graphs.manifest import read_manifest

@@ -180,7 +180,8 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
 
 def _said(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
+    end = f" … {lines[-1]}" if len(lines) > 1 else ""  # of a traceback that is quoted
+    return f"{type(error).__name__}: {lines[0][:200]}{end[:200]}"
 
 
 def memory_alone(

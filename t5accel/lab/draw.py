@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.records import aligned, write_json
+from t5accel.lab.records import aligned, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from t5accel import scoreboard
-from t5accel.bench import BenchConfig, bench
+from t5accel.lab.bench import BenchConfig, bench
 from t5accel.checkpoints import data_folder
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
-from t5accel.records import write_json
+from t5accel.lab.records import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
