@@ -1,61 +1,118 @@
-"""Which configuration for a model and a need: chosen from measured rows, each of them named; nothing is calculated.
+"""Which configuration for a model and a need: recorded rows, filtered by the gate of quality; the fastest is taken.
 
-Ratios are ranked within one run and nowhere else. So the run that is nearest to the need is found first, and its
-configurations are the candidates. How far it is from the need is part of the advice, and beyond a factor of 8 in any
-direction there is none.
+Ratios compare within one run and nowhere else. So the run that is nearest to the need is found first, and its rows are
+the candidates. Beyond a factor of `FAR` in any direction there is no advice. Nothing is calculated or measured here.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from t5accel import machine
-from t5accel.advice.evidence import Draft, Record, Relative, Scores, Source, Speed
-from t5accel.advice.model_size import weights_per_step
-from t5accel.advice.need import Distance, Need
-from t5accel.advice.recorded import read_record
-from t5accel.checkpoints import data_folder
-from t5accel.errors import T5AccelError
-from t5accel.timing import Ratio
+from t5accel.accelerate import TUNED_FOR
+from t5accel.checkpoints import BUNDLED, HUB_ALIASES, T5Dims, allowed_names, data_folder
+from t5accel.decoding.backend import as_count
+from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
+from t5accel.graphs.recipes import RECIPES
+from t5accel.lab.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
+from t5accel.lab.peers import REFERENCE as PEERS_REFERENCE
+from t5accel.lab.rows import aligned
+from t5accel.lab.techniques import REFERENCE
+from t5accel.lively import RANDOM_SIZES
 
-# What is known of a candidate's quality on this very model.
-SAME, WITHIN, TOO_MUCH, UNKNOWN, RANDOM = (
-    "same tokens", "within the limit", "loses too much", "not measured", "random weights"
-)  # fmt: skip
-ALLOWED = (SAME, WITHIN, RANDOM)
+METRICS = {"translation": "bleu", "summaries": "rougeL", "questions": "exact_match"}
+LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}
+MATTERS = ("latency", "throughput", "memory", "quality")
+USUAL_LOSS = 1.0  # of each score, where nothing else is asked for
+FAR = 8.0
+# What `accelerate` gives, by the names that boards, peers and recipes have for it; True: called through generate().
+SYSTEMS = {
+    "ONNX Runtime, generate()": True, OURS_GENERATE: True, "ONNX Runtime, our loop, numpy feeds": False, OURS: False,
+    OURS_INT8: False, OURS_INT8_THROUGHPUT: False, OURS_INT4: False, **dict.fromkeys(RECIPES, False),
+    **{f"ONNX Runtime, our loop, {name}": False for name in RECIPES},
+}  # fmt: skip
+WORK = ("batch", "beams", "source_tokens", "new_tokens")
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A configuration, as it was measured in a run.
+class Need:
+    """What is wanted.
 
     Attributes:
-        quality: one of `SAME`, `WITHIN`, `TOO_MUCH`, `UNKNOWN` and `RANDOM`.
-        losses: scores in fp32 minus its own, on this model; ``None`` where they were not measured.
-        scored_in: the row that says so.
-        bytes_on_disk, peak_memory_bytes: of the model that was measured, from this row or another one of its recipe
-            (the peak: of equal work, too).
+        model: as `checkpoints.load_t5` knows it.
+        task: one of `METRICS`, or ``None``: all of them.
+        matters: one of `MATTERS`. With ``"quality"`` no score may fall, unless ``max_loss`` allows it.
+        batch: texts at a time; by default 32 where throughput matters, else 1.
+        beams, source_tokens, new_tokens: of a typical call.
+        max_loss: what each score may be lower than in fp32, by its name in `METRICS`; by default 1.0 of each score of
+            the task.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: by default those that this process may use.
+
+    Raises:
+        InputError: a value is none of these.
+
+    >>> Need(matters="throughput").batch, Need(task="summaries").limits
+    (32, {'rougeL': 1.0})
     """
 
-    speed: Speed
-    quality: str
-    losses: Mapping[str, float] | None = None
-    scored_in: Source | None = None
-    bytes_on_disk: int | None = None
-    peak_memory_bytes: int | None = None
+    model: str = "mini"
+    task: str | None = None
+    matters: str = "latency"
+    batch: int | None = None
+    beams: int = 1
+    source_tokens: int = 64
+    new_tokens: int = 64
+    max_loss: Mapping[str, float] = field(default_factory=dict)
+    device: str = "cpu"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        choices = {"task": (None, *METRICS), "matters": MATTERS, "device": ("cpu", "cuda")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise InputError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(filter(None, allowed))}.")
+        if self.batch is None:
+            object.__setattr__(self, "batch", 32 if self.matters == "throughput" else 1)
+        for name in (*WORK, *(["threads"] if self.threads is not None else [])):
+            object.__setattr__(self, name, as_count(getattr(self, name), name, at_least=1))
+        for name, value in self.max_loss.items():
+            if name not in METRICS.values() or not (math.isfinite(value) and value >= 0):
+                raise InputError(f"max_loss is {self.max_loss!r}; give numbers of 0 or more for {', '.join(LABELS)}.")
 
     @property
-    def allowed(self) -> bool:
-        return self.quality in ALLOWED
+    def limits(self) -> dict[str, float]:
+        """What each score that counts may lose."""
+        names = METRICS.values() if self.task is None else [METRICS[self.task]]
+        return dict(self.max_loss) or dict.fromkeys(names, 0.0 if self.matters == "quality" else USUAL_LOSS)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recorded row, the file that it stands in and its number there, and what the file says of itself."""
+
+    row: Row
+    file: str
+    number: int
+    about: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        facts = self.about["machine"]
+        return (
+            f"{self.file}, row {self.number} ({facts['cpu']}, {facts['usable_threads']} threads; {self.about['date']})"
+        )
 
     @property
-    def worst_loss(self) -> float:
-        """The largest loss; what is gained is chance and counts as nothing."""
-        return max([0.0, *(self.losses or {}).values()])
+    def run(self) -> tuple[Any, ...]:
+        """Rows whose ratios compare have the same."""
+        return (self.file, *(self.row.get(key) for key in ("cell", "model", "reference", "threads", *WORK)))
 
 
 @dataclass(frozen=True)
@@ -63,214 +120,284 @@ class Advice:
     """What is recommended, and what it rests on.
 
     Attributes:
-        weights: that a step of the model reads; ``None``: unknown, so no run can be near.
-        distance: of the run that all ``candidates`` are from; ``None`` where none fits.
-        candidates: best first, by what matters. ``apart``: configurations that only other runs have.
-        recommended: ``None`` where nothing is allowed, fits, or is faster than transformers.
-        tied: candidates that were not slower than the recommended one in each round.
-        if_gated: better than the recommended one, of a quality that nobody measured on this model.
-        nearest: the run that is nearest, where none fits.
-        drafts, relatives: guessing and smaller models, each against the recommended recipe alone.
+        run: the candidates: rows of the run that is nearest to the need, the best first.
+        losses: by precision, what each score of the need's model loses against fp32; a recipe that was never scored on
+            this model is missing.
+        allowed: those candidates that lose no more than the need's limits and are faster than transformers.
+        far: by what the nearest run differs from the need, as factors; where it is too far, there is no ``run``.
+        beside: drafts and smaller models of the recommended precision.
     """
 
     need: Need
-    weights: int | None
-    here: Mapping[str, Any]
-    record: Record
-    distance: Distance | None = None
-    candidates: tuple[Candidate, ...] = ()
-    recommended: Candidate | None = None
-    tied: tuple[Candidate, ...] = ()
-    if_gated: Candidate | None = None
-    apart: tuple[tuple[Candidate, Distance], ...] = ()
-    nearest: tuple[Speed, Distance] | None = None
-    drafts: tuple[Draft, ...] = ()
-    relatives: tuple[Relative, ...] = ()
+    run: tuple[Found, ...] = ()
+    losses: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    allowed: tuple[Found, ...] = ()
+    far: Mapping[str, float] = field(default_factory=dict)
+    beside: tuple[Found, ...] = ()
+
+    @property
+    def recommended(self) -> Found | None:
+        return self.allowed[0] if self.allowed else None
 
 
-def recommend(need: Need, *, results: Iterable[str | os.PathLike[str]] = (), measure: bool = False) -> Advice:
-    """Advice from the results that come with the package, from more files or folders, and from measuring now.
+def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Advice:
+    """Advice from the results that come with the package, and from more files or folders of such.
 
     Raises:
-        InputError: a place of results is missing or damaged; or ``measure`` with beams or another device.
+        InputError: a place of results is missing or damaged.
         UnknownModelError, ModelUnavailableError, NotT5Error: there is no such model, or it has no sizes.
 
-    >>> from t5accel.advice.need import Need
-    >>> advice = recommend(Need("mini", task="translation"))
-    >>> advice.recommended.allowed, advice.distance.fits
-    (True, True)
+    >>> advice = advise(Need("mini", task="translation"))
+    >>> advice.recommended.row["ratio"] > 1, set(advice.far.values())
+    (True, {1.0})
     """
-    weights_per_step(need.model)  # what is no model is refused before anything is read or measured
-    record = read_record([data_folder() / "results", *results])
-    if measure:
-        from t5accel.advice.measure_now import measure_now
+    own_size = weights_per_step(need.model)
+    record = list(_recorded([data_folder() / "results", *results]))
+    sizes = {found.row.get("model"): None for found in record} | {need.model: own_size}
+    runs: dict[Any, list[Found]] = {}
+    for found in record:
+        if _is_evidence(found, need):
+            runs.setdefault(found.run, []).append(found)
 
-        record += measure_now(need)  # which may bring a configuration from the hub
-    return advise(need, record, weights=weights_per_step(need.model), here=machine.facts(gpu=False))
+    def far(run: Any) -> dict[str, float]:
+        row = runs[run][0].row
+        if sizes[row["model"]] is None:
+            sizes[row["model"]] = _size_or_nan(row["model"])
+        size = 1.0 if row["model"] == need.model else sizes[row["model"]] / (own_size or math.nan)
+        return {"model size": size, **{key.replace("_", " "): row[key] / getattr(need, key) for key in WORK}}
 
-
-def advise(
-    need: Need, record: Record, *, weights: int | None, here: Mapping[str, Any],
-    size_of: Callable[[str], int | None] = weights_per_step,
-) -> Advice:  # fmt: skip
-    """Advice from a record alone.
-
-    Args:
-        weights: decoder weights per step of the needed model. Without them only runs of this very model count.
-        here: `machine.facts` of the machine that the advice is for.
-        size_of: the same number for the models that were measured.
-
-    >>> from t5accel.advice.need import Need
-    >>> advise(Need(), Record(), weights=1000, here={}).recommended is None
-    True
-    """
-    sizes: dict[str, int | None] = {need.model: weights}
-    for model in {speed.setting.model for speed in record.of(Speed)} - sizes.keys():
-        sizes[model] = _size(size_of, model)
-    known = [
-        (speed, _distance(need, speed, sizes))
-        for speed in record.of(Speed)
-        if need.device == "cpu" and (speed.setting.beams == 1) == (need.beams == 1)  # greedy search is no beam search
-        and (speed.setting.model == need.model or weights and sizes[speed.setting.model])
-    ]  # fmt: skip
-    advice = Advice(need, weights, here, record)
-    fitting = [(speed, distance) for speed, distance in known if distance.fits]
-    if not fitting:
-        nearest = min(known, key=lambda one: one[1].doublings, default=None)
-        return replace(advice, nearest=nearest)
-    runs: dict[Any, list[Speed]] = {}
-    for speed, _ in fitting:
-        runs.setdefault(_run(speed), []).append(speed)
-    distances = {_run(speed): distance for speed, distance in fitting}
+    here = machine.facts(gpu=False)
+    distances = {run: found for run in runs if not math.isnan((found := far(run))["model size"])}
 
     def preference(run: Any) -> tuple[Any, ...]:
-        first, distance = runs[run][0], distances[run]
-        here_too = first.source.fresh or same_machine(first.source.machine, here)
-        return (not distance.is_near, not first.source.fresh, not here_too, distance.doublings, -len(runs[run]), run[0])
+        doublings = sum(abs(math.log2(factor)) for factor in distances[run].values())
+        return (doublings, not same_machine(runs[run][0].about["machine"], here), -len(runs[run]))
 
-    order = sorted(runs, key=preference)
-    measured = [_candidate(need, speed, record) for speed in runs[order[0]]]
-    chosen = sorted(measured, key=lambda one: _rank(need, one, measured))
-    recommended, tied = _best(need, chosen)
-    there = {(one.speed.recipe, one.speed.loop) for one in chosen}
-    apart = []
-    for run in order[1:]:
-        for speed in runs[run]:
-            if (speed.recipe, speed.loop) not in there:
-                there.add((speed.recipe, speed.loop))
-                apart.append((_candidate(need, speed, record), distances[run]))
-    drafts, relatives = _beside(advice, recommended)
-    return replace(
-        advice, distance=distances[order[0]], candidates=tuple(chosen), recommended=recommended, tied=tied,
-        if_gated=_better_if_gated(need, chosen, recommended), apart=tuple(apart), drafts=drafts, relatives=relatives,
-    )  # fmt: skip
+    order = sorted(distances, key=preference)
+    if not order:
+        return Advice(need)
+    nearest = distances[order[0]]
+    if max(max(factor, 1 / factor) for factor in nearest.values()) > FAR:
+        return Advice(need, far=nearest)
+    rows = sorted(runs[order[0]], key=lambda found: _rank(need, found, runs[order[0]]))
+    losses = _losses(need, record)
+    allowed = [found for found in rows if _passes(need, found.row["precision"], losses) and found.row["ratio"] > 1]
+    beside = [found for found in record if allowed and _is_beside(found, need, allowed[0].row["precision"])]
+    return Advice(need, tuple(rows), losses, tuple(allowed), nearest, tuple(beside))
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two machines are alike in processor, instructions and threads, as far as `machine.facts` tells.
-
-    >>> same_machine({"cpu": "A", "usable_threads": 2}, {"cpu": "A", "usable_threads": 4})
-    False
-    """
+    """Whether two machines are alike in processor, instructions and threads, as far as `machine.facts` tells."""
     return all(one.get(name) == other.get(name) for name in ("cpu", "usable_threads", "cpu_flags"))
 
 
-def beats(one: Ratio, other: Ratio) -> bool:
-    """Whether it was the faster one in every round of the run that they share.
+def weights_per_step(name: str) -> int | None:
+    """How many decoder weights a step of a model reads, from its configuration alone: nothing is loaded or downloaded.
 
-    >>> from t5accel.timing import Ratio
-    >>> beats(Ratio((3.0, 4.0), 3.5, 3.0, 4.0), Ratio((2.0, 5.0), 3.5, 2.0, 5.0))
-    False
+    ``None`` for a hub id whose configuration is not on this machine. Raises ``UnknownModelError`` for what is no
+    model's name, and as `T5Dims.from_config` does.
+
+    >>> weights_per_step("mini"), weights_per_step("google-t5/t5-small") == weights_per_step("random:t5-small")
+    (5209344, True)
     """
-    return all(mine > theirs for mine, theirs in zip(one.samples, other.samples, strict=True))
+    hub_id = HUB_ALIASES.get(name, name)
+    size = name.removeprefix("random:") if name.startswith("random:") else hub_id.rpartition("/")[2]
+    if name in BUNDLED or os.path.isdir(name):
+        folder = data_folder() / BUNDLED[name] if name in BUNDLED else Path(name)
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelUnavailableError(f"{folder} holds no config.json that can be read: {error}.") from error
+    elif size in RANDOM_SIZES and (name.startswith("random:") or hub_id.startswith(("google/", "google-t5/"))):
+        config = RANDOM_SIZES[size]
+    elif "/" in hub_id and not name.startswith("random:"):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(cached, str):
+            return None
+        config = json.loads(Path(cached).read_text(encoding="utf-8"))
+    else:
+        raise UnknownModelError(f"No model {name!r}. {allowed_names()}")
+    return machine.decoder_weights_per_step(T5Dims.from_config(config, name))
 
 
-def _size(size_of: Callable[[str], int | None], model: str) -> int | None:
+def _size_or_nan(model: str) -> float:
     try:
-        return size_of(model)
+        return weights_per_step(model) or math.nan
     except T5AccelError:  # a folder of another machine, for one
-        return None
+        return math.nan
 
 
-def _run(speed: Speed) -> Any:
-    return (speed.source.file, speed.source.fresh, speed.setting)
+def _recorded(places: Iterable[str | os.PathLike[str]]) -> Iterator[Found]:
+    for place in map(Path, places):
+        if not place.exists():
+            raise InputError(f"No results at {place}: `t5accel bench --json {place}` writes some.")
+        for file in sorted(place.glob("*.json")) if place.is_dir() else [place]:
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+                for number, row in enumerate(content["rows"]):
+                    yield Found(row, file.name, number, content)
+            except (ValueError, OSError, KeyError, TypeError) as error:
+                raise InputError(f"{file} is no file of results ({error!r}); `t5accel bench` writes some.") from error
 
 
-def _what(speed: Speed) -> Any:
-    return (speed.setting.model, speed.recipe, speed.loop)
+def _is_current(row: Row) -> bool:
+    """Whether its recipe is still what this package means by the name."""
+    name = row.get("precision")
+    return name in RECIPES and row.get("recipe_hash") == RECIPES[name].hash
 
 
-def _distance(need: Need, speed: Speed, sizes: Mapping[str, int | None]) -> Distance:
-    names = ("batch", "beams", "source_tokens", "new_tokens")
-    work = {name: getattr(speed.setting, name) / getattr(need, name) for name in names}
-    model = speed.setting.model
-    return Distance(model_size=1.0 if model == need.model else sizes[model] / sizes[need.model], **work)
+def _is_evidence(found: Found, need: Need) -> bool:
+    row, on_gpu = found.row, bool(found.about["machine"].get("gpu"))
+    return (
+        row.get("system") in SYSTEMS and row.get("reference") in (REFERENCE, PEERS_REFERENCE) and "latency_s" in row
+        and _is_current(row) and (row["precision"] != "fp32" or row.get("equal") == row.get("of"))
+        and on_gpu == (need.device == "cuda") and (row["beams"] == 1) == (need.beams == 1)
+    )  # fmt: skip
 
 
-def _candidate(need: Need, speed: Speed, record: Record) -> Candidate:
-    alike = [speed, *(one for one in record.of(Speed) if _what(one) == _what(speed))]
-    disk = [one.bytes_on_disk for one in alike]
-    peaks = [one.peak_memory_bytes for one in alike if one.setting == speed.setting]  # batch and lengths decide it
-    sizes = [next((size for size in found if size is not None), None) for found in (disk, peaks)]
-    return Candidate(speed, *_quality(need, speed.recipe, record), *sizes)
+def _losses(need: Need, record: Sequence[Found]) -> dict[str, dict[str, float]]:
+    """From the first file that scored a recipe, and fp32, on this very model and on the whole sets."""
+    scored: dict[tuple[str, str], Row] = {}
+    for found in record:
+        row = found.row
+        is_own = row.get("model") == need.model and row.get("system", "fp32") in {*SYSTEMS} and "quality_of" not in row
+        if is_own and _is_current(row) and {*METRICS.values()} <= row.keys() and "limit" not in row:
+            scored.setdefault((found.file, row["precision"]), row)
+    losses = {"fp32": dict.fromkeys(need.limits, 0.0)}
+    for (file, precision), row in scored.items():
+        if whole := scored.get((file, "fp32")):
+            losses.setdefault(precision, {name: whole[name] - row[name] for name in need.limits})
+    return losses
 
 
-def _quality(need: Need, recipe: str, record: Record) -> tuple[str, dict[str, float] | None, Source | None]:
-    limits = need.limits
-    if recipe == "fp32":
-        return SAME, dict.fromkeys(limits, 0.0), None
-    if need.model.startswith("random:"):
-        return RANDOM, None, None
-    scores = [one for one in record.of(Scores) if one.model == need.model]
-    whole = {one.source.file: one for one in scores if one.recipe == "fp32"}  # scores of one file belong together
-    for one in scores:
-        if one.recipe == recipe and one.source.file in whole:
-            losses = {name: whole[one.source.file].values[name] - one.values[name] for name in limits}
-            passes = all(losses[name] <= limits[name] for name in limits)
-            return WITHIN if passes else TOO_MUCH, losses, one.source
-    return UNKNOWN, None, None
+def _passes(need: Need, precision: str, losses: Mapping[str, Mapping[str, float]]) -> bool:
+    if need.matters == "quality" and not need.max_loss:  # that no score fell is no proof where tokens change
+        return precision == "fp32"
+    if precision not in losses:
+        return need.model.startswith("random:")  # which has nothing to lose
+    return all(losses[precision][name] <= most for name, most in need.limits.items())
 
 
-def _rank(need: Need, one: Candidate, all_of_them: Sequence[Candidate]) -> tuple[float, ...]:
+def _rank(need: Need, found: Found, run: Sequence[Found]) -> tuple[float, ...]:
     """Less is better."""
     if need.matters != "memory":
-        return (-one.speed.ratio.median,)
-    have_peaks = all(other.peak_memory_bytes is not None for other in all_of_them)
-    size = one.peak_memory_bytes if have_peaks else one.bytes_on_disk
-    return (math.inf if size is None else size, -one.speed.ratio.median)
+        return (-found.row["ratio"],)
+    key = "peak_memory_bytes" if all("peak_memory_bytes" in one.row for one in run) else "size_bytes"
+    return (found.row.get(key, math.inf), -found.row["ratio"])
 
 
-def _best(need: Need, ranked: Sequence[Candidate]) -> tuple[Candidate | None, tuple[Candidate, ...]]:
-    """The best one that is allowed, and those that it cannot be told apart from."""
-    if need.matters == "memory":
-        return next((one for one in ranked if one.allowed), None), ()
-    allowed = [one for one in ranked if one.allowed and one.speed.ratio.median > 1]
-    if need.matters == "quality" and not need.max_loss:  # that no score fell is no proof where tokens change
-        allowed = [one for one in allowed if one.quality == SAME] or allowed
-    if not allowed:
-        return None, ()
-    level = [one for one in allowed if one is allowed[0] or not beats(allowed[0].speed.ratio, one.speed.ratio)]
-    best = min(level, key=lambda one: (one.worst_loss, one.bytes_on_disk or math.inf, -one.speed.ratio.median))
-    return best, tuple(one for one in level if one is not best)
+def _is_beside(found: Found, need: Need, precision: str) -> bool:
+    row = found.row
+    if row.get("precision") != precision or not _is_current(row) or "ratio" not in row:
+        return False
+    is_draft = row.get("reference") == "greedy" and row["system"] != "greedy" and row["model"] == need.model
+    return (row.get("made_from") == need.model and "bundled" in row) or (
+        is_draft and row["encoder"] == "included" and need.task in (None, row["task"]) and need.beams == 1
+    )
 
 
-def _better_if_gated(need: Need, ranked: Sequence[Candidate], best: Candidate | None) -> Candidate | None:
-    ahead = ranked[: ranked.index(best)] if best else ranked
-    worth = [one for one in ahead if need.matters == "memory" or one.speed.ratio.median > 1]
-    return next((one for one in worth if one.quality == UNKNOWN), None)
+def line(need: Need, precision: str) -> str:
+    """The line of Python that makes the model.
+
+    >>> print(line(Need("mini", threads=4), "int8-dynamic"))
+    model = accelerate("mini", precision="int8", tuned_for="throughput", threads=4)
+    """
+    tuned = {own: f'"{of}", tuned_for="{what}"' for what, others in TUNED_FOR.items() for of, own in others.items()}
+    how = "" if precision == "fp32" else f", precision={tuned.get(precision, json.dumps(precision))}"
+    threads = "" if need.threads is None else f", threads={need.threads}"
+    return f"model = accelerate({json.dumps(need.model, ensure_ascii=False)}{how}{threads})"
 
 
-def _beside(advice: Advice, best: Candidate | None) -> tuple[tuple[Draft, ...], tuple[Relative, ...]]:
-    """Guessing, at the nearest batch for each task, and smaller models, all in the recommended recipe."""
+def call(need: Need, row: Row) -> str:
+    """The call that was measured: our own loops skip what ``generate()`` keeps account of."""
+    if SYSTEMS[row["system"]]:
+        return f"model.generate(**batch, num_beams={need.beams}, do_sample=False)"
+    source = 'batch["input_ids"], batch["attention_mask"]'
+    beams = f", num_beams={need.beams}" if need.beams > 1 else ""
+    return f"{'beam_search' if need.beams > 1 else 'greedy'}(model.backend, {source}{beams}).sequences"
+
+
+def report(advice: Advice, *, explain: bool = False) -> str:
+    """The advice as text of at most 15 lines; with ``explain`` all that was compared, below them.
+
+    >>> print(report(advise(Need("mini"))).splitlines()[0])
+    mini, all tasks, for latency: batch 1, greedy, 64 source and 64 new tokens, on cpu
+    """
+    need, best = advice.need, advice.recommended
+    lines = [f"{need.model}, {need.task or 'all tasks'}, for {need.matters}: {_work(vars(need))}, on {need.device}"]
+    differing = [f"{name} {factor:.2g} times" for name, factor in advice.far.items() if factor != 1]
     if best is None:
-        return (), ()
-    need, recipe = advice.need, best.speed.recipe
-    wanted = [
-        one for one in advice.record.of(Draft)
-        if (one.model, one.recipe) == (need.model, recipe) and need.task in (None, one.task) and need.beams == 1
-    ]  # fmt: skip
-    nearest: dict[Any, Draft] = {}
-    for one in sorted(wanted, key=lambda one: -abs(math.log2(one.batch / need.batch))):
-        nearest[one.task, one.system] = one
-    relatives = [one for one in advice.record.of(Relative) if (one.whole, one.recipe) == (need.model, recipe)]
-    return tuple(nearest.values()), tuple(relatives)
+        lines.append(
+            "No recommendation: " + (
+                "no measured configuration is inside the limits and faster than transformers." if advice.run else
+                f"the nearest run that is recorded is too far, with {', '.join(differing)} yours." if differing else
+                f"nothing that is recorded says anything about it (beams {need.beams}, {need.device})."
+            )
+        )  # fmt: skip
+    else:
+        row = best.row
+        low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
+        lines += [
+            f"Recommended: {row['precision']}. {row['ratio']:.2f} times ({low:.2f}–{high:.2f}) as fast as transformers "
+            "with its cache",
+            f"  {line(need, row['precision'])}", f"  {call(need, row)}", f"Rests on {best}:",
+            f"  {row['model']}, {_work(row)}, {row['threads']} threads; {row['system']}",
+            f"Quality: {_lost(advice, row)}",
+        ]  # fmt: skip
+    lines += [f"Not measured: {text}" for text in _not_measured(advice, differing)]
+    if best and not explain:
+        lines.append("--explain shows what it was chosen from.")
+    return "\n".join([*lines, *(_explained(advice) if explain else [])])
+
+
+def _work(row: Mapping[str, Any]) -> str:
+    beams = "greedy" if row["beams"] == 1 else f"{row['beams']} beams"
+    return f"batch {row['batch']}, {beams}, {row['source_tokens']} source and {row['new_tokens']} new tokens"
+
+
+def _lost(advice: Advice, row: Row) -> str:
+    losses = advice.losses.get(row["precision"])
+    if row["precision"] == "fp32":
+        return "the same tokens"
+    if losses is None:
+        return "never scored on this model"
+    return ", ".join(f"{LABELS[name]} {round(-lost, 1) + 0.0:+.1f}" for name, lost in losses.items()) + " against fp32"
+
+
+def _not_measured(advice: Advice, differing: Sequence[str]) -> Iterator[str]:
+    need, best, here = advice.need, advice.recommended, machine.facts(gpu=False)
+    if best is None:
+        return
+    if differing:
+        yield f"your case itself; the run has {', '.join(differing)} yours"
+    if not same_machine(best.about["machine"], here):
+        yield f"this machine ({here['cpu']}, {here['usable_threads']} threads): ratios differ between machines"
+    if need.threads not in (None, best.row["threads"]):
+        yield f"{need.threads} threads"
+    ahead = advice.run[: advice.run.index(best)]
+    unknown = [found.row for found in ahead if found.row["precision"] not in advice.losses]
+    if unknown and not need.model.startswith("random:") and need.matters != "quality":
+        yield (
+            f"the quality of {unknown[0]['precision']} on this model, at {unknown[0]['ratio']:.2f} times the speed: take "
+            "it if `quantize(…, score=text_quality(), max_loss=…)` lets it pass"
+        )
+
+
+def _explained(advice: Advice) -> Iterator[str]:
+    if advice.run:
+        cells = [("", "configuration", "ratio", "MB", "peak MB", "row", "quality")]
+        for found in advice.run:
+            row = found.row
+            mark = "*" if found is advice.recommended else "" if found in advice.allowed else "no"
+            sizes = [f"{row[key] / 1e6:.0f}" if key in row else "–" for key in ("size_bytes", "peak_memory_bytes")]
+            name = f"{row['precision']}, {'generate()' if SYSTEMS[row['system']] else 'our loop'}"
+            cells.append((mark, name, f"{row['ratio']:.2f}x", *sizes, str(found.number), _lost(advice, row)))
+        yield from ("", f"All of {advice.run[0].file} in that run (*: recommended, no: loses too much, or unknown)")
+        yield from aligned(cells, left={0, 1, 6})
+    for found in advice.beside:
+        row = found.row
+        what = f"smaller model {row['bundled']}" if "bundled" in row else f"{row['system']} on {row['task']}"
+        of = f"{row['equal']} of {row['of']} answers equal; " if "of" in row else ""
+        yield f"Beside it: {what}, batch {row['batch']}: {row['ratio']:.2f} times {row['reference']}; {of}{found}"

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,11 +87,8 @@ def family_rows(
                     _prove_equal(TorchEager(model), engine, tokenizer)
                 facts = {"model": name, "precision": recipe.name, "recipe_hash": recipe.hash, **weights,
                          "size_bytes": bytes_of(folder)}  # fmt: skip
-                length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-                ways.append(Way(
-                    f"{name}, {recipe.name}", lambda own=engine: lambda: greedy(own, ids, **length).sequences,
-                    exact=False, facts=facts,
-                ))  # fmt: skip
+                run = partial(_sequences, engine, ids, new_tokens)
+                ways.append(Way(f"{name}, {recipe.name}", lambda run=run: run, exact=False, facts=facts))
             if on_model is not None:
                 on_model(name)
         rows = measured(ways, Work(batch, source_tokens, new_tokens, threads=threads), rounds=rounds)
@@ -119,6 +117,10 @@ def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -
                 found.pop()
             found.append(name)
     return found
+
+
+def _sequences(engine: OrtNumpy, ids: np.ndarray, new_tokens: int) -> np.ndarray:
+    return greedy(engine, ids, min_new_tokens=new_tokens, max_new_tokens=new_tokens).sequences
 
 
 def _prove_equal(checkpoint: TorchEager, export: OrtNumpy, tokenizer: Any) -> None:

@@ -140,8 +140,9 @@ class Worker:
 
 
 def measure_cell(
-    cell: Work, systems: Mapping[System, Generate], *, rounds: int, model: str, threads: int | None = None, seed: int = 0
-) -> list[Row]:
+    cell: Work, systems: Mapping[System, Generate], *, rounds: int, model: str, threads: int | None = None,
+    seed: int = 0,
+) -> list[Row]:  # fmt: skip
     """A row for each system in one cell; one that fails, before or while it is timed, has no time and says why.
 
     Args:
