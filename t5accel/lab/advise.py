@@ -380,8 +380,8 @@ def _not_measured(advice: Advice, differing: Sequence[str]) -> Iterator[str]:
     unknown = [found.row for found in ahead if found.row["precision"] not in advice.losses]
     if unknown and not need.model.startswith("random:") and need.matters != "quality":
         yield (
-            f"the quality of {unknown[0]['precision']} on this model, at {unknown[0]['ratio']:.2f} times the speed: take "
-            "it if `quantize(…, score=text_quality(), max_loss=…)` lets it pass"
+            f"the quality of {unknown[0]['precision']} on this model, at {unknown[0]['ratio']:.2f} times the speed: "
+            "take it if `quantize(…, score=text_quality(), max_loss=…)` lets it pass"
         )
 
 
