@@ -80,7 +80,7 @@ def rows_of(
             padded = [np.pad(x, ((0, 0), (0, LONGEST - x.shape[1]))) for x in (one.sequences for one in found[name])]
             return np.concatenate(padded)
 
-        ways = [Way(name, lambda run=partial(answers, name): run, exact=False) for name in runs]
+        ways = [Way(name, partial(partial, answers, name), exact=False) for name in runs]
         for row in measured(ways, work, rounds=rounds, encoder=encoder, **facts):
             own = found[row["system"]]
             row["decoder_calls"] = sum(one.decoder_calls for one in own)

@@ -24,9 +24,9 @@ from t5accel.backends.ort_bound import OrtBound
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.graphs.export import export_t5
-from t5accel.parity import parity
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.soak import soak
+from t5accel.parity import parity
 
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it

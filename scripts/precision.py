@@ -156,15 +156,16 @@ def speed_rows(rounds: int) -> Iterator[Row]:
             runs[recipe.name] = partial(sequences, engine), {**_of(recipe), "size_bytes": bytes_of(place)}
         for batch, tokens in BATCHES.items():
             ways = [
-                Way(name, lambda run=run, ids=ids[:batch], tokens=tokens: partial(run, ids, tokens),
-                    exact=name == "fp32", facts=facts)
+                Way(name, partial(partial, run, ids[:batch], tokens), exact=name == "fp32", facts=facts)
                 for name, (run, facts) in runs.items()
-            ]  # fmt: skip
-            yield from measured(ways, Work(batch, 64, tokens, threads=threads), rounds=rounds, cell="recipes", model=SIZE)
-        tokens = 256
-        naive, int4 = partial(theirs, model, ids[:1], tokens, use_cache=False), partial(runs["int4"][0], ids[:1], tokens)
-        long = [Way("naive", lambda: naive, facts={"precision": "fp32"}),
-                Way("int4", lambda: int4, exact=False, facts=_of(RECIPES["int4"]))]  # fmt: skip
+            ]
+            work = Work(batch, 64, tokens, threads=threads)
+            yield from measured(ways, work, rounds=rounds, cell="recipes", model=SIZE)
+        tokens, int4 = 256, runs["int4"][0]
+        long = [
+            Way("naive", partial(partial, theirs, model, ids[:1], tokens, False), facts=_of(RECIPES["fp32"])),
+            Way("int4", partial(partial, int4, ids[:1], tokens), exact=False, facts=_of(RECIPES["int4"])),
+        ]
         work = Work(1, 64, tokens, threads=threads)
         yield from measured(long, work, rounds=rounds, cell=f"{tokens} new tokens", model=SIZE)
 

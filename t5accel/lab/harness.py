@@ -62,7 +62,7 @@ def measured(
         seconds: what all of this may take: fewer rounds are made in it. Without time for `FEWEST_ROUNDS`, no row.
         synchronize: is called before the clock starts and before it stops, such as ``torch.cuda.synchronize``.
         on_way: is called with the name of each way that was built and compared.
-        facts: what all rows say.
+        facts: what all rows say, in place of ``work`` where it means nothing; what is ``None`` is omitted.
 
     Raises:
         ParityError: an exact way's output is not the reference's. Nothing is timed then.
@@ -79,14 +79,13 @@ def measured(
         raise InputError(f"The ways are {[way.name for way in ways]}: give two or more, each name once.")
     about = {"batch": work.batch, "beams": work.beams, "source_tokens": work.source_tokens,
              "new_tokens": work.new_tokens}  # fmt: skip
-    about |= {} if work.threads is None else {"threads": work.threads}
-    about |= {} if work.forced_length else {"forced": False}
+    about |= {"threads": work.threads, "forced": None if work.forced_length else False}
     rows: dict[str, Row] = {}
     runs: dict[str, Callable[[], Any]] = {}
     expected: Any = None
     for way in ways:
-        row = rows[way.name] = {"measured": "speed", "system": way.name, "reference": ways[0].name, **about, **facts,
-                                **way.facts}  # fmt: skip
+        row: Row = {"measured": "speed", "system": way.name, "reference": ways[0].name, **about, **facts, **way.facts}
+        row = rows[way.name] = {key: value for key, value in row.items() if value is not None}
         try:
             begun = perf_counter()
             run = way.build()
