@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from t5accel import machine, records
+from t5accel import machine
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.gpu import measure as measuring
 from t5accel.gpu import suite, systems
 from t5accel.gpu.cells import CELLS, LENGTHS, RUNTIMES, Cell
 from t5accel.gpu.systems import COMPILED, GRAPH, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, Subject
+from t5accel.lab import rows as records
 from t5accel.lively import RANDOM_SIZES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,6 @@ from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.lab.traffic import StepTraffic, bytes_per_step
 from t5accel.decoding import Backend
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
@@ -35,6 +34,7 @@ from t5accel.graphs.export import export_t5, t5_weights
 from t5accel.graphs.layout_sizes import LayoutSizes, layout_sizes
 from t5accel.graphs.layouts import DESCRIPTION, export_layout, read_layout
 from t5accel.graphs.row_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
+from t5accel.lab.traffic import StepTraffic, bytes_per_step
 from t5accel.lively import random_t5
 from t5accel.parity import parity
 

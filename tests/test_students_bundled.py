@@ -18,8 +18,8 @@ from t5accel.decoding.greedy import greedy
 from t5accel.decoding.text import text_to_text
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
+from t5accel.lab.techniques import TECHNIQUES
 from t5accel.parity import assert_varied
-from t5accel.techniques import TECHNIQUES
 
 RECORDED = {
     "mini-d1": ("distillation.json", "1 layer, hidden, longer"),
