@@ -170,7 +170,10 @@ def bench(
         raise InputError(f"The techniques {names} lack the reference, {REFERENCE!r}.")
     if peak_memory and (own := {*names} - WAYS.keys()):
         raise InputError(f"peak_memory is for {REFERENCE!r} and its like, not for {sorted(own)}: set it to False.")
-    threads = threads or machine.cpu_threads()
+    as_count(rounds, "rounds", at_least=1)
+    threads = machine.cpu_threads() if threads is None else as_count(threads, "threads", at_least=1)
+    if limit is not None:
+        as_count(limit, "limit", at_least=0)
     torch.set_num_threads(threads)
     subject = Subject(model, seed, threads)
     answers, generators = job.answers(subject), {}
