@@ -87,7 +87,7 @@ def test_the_quality_of_each_row_is_its_own(rows: Any) -> None:
 
 
 def test_pruned_members_are_measured_like_any_other(tiny: tuple[Path, Path]) -> None:
-    found = family_rows({"whole": str(tiny[0]), "pruned": tiny[1]}, recipes=["fp32"], limit=0, **QUICK)
+    found = family_rows({"whole": str(tiny[0]), "pruned": tiny[1]}, recipes=["fp32"], limit=0, new_tokens=12)
     assert [row["settings"]["decoder_ff"] for row in found[::2]] == [(32, 32), (16, 16)]
     whole, pruned = speeds(found)
     assert whole["size_bytes"] > pruned["size_bytes"] and "bleu" not in whole
