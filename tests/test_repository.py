@@ -47,7 +47,7 @@ FLOORS = {
     "__init__": 6,
     "__main__": 6,
 }
-LONGEST_MODULE = 300
+LONGEST_MODULE = 450  # a longer one is more than one idea
 # Only templates, names and numbers: splitting them would scatter one idea.
 DATA_MODULES = {"t5accel.students.report_templates", "t5accel.students.story_templates"}
 HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}

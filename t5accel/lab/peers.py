@@ -180,7 +180,7 @@ def pairwise(rows: Sequence[Mapping[str, Any]], ours: str, peer: str) -> float |
     >>> pairwise(rows, ours="a", peer="b")
     2.5
     """
-    times = {row["system"]: row["latency_s"] for row in rows if "failed" not in row}
+    times = {row["system"]: row["latency_s"] for row in rows if "latency_s" in row}
     if ours not in times or peer not in times:
         return None
     return median(theirs / mine for mine, theirs in zip(times[ours], times[peer], strict=True))
@@ -248,7 +248,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _per_step(row: Mapping[str, Any]) -> str:
-    if "failed" in row:
-        return "!"
+    if "latency_s" not in row:
+        return "!" if "failed" in row else "–"  # alone, a system is not timed
     mark = "*" if row["precision"] == "fp32" and row["equal"] < row["of"] else ""
     return f"{mark}{median(row['latency_s']) / row['new_tokens'] * 1e3:.2f}"
