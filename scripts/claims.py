@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from t5accel.gpu.cards import recorded_cards
-from t5accel.records import write_json
+from t5accel.lab.rows import write_json
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 COMMAND = "python scripts/claims.py"

@@ -10,16 +10,15 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from t5accel.api import accelerate
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.text import text_to_text
-from t5accel.family import family_rows
+from t5accel.lab.family import family_rows
+from t5accel.lab.rows import Row, write_rows
 from t5accel.mini.mixture import sources, student_mixture
 from t5accel.mini.train import validation
-from t5accel.records import write_rows
 from t5accel.students.distill import DistillConfig, distill
 from t5accel.students.student_card import save_student
 from t5accel.students.teacher_texts import read_teacher_texts, write_teacher_texts
@@ -75,7 +74,7 @@ def train(run: Run, pairs: Path, out: Path) -> None:
     )  # fmt: skip
 
 
-def log(folder: Path) -> list[dict[str, Any]]:
+def log(folder: Path) -> list[Row]:
     """The validation losses of a run."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -105,14 +104,19 @@ def main() -> None:
         {TEACHER: TEACHER} | {name: folder / "model" for name, folder in finished.items()}, rounds=ROUNDS,
         on_model=print,
     )  # fmt: skip
-    configs = {run.name: asdict(run.config) for run in planned}
+    steps: list[Row] = []
+    for run in planned:
+        if run.name in finished:
+            about = {"measured": "training", "model": run.name}
+            steps.append({**about, "made_from": TEACHER, "steps": run.config.steps, "settings": asdict(run.config)})
+            steps += [{**about, **line} for line in log(finished[run.name])]
     for row in rows:
         if row["model"] in finished:
-            row |= {"training": configs[row["model"]], "log": log(finished[row["model"]])}
+            row["made_from"] = TEACHER
             if row["model"] == planned[-1].name:
                 row["bundled"] = STUDENT
     command = f"python scripts/distillation.py PAIRS --out FOLDER --steps {args.steps} --longer {args.longer}"
-    write_rows(args.json, rows, command=f"{command} --json FILE")
+    write_rows(args.json, [*steps, *rows], command=f"{command} --json FILE")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -30,8 +29,9 @@ from t5accel.decoding.speculative import speculative
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.recipes import RECIPES
-from t5accel.records import write_rows
-from t5accel.timing import Candidate, Work, compare
+from t5accel.lab.harness import Way, measured
+from t5accel.lab.rows import Row, write_rows
+from t5accel.timing import Work
 
 MODEL = "mini"
 PRECISIONS = ("fp32", "int8")
@@ -64,47 +64,37 @@ def batches(tokenizer: TokenizerFile, texts: list[str], size: int) -> list[Batch
     return [(batch["input_ids"], batch["attention_mask"]) for batch in tokenized]
 
 
-def answers(run: Run, backend: Backend, given: list[Batch]) -> list[Generated]:
-    """Of all batches."""
-    return [run(backend, batch) for batch in given]
-
-
-def tokens(found: list[Generated], pad: int) -> list[list[int]]:
-    """Each answer without its padding."""
-    return [[token for token in row if token != pad] for one in found for row in one.sequences.tolist()]
-
-
 def rows_of(
     task: str, precision: str, backend: Backend, runs: dict[str, Run], given: list[Batch], rounds: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Greedy search and what guesses, interleaved: whole, and after the encoder."""
-    found = {name: answers(run, backend, given) for name, run in runs.items()}
-    texts = {name: tokens(one, backend.pad_token_id) for name, one in found.items()}
-    reference, *others = runs
-    count = sum(map(len, texts[reference]))
-    work = Work(
-        batch=len(given[0][0]), source_tokens=max(ids.shape[1] for ids, _ in given), new_tokens=count,
-        threads=machine.cpu_threads(), forced_length=False,
-    )  # fmt: skip
-    encoded = EncoderCache(backend)
-    for encoder, timed in (("included", backend), ("beforehand", encoded)):
-        candidates = [Candidate(name, partial(answers, run, timed, given), work) for name, run in runs.items()]
-        timings = compare(*candidates, rounds=rounds)
-        for name in others:
-            ratio = timings.ratios[name]
-            equal = sum(a == b for a, b in zip(texts[reference], texts[name], strict=True))
-            yield {
-                "measured": "drafts", "model": MODEL, "task": task, "recipe": precision,
-                "hash": RECIPES[precision].hash, "batch": work.batch, "encoder": encoder, "system": name,
-                "answers": len(texts[reference]), "new_tokens": count, "equal": equal,
-                "calls": {one: sum(x.decoder_calls for x in found[one]) for one in (reference, name)},
-                "drafted": sum(x.drafted for x in found[name]), "accepted": sum(x.accepted for x in found[name]),
-                "latency_s": {one: list(timings.latencies[one].samples_s) for one in (reference, name)},
-                "ratio": ratio.to_json(),
-            }  # fmt: skip
+    longest = max(ids.shape[1] for ids, _ in given)
+    work = Work(len(given[0][0]), longest, LONGEST, threads=machine.cpu_threads(), forced_length=False)
+    texts = sum(len(ids) for ids, _ in given)
+    facts = {"model": MODEL, "task": task, **recipe_of(precision), "texts": texts}
+    for encoder, timed in (("included", backend), ("beforehand", EncoderCache(backend))):
+        found: dict[str, list[Generated]] = {}
+
+        def answers(name: str, timed: Backend = timed, found: dict[str, list[Generated]] = found) -> np.ndarray:
+            found[name] = [runs[name](timed, batch) for batch in given]
+            padded = [np.pad(x, ((0, 0), (0, LONGEST - x.shape[1]))) for x in (one.sequences for one in found[name])]
+            return np.concatenate(padded)
+
+        ways = [Way(name, partial(partial, answers, name), exact=False) for name in runs]
+        for row in measured(ways, work, rounds=rounds, encoder=encoder, **facts):
+            own = found[row["system"]]
+            row["decoder_calls"] = sum(one.decoder_calls for one in own)
+            if row["system"] != row["reference"]:
+                row |= {key: sum(getattr(one, key) for one in own) for key in ("drafted", "accepted")}
+            yield row
 
 
-def call_rows(precision: str, backend: OrtNumpy, rounds: int) -> Iterator[dict[str, Any]]:
+def recipe_of(precision: str) -> Row:
+    """As rows have it."""
+    return {"precision": precision, "recipe_hash": RECIPES[precision].hash}
+
+
+def call_rows(precision: str, backend: OrtNumpy, rounds: int) -> Iterator[Row]:
     """What a call that reads several tokens takes beside one that reads a single token, and forgetting them."""
     rng = np.random.default_rng(0)
     for batch in BATCHES:
@@ -124,14 +114,14 @@ def call_rows(precision: str, backend: OrtNumpy, rounds: int) -> Iterator[dict[s
                 seconds[count].append(middle - begin)
                 cuts.append(perf_counter() - middle)
         one = median(seconds[1])
-        yield {
-            "measured": "call", "model": MODEL, "recipe": precision, "hash": RECIPES[precision].hash, "batch": batch,
-            "past": 20, "ms": one * 1e3, "trim": median(cuts) / one,
-            "of_one": {str(count): median(samples) / one for count, samples in seconds.items()},
-        }  # fmt: skip
+        about = {"measured": "call", "model": MODEL, **recipe_of(precision), "batch": batch, "past_tokens": 20}
+        for count, samples in seconds.items():
+            price = {"new_tokens": count, "price": median(samples) / one}
+            yield {**about, "system": "step", **price} | ({"ms_per_step": one * 1e3} if count == 1 else {})
+        yield {**about, "system": "trim", "price": median(cuts) / one}
 
 
-def measured(draft: str | None, limit: int, rounds: int) -> Iterator[dict[str, Any]]:
+def all_rows(draft: str | None, limit: int, rounds: int) -> Iterator[Row]:
     """All rows."""
     tokenizer = TokenizerFile(cached_export(MODEL))
     for precision in PRECISIONS:
@@ -161,17 +151,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=16, help="texts of each group of a task (16)")
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
-    rows = list(measured(args.draft, args.limit, args.rounds))
+    rows = list(all_rows(args.draft, args.limit, args.rounds))
     draft = f" --draft {args.draft}" if args.draft else ""
     command = f"python scripts/drafts.py{draft} --limit {args.limit} --rounds {args.rounds}"
     write_rows(args.json, rows, command=command)
     for row in rows:
-        if row["measured"] == "drafts":
-            ratio = row["ratio"]
+        if "drafted" in row:
+            low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
             print(
-                f"{row['recipe']:5} batch {row['batch']} {row['task']:12} {row['encoder']:10} {row['system']:11} "
-                f"{ratio['median']:.2f}x ({ratio['min']:.2f}–{ratio['max']:.2f}), {row['accepted']} of "
-                f"{row['drafted']} guesses accepted, {row['equal']} of {row['answers']} answers equal"
+                f"{row['precision']:5} batch {row['batch']} {row['task']:12} {row['encoder']:10} {row['system']:11} "
+                f"{row['ratio']:.2f}x ({low:.2f}–{high:.2f}), {row['accepted']} of {row['drafted']} guesses accepted, "
+                f"{row['equal']} of {row['of']} answers equal"
             )
     print(f"{len(rows)} rows in {args.json}")
 

@@ -24,9 +24,9 @@ from t5accel.backends.ort_bound import OrtBound
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.graphs.export import export_t5
+from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.soak import soak
 from t5accel.parity import parity
-from t5accel.records import write_rows
-from t5accel.soak import soak
 
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
@@ -42,7 +42,7 @@ WAYS = {  # what each way of running the bundled model has to import, and the pa
 }
 
 
-def export_rows() -> list[dict[str, Any]]:
+def export_rows() -> list[Row]:
     """Seconds from a loaded model to a whole, flushed export."""
     rows = []
     for name in EXPORTED:
@@ -57,15 +57,15 @@ def export_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def soak_row(generations: int) -> dict[str, Any]:
+def soak_row(generations: int) -> Row:
     """How much the memory of a process grows while it generates with changing batch and lengths."""
     with tempfile.TemporaryDirectory() as folder, tqdm(total=generations, desc="soak", unit="gen") as bar:
         export_t5("mini", Path(folder) / "export", external_threshold_bytes=0)
         result = soak(OrtBound(Path(folder) / "export"), generations=generations, on_generation=bar.update)
     resident = result.resident_bytes
     return {
-        "measured": "soak", "model": "mini", "backend": "backends.ort_bound", "generations": generations,
-        "settled_after": result.settled_after, "growth": result.growth,
+        "measured": "soak", "model": "mini", "backend": "backends.ort_bound", "growth": result.growth,
+        "settings": {"generations": generations, "settled_after": result.settled_after},
         "resident_bytes": list(resident[result.settled_after - 1 :: max(1, generations // 20)]),
     }  # fmt: skip
 
@@ -91,7 +91,7 @@ class TimedSession:
         return timed
 
 
-def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[dict[str, Any]]:
+def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
     """Where a token's time goes: in the session, in our code around it, and in the loop around that.
 
     The same export, source and forced length behind our greedy loop and behind `generate()`, alternating; medians.
@@ -130,23 +130,23 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[dict[str, Any]]:
             samples[name].append((time.perf_counter() - started, session.seconds, forward))
     rows = []
     for name, measured in samples.items():
-        total, inside, in_forward = (median(column) / tokens * 1e6 for column in zip(*measured, strict=True))
-        row = {"measured": "overhead", "loop": name, "model": "random:t5-small", "new_tokens": tokens}
-        row |= {"per_token_us": round(total), "in_decoder_session_us": round(inside)}
-        if in_forward:
-            row["in_our_forward_us"] = round(in_forward)
-        rows.append(row)
+        parts = ("in all", "in the decoder session", "in our forward")
+        for cell, column in zip(parts, zip(*measured, strict=True), strict=True):
+            if any(column):  # our loop has no forward
+                micros = round(median(column) / tokens * 1e6)
+                rows.append({"measured": "overhead", "cell": cell, "system": name, "model": "random:t5-small",
+                             "new_tokens": tokens, "us_per_token": micros})  # fmt: skip
     return rows
 
 
-def footprint_row(way: str) -> dict[str, Any]:
+def footprint_row(way: str) -> Row:
     """Import time in a fresh process, the median of five, and bytes of the packages that this way needs."""
     imports, packages = WAYS[way]
     seconds = [_import_seconds(imports) for _ in range(6)][1:]  # the first one fills the disk's cache
     needed = sorted(_with_dependencies(packages))
     return {
-        "measured": "footprint", "way": way, "import_s": round(median(seconds), 3), "import_samples_s": seconds,
-        "installed_bytes": sum(_installed_bytes(name) for name in needed), "packages": needed,
+        "measured": "footprint", "system": way, "seconds": round(median(seconds), 3), "latency_s": seconds,
+        "size_bytes": sum(_installed_bytes(name) for name in needed), "packages": needed,
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from t5accel.records import commit
+from t5accel.lab.rows import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = """\

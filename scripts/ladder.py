@@ -13,21 +13,31 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from t5accel.climb import GATE, climb, with_quality_of
-from t5accel.ladder import MODEL, Forced, Job, Natural, Rung, forced_rungs, natural_rungs
-from t5accel.ladder_picture import account, by_ladder, fastest, plot_ladders, table
-from t5accel.records import write_rows
+from t5accel.lab.bench import Forced, Job, Natural
+from t5accel.lab.draw import plot_ladders, table
+from t5accel.lab.ladder import (
+    GATE,
+    MODEL,
+    Rung,
+    account,
+    by_ladder,
+    climb,
+    fastest,
+    forced_rungs,
+    natural_rungs,
+    with_quality_of,
+)
+from t5accel.lab.rows import Row, write_rows
 
 SIZE = "random:t5-small"
 LENGTHS = (64, 256)
 SUMMARIES = "summaries"
 
 
-def measured(texts: int, rounds: int, student: str | None, lengths: list[int]) -> Iterator[dict[str, Any]]:
+def measured(texts: int, rounds: int, student: str | None, lengths: list[int]) -> Iterator[Row]:
     """The rows of all ladders; that of real texts is climbed first, because it tells what the others' recipes lose."""
     rungs = natural_rungs(student)
     # What it answers are summaries, so it is their score that must stay; the others are in the rows.
@@ -42,7 +52,7 @@ def measured(texts: int, rounds: int, student: str | None, lengths: list[int]) -
 
 def _climbed(
     rungs: tuple[Rung, ...], job: Job, model: str, ladder: str, rounds: int, max_loss: dict[str, float]
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     with tqdm(total=len(rungs), desc=ladder, unit="rung") as bar:
         return climb(
             rungs, job, model=model, ladder=ladder, rounds=rounds, max_loss=max_loss, on_rung=lambda _: bar.update()

@@ -21,24 +21,25 @@ from tqdm import tqdm
 from t5accel import machine
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError, PeerError
-from t5accel.heat_map import plot_standings
-from t5accel.peers import (
+from t5accel.lab.draw import plot_standings
+from t5accel.lab.peers import (
     GRID,
     OPTIMUM,
     OURS_GENERATE,
     QUICK,
     REFERENCE,
     SYSTEMS,
-    Cell,
     System,
     Worker,
     cell_of,
     int8_for,
     measure_cell,
+    named,
     standings,
     table,
 )
-from t5accel.records import here, rows_so_far, today, write_json
+from t5accel.lab.rows import Row, here, rows_so_far, write_rows
+from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "random:t5-small"
@@ -73,7 +74,7 @@ def start_all(stack: ExitStack, systems: Sequence[System], build: Path, threads:
     return workers
 
 
-def chosen_cells(wanted: str | None, grid: Sequence[Cell]) -> list[Cell]:
+def chosen_cells(wanted: str | None, grid: Sequence[Work]) -> list[Work]:
     """The cells of the grid, or the one that was asked for."""
     cells = [cell for cell in grid if wanted in (None, f"{cell.batch},{cell.source_tokens},{cell.beams}")]
     if not cells:
@@ -121,20 +122,19 @@ def main() -> None:
                 stack.close()  # processes keep what the cells before took
                 workers = start_all(stack, systems, args.build, threads)
             taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
-            rows += measure_cell(cell, taking_part, rounds=args.rounds)
-            write_json(args.json, content(conditions, rows, chosen))
+            rows += measure_cell(cell, taking_part, rounds=args.rounds, model=MODEL, threads=threads)
+            write(args.json, conditions, rows, chosen)
     show(rows, args.plot or args.json.with_suffix(".png"))
 
 
-def content(conditions: dict[str, Any], rows: list[dict[str, Any]], chosen: Sequence[str] = ()) -> dict[str, Any]:
-    """The file of results: rows in the order of the grid; the command says which part of it was ``chosen``."""
+def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Sequence[str] = ()) -> None:
+    """Rows in the order of the grid; the command says which part of it was ``chosen``."""
     order = {cell: number for number, cell in enumerate(GRID)}
     rows = sorted(rows, key=lambda row: order[cell_of(row)])
-    command = shlex.join(["python", "scripts/peers.py", *chosen])
-    return {**conditions, "date": today(), "command": command, "rows": rows}
+    write_rows(path, rows, command=shlex.join(["python", "scripts/peers.py", *chosen]), **conditions)
 
 
-def show(rows: list[dict[str, Any]], picture: Path) -> None:
+def show(rows: list[Row], picture: Path) -> None:
     """Print the times and where we stand, and draw it."""
     print(table(rows))
     boards = {
@@ -145,7 +145,7 @@ def show(rows: list[dict[str, Any]], picture: Path) -> None:
     for title, board in boards.items():
         print(f"\n{title}")
         for standing in board:
-            print(f"  {standing.cell!s:34} {standing.ratio:5.2f}x  {standing.peer}")
+            print(f"  {named(standing.cell):34} {standing.ratio:5.2f}x  {standing.peer}")
     if any(boards.values()):  # there was a peer
         plot_standings(boards, picture)
         print(f"\n{picture}")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,11 @@ from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.probe import Example
 from t5accel.graphs.recipes import RECIPES, Recipe, Scheme
 from t5accel.graphs.sensitivity import sweep
-from t5accel.records import write_rows
-from t5accel.scoring import agreement, text_quality
-from t5accel.timing import Candidate, Work, compare
+from t5accel.lab.harness import Way, measured
+from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.scoring import agreement, text_quality
+from t5accel.lab.techniques import bytes_of
+from t5accel.timing import Work
 
 SIZE = "random:t5-small"
 BATCHES = {1: 64, 8: 32, 32: 16}  # and how many tokens are generated
@@ -89,27 +91,42 @@ def examples(folder: Path, rows: int = 24) -> list[Example]:
     return found
 
 
-def convert(folder: Path, out: Path, recipe: Recipe, given: list[Example]) -> dict[str, int]:
-    """Write a copy; the bytes of its graphs and weights, by file."""
-    convert_export(folder, out, recipe, examples=given)
-    return _files(out)
-
-
-def quality_rows() -> Iterator[dict[str, Any]]:
+def quality_rows() -> Iterator[Row]:
     """Each recipe on the bundled model: text scores over all three sets, and agreement given the same tokens."""
     folder = cached_export("mini")
     given = examples(folder)
     texts, agrees = text_quality(), agreement(folder, given)
-    yield {"measured": "quality", **_of(RECIPES["fp32"]), "files": _files(folder), **texts(folder), **agrees(folder)}
+
+    def row(recipe: Recipe, place: Path) -> Row:
+        sizes = {"size_bytes": bytes_of(place)}
+        return {"measured": "quality", "model": "mini", **_of(recipe), **sizes, **texts(place), **agrees(place)}
+
+    yield row(RECIPES["fp32"], folder)
     for recipe in tqdm(LADDER, desc="quality", unit="recipe"):
         with tempfile.TemporaryDirectory() as out:
-            files = convert(folder, Path(out) / "copy", recipe, given)
-            scores = {**texts(Path(out) / "copy"), **agrees(Path(out) / "copy")}
-        yield {"measured": "quality", **_of(recipe), "files": files, **scores}
+            convert_export(folder, Path(out) / "copy", recipe, examples=given)
+            yield row(recipe, Path(out) / "copy")
 
 
-def speed_rows(rounds: int) -> Iterator[dict[str, Any]]:
-    """Each recipe at t5-small's size beside transformers with its cache, interleaved, greedy, source 64."""
+def sequences(engine: OrtNumpy, ids: np.ndarray, tokens: int) -> np.ndarray:
+    """Ours, at a forced length."""
+    return greedy(engine, ids, min_new_tokens=tokens, max_new_tokens=tokens).sequences
+
+
+def theirs(model: Any, ids: np.ndarray, tokens: int, use_cache: bool = True) -> np.ndarray:
+    """``generate()`` of transformers, at a forced length."""
+    import torch
+
+    tensor = torch.from_numpy(ids)
+    with torch.inference_mode():
+        return model.generate(
+            tensor, attention_mask=torch.ones_like(tensor), min_new_tokens=tokens, max_new_tokens=tokens,
+            use_cache=use_cache, do_sample=False, num_beams=1,
+        )[:, 1:].numpy()  # fmt: skip
+
+
+def speed_rows(rounds: int) -> Iterator[Row]:
+    """Each recipe at t5-small's size beside transformers with its cache, greedy, source 64; last, the long way."""
     import torch
 
     threads = machine.cpu_threads()
@@ -120,102 +137,52 @@ def speed_rows(rounds: int) -> Iterator[dict[str, Any]]:
     dims = read_manifest(folder, verify=False).dims
     # The best of several: what else runs on the machine makes each lower, and a floor is what nothing goes below.
     bandwidth = max(machine.bandwidth_bytes_per_s(threads=threads) for _ in range(5))
-    rates = dict(bandwidth=bandwidth, gemm=max(machine.gemm_flops_per_s() for _ in range(5)))
+    gemm = max(machine.gemm_flops_per_s() for _ in range(5))
     for precision in ("fp32", "int8", "int4"):  # at batch 1 all are bound by bandwidth, whatever the arithmetic
-        yield {"measured": "floor", "model": SIZE, **rates, **asdict(machine.roofline(dims, precision, **rates))}
+        least = asdict(machine.roofline(dims, precision, bandwidth=bandwidth, gemm=gemm))
+        yield {"measured": "floor", "model": SIZE, "bytes_per_s": bandwidth, "flops_per_s": gemm, **least}
+    int8 = torch.ao.quantization.quantize_dynamic(load_t5(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
+    runs = {
+        "transformers with cache": (partial(theirs, model), {}),
+        "torch dynamic int8": (partial(theirs, int8), {}),
+        "torch bf16": (partial(theirs, load_t5(SIZE)[0].to(torch.bfloat16)), {}),
+    }
     with tempfile.TemporaryDirectory() as root:
-        engines = {"fp32": OrtNumpy(folder, settings=SessionSettings(threads=threads))}
-        files = {"fp32": _files(folder)}
-        recipes = {"fp32": RECIPES["fp32"]}
-        for recipe in tqdm(LADDER, desc="converting", unit="recipe"):
-            files[recipe.name] = convert(folder, Path(root) / recipe.name, recipe, given)
-            settings = SessionSettings(threads=threads)
-            engines[recipe.name] = OrtNumpy(Path(root) / recipe.name, settings=settings, verify=False)
-            recipes[recipe.name] = recipe
-        int8 = torch.ao.quantization.quantize_dynamic(load_t5(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
-        bf16 = load_t5(SIZE)[0].to(torch.bfloat16)
+        for recipe in tqdm((RECIPES["fp32"], *LADDER), desc="converting", unit="recipe"):
+            place = folder if recipe.name == "fp32" else Path(root) / recipe.name
+            if place != folder:
+                convert_export(folder, place, recipe, examples=given)
+            engine = OrtNumpy(place, settings=SessionSettings(threads=threads), verify=place == folder)
+            runs[recipe.name] = partial(sequences, engine), {**_of(recipe), "size_bytes": bytes_of(place)}
         for batch, tokens in BATCHES.items():
-            work = Work(batch=batch, source_tokens=64, new_tokens=tokens, threads=threads)
-
-            def candidate(name: str, run: Callable[[], np.ndarray], work: Work = work) -> Candidate:
-                def done() -> Work:
-                    out = run()
-                    return Work(batch=len(out), source_tokens=64, new_tokens=out.shape[1], threads=threads)
-
-                return Candidate(name, done, work)
-
-            def theirs(own: Any, rows: np.ndarray = ids[:batch], count: int = tokens) -> np.ndarray:
-                tensor = torch.from_numpy(rows)
-                with torch.inference_mode():
-                    return own.generate(
-                        tensor, attention_mask=torch.ones_like(tensor), min_new_tokens=count, max_new_tokens=count,
-                        do_sample=False, num_beams=1,
-                    )[:, 1:].numpy()  # fmt: skip
-
-            def ours(own: OrtNumpy, rows: np.ndarray = ids[:batch], count: int = tokens) -> np.ndarray:
-                return greedy(own, rows, min_new_tokens=count, max_new_tokens=count).sequences
-
-            others = [candidate(name, lambda own=own: ours(own)) for name, own in engines.items()]
-            others.append(candidate("torch dynamic int8", lambda: theirs(int8)))
-            others.append(candidate("torch bf16", lambda: theirs(bf16)))
-            reference = candidate("transformers with cache", lambda: theirs(model))
-            found = compare(reference, *others, rounds=rounds)
-            for name, latency in found.latencies.items():
-                ratio = found.ratios.get(name)
-                yield {
-                    "measured": "speed", "model": SIZE, "batch": batch, "source_tokens": 64, "new_tokens": tokens,
-                    "system": name, **(_of(recipes[name]) if name in recipes else {}), "files": files.get(name),
-                    "latency_s": list(latency.samples_s), "ms_per_step": median(latency.samples_s) / tokens * 1e3,
-                    "ratio": None if ratio is None else ratio.to_json(),
-                }  # fmt: skip
+            ways = [
+                Way(name, partial(partial, run, ids[:batch], tokens), exact=name == "fp32", facts=facts)
+                for name, (run, facts) in runs.items()
+            ]
+            work = Work(batch, 64, tokens, threads=threads)
+            yield from measured(ways, work, rounds=rounds, cell="recipes", model=SIZE)
+        tokens, int4 = 256, runs["int4"][0]
+        long = [
+            Way("naive", partial(partial, theirs, model, ids[:1], tokens, False), facts=_of(RECIPES["fp32"])),
+            Way("int4", partial(partial, int4, ids[:1], tokens), exact=False, facts=_of(RECIPES["int4"])),
+        ]
+        work = Work(1, 64, tokens, threads=threads)
+        yield from measured(long, work, rounds=rounds, cell=f"{tokens} new tokens", model=SIZE)
 
 
-def long_row(rounds: int) -> dict[str, Any]:
-    """256 new tokens: int4 against transformers without a cache."""
-    import torch
-
-    threads, tokens = machine.cpu_threads(), 256
-    model, engine = load_t5(SIZE)[0], OrtNumpy(cached_export(SIZE, precision="int4"))
-    ids = np.random.default_rng(0).integers(3, 32_000, (1, 64))
-    tensor = torch.from_numpy(ids)
-    work = Work(batch=1, source_tokens=64, new_tokens=tokens, threads=threads)
-
-    def naive() -> Work:
-        with torch.inference_mode():
-            out = model.generate(
-                tensor, attention_mask=torch.ones_like(tensor), use_cache=False, min_new_tokens=tokens,
-                max_new_tokens=tokens, do_sample=False, num_beams=1,
-            )  # fmt: skip
-        return Work(batch=1, source_tokens=64, new_tokens=out.shape[1] - 1, threads=threads)
-
-    def int4() -> Work:
-        out = greedy(engine, ids, min_new_tokens=tokens, max_new_tokens=tokens).sequences
-        return Work(batch=1, source_tokens=64, new_tokens=out.shape[1], threads=threads)
-
-    found = compare(Candidate("naive", naive, work), Candidate("int4", int4, work), rounds=rounds)
-    ratio = found.ratios["int4"]
-    seconds = {name: list(latency.samples_s) for name, latency in found.latencies.items()}
-    return {"measured": "256 new tokens", "model": SIZE, **_of(RECIPES["int4"]), "latency_s": seconds,
-            "ratio": ratio.to_json()}  # fmt: skip
-
-
-def sweep_rows() -> Iterator[dict[str, Any]]:
-    """What each group of weights loses alone, in int8-dynamic and in int4."""
+def sweep_rows() -> Iterator[Row]:
+    """How far each group of weights, alone rounded, is from fp32, in int8-dynamic and in int4."""
     folder = cached_export("mini")
     score = agreement(folder, examples(folder))
     for name in ("int8-dynamic", "int4"):
         with tqdm(desc=f"sweep {name}", unit="group") as bar:
             for one in sweep(folder, name, score, on_group=lambda _, bar=bar: bar.update()):
-                yield {"measured": "sweep", **_of(RECIPES[name]), **asdict(one)}
+                about = {"measured": "sweep", "model": "mini", **_of(RECIPES[name]), "group": one.group}
+                yield {**about, **one.scores, "size_bytes": one.size_bytes}
 
 
-def _of(recipe: Recipe) -> dict[str, str]:
-    return {"recipe": recipe.name, "hash": recipe.hash}
-
-
-def _files(folder: Path) -> dict[str, int]:
-    files = read_manifest(folder, verify=False).files
-    return {name: entry["size_bytes"] for name, entry in files.items() if not name.endswith(".json")}
+def _of(recipe: Recipe) -> Row:
+    return {"precision": recipe.name, "recipe_hash": recipe.hash}
 
 
 def main() -> None:
@@ -224,7 +191,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the rows go")
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
-    rows = [*quality_rows(), *sweep_rows(), *speed_rows(args.rounds), long_row(args.rounds)]
+    rows = [*quality_rows(), *sweep_rows(), *speed_rows(args.rounds)]
     write_rows(args.json, rows, command=f"python scripts/precision.py --rounds {args.rounds}")
     print(f"{len(rows)} rows in {args.json}")
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from t5accel.checkpoints import load_t5
-from t5accel.family import family_rows
+from t5accel.lab.family import family_rows
+from t5accel.lab.rows import Row, write_rows
 from t5accel.mini.mixture import student_mixture
 from t5accel.mini.train import validation
-from t5accel.records import write_rows
 from t5accel.students.importance import WAYS
 from t5accel.students.prune import PruneConfig, prune
 from t5accel.students.student_card import save_student
@@ -88,14 +88,19 @@ def main() -> None:
     finished = {run.name: run for run in planned if (folder_of(run, args.out) / "model" / "config.json").is_file()}
     members = {name: folder_of(run, args.out) / "model" for name, run in finished.items()}
     rows = family_rows({WHOLE: WHOLE} | members, rounds=ROUNDS, on_model=print)
+    how: list[Row] = []
+    for name, run in finished.items():
+        settings = asdict(run.config)
+        settings |= {f"training_{key}": value for key, value in settings.pop("training").items()}
+        how.append({"measured": "training", "model": name, "made_from": run.of, "steps": run.config.steps,
+                    "settings": settings})  # fmt: skip
     for row in rows:
         if row["model"] in finished:
-            run = finished[row["model"]]
-            row |= {"pruning": asdict(run.config), "from": run.of}
-            if run.of == STUDENT:
+            row["made_from"] = finished[row["model"]].of
+            if row["made_from"] == STUDENT:
                 row["bundled"] = f"{STUDENT}p"
     command = f"python scripts/pruning.py PAIRS --out FOLDER --steps {args.steps} --best {args.best} --json FILE"
-    write_rows(args.json, rows, command=command)
+    write_rows(args.json, [*how, *rows], command=command)
 
 
 if __name__ == "__main__":

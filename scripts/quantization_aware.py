@@ -16,22 +16,23 @@ from t5accel.checkpoints import load_t5
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.quantize import quantize_export
 from t5accel.graphs.recipes import as_recipe
+from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.scoring import text_quality
 from t5accel.mini.mixture import SECOND_CURRICULUM, mini_mixture
 from t5accel.mini.pairs import read_pairs, split_pairs
 from t5accel.mini.train import SECOND_STAGE
-from t5accel.records import write_rows
-from t5accel.scoring import text_quality
 from t5accel.students.batches import steps_from
 from t5accel.students.quantization_aware import fine_tune
 
 
-def scores(model: Any, tokenizer: Any, recipe: Any) -> dict[str, dict[str, float]]:
-    """Text scores of a model in fp32 and by the recipe."""
+def rows_of(trained: str, steps: int, model: Any, tokenizer: Any, recipe: Any) -> list[Row]:
+    """Text scores of a model in fp32 and by the recipe; ``trained`` says how."""
     score = text_quality()
+    about = {"measured": "quality", "system": trained, "model": "mini", "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
         export_t5(model, Path(folder) / "fp32", tokenizer=tokenizer)
-        quantize_export(Path(folder) / "fp32", Path(folder) / "integers", recipe)
-        return {"fp32": score(Path(folder) / "fp32"), recipe.name: score(Path(folder) / "integers")}
+        quantize_export(Path(folder) / "fp32", Path(folder) / recipe.name, recipe)
+        return [{**about, "precision": name, **score(Path(folder) / name)} for name in ("fp32", recipe.name)]
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     pairs = split_pairs(read_pairs(args.pairs), 1000).train
     mixture = mini_mixture(pairs, SECOND_CURRICULUM)
     model, tokenizer = load_t5("mini")
-    rows = [{"trained": "not", "steps": 0, "scores": scores(model, tokenizer, recipe)}]
+    rows = rows_of("not", 0, model, tokenizer, recipe)
     for name, rounding in (("with rounded weights", recipe), ("without rounding", None)):
         model = load_t5("mini")[0]
         # Steps that the model has not seen: the curriculum's last phase goes on.
@@ -64,8 +65,8 @@ def main() -> None:
             )  # fmt: skip
         if args.save:
             model.save_pretrained(args.save / name.replace(" ", "-"))
-        rows.append({"trained": name, "steps": args.steps, "scores": scores(model, tokenizer, recipe)})
-        print(rows[-1])
+        rows += rows_of(name, args.steps, model, tokenizer, recipe)
+        print(*rows[-2:], sep="\n")
     write_rows(
         args.json, rows, recipe=recipe.to_json(), learning_rate=args.learning_rate,
         command=f"python scripts/quantization_aware.py PAIRS --recipe {args.recipe} --steps {args.steps}",

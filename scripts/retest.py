@@ -11,7 +11,6 @@ import argparse
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,35 +23,35 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from t5accel import machine, quality, tasks
+from t5accel import machine, tasks
 from t5accel.backends.hf import OrtT5ForConditionalGeneration
 from t5accel.backends.hybrid import HybridOnnxT5
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.past_layouts import ThreeGraphs, WholeGraph
-from t5accel.backends.profile_graph import step_feeds
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.text import text_to_text
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.layouts import export_layout
 from t5accel.graphs.optimize import optimize_export, optimized_graph
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
-from t5accel.parity import assert_varied, parity
-from t5accel.records import write_rows
-from t5accel.timing import Candidate, Comparison, Work, compare
+from t5accel.lab.harness import Way, measured
+from t5accel.lab.profile_graph import step_feeds
+from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.scoring import backend_scores
+from t5accel.timing import Candidate, Work, compare
 from t5accel.unigram import UnigramTokenizer
 
 SIZE, BUNDLED = "random:t5-small", "mini"
 WITH_CACHE, NO_CACHE = "transformers with cache", "transformers without cache"
 LEVELS = ("disable", "basic", "extended", "all")
-Row = dict[str, Any]
+NO_TOKENS = dict.fromkeys(("batch", "beams", "source_tokens", "new_tokens"))  # where nothing is generated
 Tokens = Callable[[], np.ndarray]  # a run; returns the new tokens (B, L)
 
 
@@ -66,33 +65,13 @@ def settings(**changes: Any) -> SessionSettings:
     return SessionSettings(threads=machine.cpu_threads(), **changes)
 
 
-def rows_of(found: Comparison, **facts: Any) -> Iterator[Row]:
-    """A row for each system: raw seconds, and its ratio to the first one."""
-    for name, latency in found.latencies.items():
-        ratio = found.ratios.get(name)
-        yield {
-            **facts, "system": name, "reference": found.reference, "latency_s": list(latency.samples_s),
-            "ratio": None if ratio is None else ratio.to_json(),
-        }  # fmt: skip
+def race(cell: str, runs: Mapping[str, Tokens], work: Work, rounds: int, **more: Any) -> Iterator[Row]:
+    """Equal outputs first, of a reference that varies; then all interleaved. The first one is the reference.
 
-
-def race(measured: str, runs: Mapping[str, Tokens], work: Work, rounds: int, **facts: Any) -> Iterator[Row]:
-    """Equal tokens first, of a reference that varies; then all interleaved. The first one is the reference."""
-    reference, *others = runs
-    expected = runs[reference]()
-    assert_varied(expected)
-    for name in others:
-        parity(runs[name](), expected, atol=0)
-
-    def candidate(name: str) -> Candidate:
-        def run() -> Work:
-            batch, length = runs[name]().shape
-            return Work(batch, work.source_tokens, length, work.beams, work.threads)
-
-        return Candidate(name, run, work)
-
-    found = compare(*map(candidate, runs), warmup=0, rounds=rounds)
-    yield from rows_of(found, measured=measured, **facts, **asdict(work))
+    Options of `measured` and what the rows say go into ``more``.
+    """
+    ways = [Way(name, lambda run=run: run) for name, run in runs.items()]
+    yield from measured(ways, work, rounds=rounds, cell=cell, **more)
 
 
 def their_loop(model: Any, ids: np.ndarray, tokens: int, beams: int = 1, use_cache: bool = True) -> Tokens:
@@ -217,7 +196,7 @@ def reuse_rows(model: PreTrainedModel, name: str, rounds: int, short: int = 64, 
         ids, work = ids_for(model, 1, source), Work(1, source, 32, threads=threads)
         backends = {"computed at every step": ForgetsCross(model), "kept": TorchEager(model)}
         runs = {kept: our_loop(backend, ids, 32) for kept, backend in backends.items()}
-        yield from race("keys and values of the source", runs, work, rounds, model=name, engine="PyTorch")
+        yield from race("keys and values of the source", runs, work, rounds, model=name, backend="PyTorch")
     with TemporaryDirectory(ignore_cleanup_errors=True) as root:
         export_t5(model, f"{root}/ours")
         engines = {"PyTorch": TorchEager(model), "ONNX Runtime": OrtNumpy(f"{root}/ours", settings=settings())}
@@ -228,7 +207,7 @@ def reuse_rows(model: PreTrainedModel, name: str, rounds: int, short: int = 64, 
                     "encoded at every call": our_loop(backend, ids, tokens),
                     "kept": our_loop(EncoderCache(backend), ids, tokens),
                 }
-                yield from race("encoder output", runs, work, rounds, model=name, engine=engine)
+                yield from race("encoder output", runs, work, rounds, model=name, backend=engine)
 
 
 class Int8Torch(TorchEager):
@@ -244,12 +223,10 @@ def torch_int8_rows(models: Mapping[str, PreTrainedModel], tokenizer: Any, limit
             int8 = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
         for system, backend in (("fp32", TorchEager(model)), ("torch dynamic int8", Int8Torch(int8))):
             torch.save(backend.model.state_dict(), buffer := io.BytesIO())
-            row = {"measured": "torch int8", "model": name, "system": system, "saved_bytes": buffer.tell()}
+            row = {"measured": "size", "cell": "torch int8", "model": name, "system": system}
+            row["size_bytes"] = buffer.tell()
             if name == BUNDLED:
-                write = text_to_text(
-                    tokenizer, lambda ids, mask, own=backend: greedy(own, ids, mask, max_new_tokens=64).sequences
-                )
-                row["quality"] = quality.evaluate(write, limit=limit).to_json()
+                row |= {"measured": "quality", **backend_scores(backend, tokenizer, limit=limit)}
             yield row
 
 
@@ -266,20 +243,12 @@ def torch_encoder(model: PreTrainedModel, feeds: Mapping[str, np.ndarray]) -> np
 
 def graph_rows(model: PreTrainedModel, name: str, rounds: int, sources: Sequence[int] = (128, 512)) -> Iterator[Row]:
     """C16, C21: PyTorch's encoder and ONNX Runtime's, each level of rewriting a decoder step, graphs kept rewritten."""
-    work = Work(1, 1, 1, threads=machine.cpu_threads())  # nothing is generated here; `Work` wants numbers
-    facts = {"model": name, "threads": work.threads}
+    work = Work(1, 1, 1, threads=machine.cpu_threads())  # it wants numbers
     with TemporaryDirectory(ignore_cleanup_errors=True) as root:
         plain, ahead, package = (Path(root) / kind for kind in ("plain", "ahead", "package"))
         dims = export_t5(model, plain, external_threshold_bytes=0, shortlist=False).dims
         optimize_export(plain, package, tool="transformers", level="extended")
         optimize_export(plain, ahead, level="all")
-
-        def raced(measured: str, runs: Mapping[str, Tokens], **more: Any) -> Iterator[Row]:
-            expected = next(iter(runs.values()))()
-            for run in runs.values():
-                parity(run(), expected, atol=1e-3 * float(np.abs(expected).max()))
-            found = compare(*(Candidate(system, run, work) for system, run in runs.items()), rounds=rounds)
-            yield from rows_of(found, measured=measured, **facts, **more)
 
         def encoder(folder: Path, feeds: dict[str, np.ndarray]) -> Tokens:
             session = open_session(folder / "encoder.onnx", settings())
@@ -294,23 +263,26 @@ def graph_rows(model: PreTrainedModel, name: str, rounds: int, sources: Sequence
                 "PyTorch": partial(torch_encoder, model, feeds), "ONNX Runtime": encoder(plain, feeds),
                 "ONNX Runtime, after its package for transformers": encoder(package, feeds),
             }  # fmt: skip
-            yield from raced("encoder", runs, source_tokens=source)
+            far = 1e-3 * float(np.abs(runs["PyTorch"]()).max())
+            yield from race(
+                "encoder", runs, work, rounds, atol=far, model=name, **NO_TOKENS | {"source_tokens": source}
+            )
 
         feeds = step_feeds(dims)
         sessions = {level: open_session(plain / "decoder.onnx", settings(graph_optimization=level)) for level in LEVELS}
         steps = {level: (lambda own=own: own.run(["logits"], feeds)[0]) for level, own in sessions.items()}
-        for row in raced("graph level", steps):
+        far = 1e-3 * float(np.abs(steps["disable"]()).max())
+        for row in race("graph level", steps, work, rounds, atol=far, model=name, **NO_TOKENS):
             with optimized_graph(plain / "decoder.onnx", row["system"]) as path:
-                nodes, contrib = count_nodes(path).total(), sorted(contrib_operators(path))
-            yield {**row, "nodes": nodes, "contrib_operators": contrib, "contrib_kinds": len(contrib)}
+                contrib = sorted(contrib_operators(path))
+                yield {**row, "nodes": count_nodes(path).total(), "contrib_operators": contrib}
         del sessions, steps
 
         def opening(folder: Path, level: str) -> Callable[[], Any]:
             return lambda: OrtNumpy(folder, settings=settings(graph_optimization=level), verify=False)
 
-        ways = {"rewritten on opening": opening(plain, "all"), "rewritten ahead": opening(ahead, "disable")}
-        found = compare(*(Candidate(way, run, work) for way, run in ways.items()), rounds=rounds)
-        yield from rows_of(found, measured="opening", **facts)
+        opened = {"rewritten on opening": opening(plain, "all"), "rewritten ahead": opening(ahead, "disable")}
+        yield from race("opening", opened, work, rounds, atol=None, model=name, **NO_TOKENS)
 
 
 def moved_rows() -> Iterator[Row]:
@@ -343,8 +315,9 @@ def moved_rows() -> Iterator[Row]:
             onnx.save(laid_out, moved)
             wrong = float(np.abs(open_session(moved, as_it_is).run(None, {"x": image})[0] - right).max())
             yield {
-                "measured": "moved convolution", "blocks": "as here" if width == here else "as elsewhere",
-                "width": width, "largest": float(np.abs(right).max()), "wrong_by": wrong,
+                "measured": "equality", "cell": "moved convolution", "settings": {"width": width},
+                "system": "as here" if width == here else "as elsewhere", "largest": float(np.abs(right).max()),
+                "largest_difference": wrong,
             }  # fmt: skip
 
 
@@ -366,8 +339,9 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
         raise SystemExit("the tokenizers give different ids: nothing is timed")
     count, threads = sum(map(len, expected)), machine.cpu_threads()
     work = Work(len(texts), count, 1, threads=threads)
-    found = compare(*(Candidate(name, way, work) for name, way in ways.items()), rounds=rounds)
-    for row in rows_of(found, measured="tokenizer", texts=len(texts), tokens=count, threads=threads):
+    for row in race(
+        "tokenizer", ways, work, rounds, atol=None, texts=len(texts), **NO_TOKENS | {"source_tokens": count}
+    ):
         yield {**row, "us_per_token": median(row["latency_s"]) / count * 1e6}
 
     text = min(texts, key=lambda text: abs(len(rust.encode(text).ids) - 60))
@@ -382,16 +356,15 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
         runs = {"generating": our_loop(backend, ids, 32), **around}
         found = compare(*(Candidate(name, run, work) for name, run in runs.items()), rounds=rounds)
         generating_s = found.latencies["generating"].median_s
+        about = {"measured": "speed", "cell": "tokenizer share", "backend": engine, "model": BUNDLED,
+                 "source_tokens": ids.shape[1], "new_tokens": 32}  # fmt: skip
+        yield {**about, "system": "generating", "seconds": generating_s}
         for kind in around:
             own_s = found.latencies[kind].median_s / 10
-            yield {
-                "measured": "tokenizer share", "model": BUNDLED, "engine": engine, "tokenizer": kind,
-                "source_tokens": ids.shape[1], "new_tokens": 32, "tokenizing_s": own_s, "generating_s": generating_s,
-                "share": own_s / (own_s + generating_s),
-            }  # fmt: skip
+            yield {**about, "system": kind, "seconds": own_s, "share": own_s / (own_s + generating_s)}
 
 
-def measured(rounds: int) -> Iterator[Row]:
+def all_rows(rounds: int) -> Iterator[Row]:
     """All rows."""
     torch.set_num_threads(machine.cpu_threads())
     model, (mini, tokenizer) = load_t5(SIZE)[0], load_t5(BUNDLED)
@@ -411,9 +384,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
     rows = []
-    for row in measured(args.rounds):
+    for row in all_rows(args.rounds):
         rows.append(row)
-        ratio = f"{row['ratio']['median']:.2f}x" if row.get("ratio") else ""
+        ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
         print(*(str(value) for value in row.values() if isinstance(value, str | int)), ratio, flush=True)
     write_rows(args.json, rows, command=f"python scripts/retest.py --rounds {args.rounds}")
 

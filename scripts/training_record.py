@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from t5accel.mini.curves import plot_losses
-from t5accel.records import write_rows
+from t5accel.lab.draw import plot_losses
+from t5accel.lab.rows import Row, scores, write_rows
 
 COMMAND = (
     "t5accel train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
@@ -21,15 +21,24 @@ COMMAND = (
 )
 
 
-def joined(logs: list[Path]) -> list[dict[str, Any]]:
+def joined(logs: list[Path]) -> list[Row]:
     """The rows of all stages, their steps counted on from stage to stage."""
     rows, before = [], 0
     for stage, log in enumerate(logs, 1):
         for line in log.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            rows.append({**row, "step": before + row["step"], "stage": stage})
+            rows.append({"measured": "training", "model": "mini", **row, "step": before + row["step"], "stage": stage})
         before = rows[-1]["step"]
     return rows
+
+
+def quality_rows(report: dict[str, Any]) -> list[Row]:
+    """The scores on the bundled sets, and those on held-out sentences."""
+    about = {"measured": "quality", "model": report["model"], "precision": "fp32"}
+    held_out = report["held_out"]
+    of_pairs = {"task": "held-out translation", "texts": held_out["sentences"], "bleu": held_out["bleu"],
+                "chrf": held_out["chrf"], "settings": {"references": held_out["references"]}}  # fmt: skip
+    return [{**about, **scores(report)}, {**about, **of_pairs}]
 
 
 def main() -> None:
@@ -41,7 +50,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, required=True)
     args = parser.parse_args()
     rows = joined(args.logs)
-    write_rows(args.json, rows, command=COMMAND, quality=json.loads(args.quality.read_text(encoding="utf-8")))
+    report = json.loads(args.quality.read_text(encoding="utf-8"))
+    write_rows(args.json, [*rows, *quality_rows(report)], command=COMMAND)
     plot_losses(rows, args.plot)
 
 

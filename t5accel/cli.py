@@ -175,26 +175,24 @@ def bench(
         if json is None:
             raise InputError("--suite gpu keeps each result as it comes: give --json FILE.")
         return run_in_time(json, minutes, only=only)
-    from dataclasses import replace
+    from t5accel.lab import draw
+    from t5accel.lab.bench import Forced
+    from t5accel.lab.bench import bench as measure_all
+    from t5accel.lab.rows import write_rows
+    from t5accel.lab.techniques import choose
 
-    from t5accel import scoreboard
-    from t5accel.bench import BenchConfig
-    from t5accel.bench import bench as measure_all
-    from t5accel.techniques import choose
-
-    chosen = choose(technique or [], model=model)
-    boards = []
+    chosen, rows = choose(technique or [], model=model), []
     for count in new_tokens:
-        config = BenchConfig(
-            model=model, batch=batch, source_tokens=source_tokens, new_tokens=count, rounds=rounds, threads=threads,
-            quality_limit=quality_limit, peak_memory=peak_memory,
-        )  # fmt: skip
-        boards.append(measure_all(config, techniques=chosen, command=" ".join(["t5accel", *sys.argv[1:]])))
-        typer.echo(scoreboard.table(boards[-1].rows))
+        job = Forced(new_tokens=count, source_tokens=source_tokens, batch=batch)
+        found = measure_all(
+            model, job, techniques=chosen, rounds=rounds, threads=threads, limit=quality_limit, peak_memory=peak_memory
+        )
+        typer.echo(draw.board(found))
+        rows += found
         if json:  # after each length, so that an interrupted run keeps what it has
-            replace(boards[-1], rows=tuple(row for board in boards for row in board.rows)).write(json)
+            write_rows(json, rows, command=" ".join(["t5accel", *sys.argv[1:]]))
     if plot:
-        scoreboard.plot(boards[-1].rows, plot)
+        draw.plot_board(found, plot)
 
 
 @app.command()
@@ -214,18 +212,24 @@ def advise(
     results: Annotated[
         list[Path] | None, typer.Option(help="More results: a file of `bench --json`, or a folder of such.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure on this machine first; takes minutes.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show what it was chosen from.")] = False,
 ) -> None:
-    """Recommend a configuration, with the measured rows that it rests on."""
-    from t5accel.advice.need import Need, parse_limits
-    from t5accel.advice.text import report
-    from t5accel.advise import recommend
+    """Recommend a configuration, with the measured row that it rests on."""
+    from t5accel.lab.advise import Need, report
+    from t5accel.lab.advise import advise as advice_for
 
+    limits = {}
+    for text in max_loss or []:
+        name, _, value = text.partition("=")
+        try:
+            limits[name.strip()] = float(value)
+        except ValueError as error:
+            raise InputError(f"--max-loss is {text!r}; give a score and a number, as in bleu=0.5.") from error
     need = Need(
         model=model, task=task, matters=matters, batch=batch, beams=beams, source_tokens=source_tokens,
-        new_tokens=new_tokens, max_loss=parse_limits(max_loss or []), device=device, threads=threads,
+        new_tokens=new_tokens, max_loss=limits, device=device, threads=threads,
     )  # fmt: skip
-    typer.echo(report(recommend(need, results=results or [], measure=measure)))
+    typer.echo(report(advice_for(need, results=results or []), explain=explain))
 
 
 @app.command()
@@ -234,7 +238,7 @@ def course(
     out: Annotated[Path, typer.Option(help="Folder for executed copies and the scoreboard.")] = Path("build/course"),
 ) -> None:
     """Run every notebook in order and print a first scoreboard."""
-    from t5accel.course import run_course, summary
+    from t5accel.lab.course import run_course, summary
 
     runs, board = run_course(notebooks, out)
     typer.echo(f"\n{summary(runs)}\n\n{board}\n\nExecuted copies and scoreboard.html: {out}")

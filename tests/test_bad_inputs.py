@@ -23,7 +23,7 @@ from t5accel.graphs.export import export_t5
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.optimize import optimize_export
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
-from t5accel.soak import soak
+from t5accel.lab.soak import soak
 
 EXAMPLES = 60  # at each of more than ten entries: over 600 in all
 often = settings(

@@ -1,30 +1,36 @@
-"""Bench on a tiny seeded model, with rivals that cheat; once on the bundled model. No speed is asserted anywhere."""
+"""Bench and its jobs on a tiny seeded model; once on the bundled model. No speed is asserted anywhere."""
 
 import json
-from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import t5accel.bench as module
-import t5accel.techniques
-from t5accel import machine, tasks
-from t5accel.bench import BenchConfig, bench, random_batch, source_batch
+import t5accel.lab.techniques as module
+from t5accel import tasks
 from t5accel.checkpoints import BUNDLED
-from t5accel.errors import InputError, UnequalWorkError
+from t5accel.errors import InputError
+from t5accel.lab.bench import Forced, Natural, bench, sizes
+from t5accel.lab.rows import checked
+from t5accel.lab.techniques import (
+    REFERENCE,
+    TECHNIQUES,
+    WAYS,
+    Subject,
+    Technique,
+    choose,
+    graph_bytes,
+    weight_bytes,
+)
 from t5accel.lively import random_t5
 from t5accel.parity import ParityError
-from t5accel.scoreboard import Results, Row
-from t5accel.techniques import REFERENCE, TECHNIQUES, Subject, Technique, choose, graph_bytes, weight_bytes
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 
 SIZES = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2)
-CONFIG = BenchConfig(
-    model="random:tiny", batch=2, source_tokens=7, new_tokens=9, rounds=2, threads=1, peak_memory=False, seed=1
-)  # fmt: skip
+JOB = Forced(batch=2, source_tokens=7, new_tokens=9, seed=1)
+QUICK = dict(rounds=2, threads=1, peak_memory=False, seed=1)
 OURS = TECHNIQUES[3]
 (BOUND,) = [technique for technique in TECHNIQUES if technique.backend == "backends.ort_bound"]
 ALIKE = [technique for technique in TECHNIQUES if technique.name == REFERENCE]
@@ -50,7 +56,7 @@ def lively_seed() -> int:
 
     def is_lively(seed: int) -> bool:
         generate = ALIKE[0].build(subject_of(random_t5(SIZES, seed=seed)))
-        rows = generate(*random_batch(SIZES["vocab_size"], CONFIG), CONFIG.new_tokens, CONFIG.new_tokens).tolist()
+        rows = JOB.answers(subject_of(random_t5(SIZES)))(generate, 2).tolist()
         return min(len(set(row) - {0, 1}) for row in rows) >= 4 and rows[0] != rows[1]
 
     return next(filter(is_lively, range(50)))
@@ -60,169 +66,111 @@ def lively_seed() -> int:
 def tiny(monkeypatch, lively_seed):
     """The model that bench loads; no tokenizer, as with all random weights."""
     model = random_t5(SIZES, seed=lively_seed)
-    monkeypatch.setattr(t5accel.techniques, "load_t5", lambda name, seed: (model, None))
+    monkeypatch.setattr(module, "load_t5", lambda name, seed: (model, None))
     return model
-
-
-def altered(change, name="a rival"):
-    """Our cached loop, whose output goes through ``change(output, call)`` with call = 1, 2, …; counts in `calls`."""
-    calls = Counter()
-
-    def build(subject):
-        honest = OURS.build(subject)
-
-        def generate(ids, mask, shortest, longest):
-            calls[name] += 1
-            return change(honest(ids, mask, shortest, longest), calls[name])
-
-        return generate
-
-    return Technique(name, "a test", build, weight_bytes), calls
 
 
 def test_the_techniques_are_named_once_and_hold_the_reference():
     names = [technique.name for technique in TECHNIQUES]
-    assert REFERENCE in names and len(set(names)) == len(names)
+    assert REFERENCE in names and len(set(names)) == len(names) == len(WAYS) - 2  # lookup, and for large batches
 
 
-def test_every_row_says_all_that_a_reader_must_know(tiny, tmp_path):
-    results = bench(CONFIG, command="the command")
+def test_every_row_says_all_that_a_reader_must_know(tiny):
+    rows = bench("random:tiny", JOB, **QUICK)
     own = [technique for technique in TECHNIQUES if technique.student is None]  # it has no students
-    assert [row.technique for row in results.rows] == [technique.name for technique in own]
-    for row, technique in zip(results.rows, own, strict=True):
-        assert (row.backend, row.precision) == (technique.backend, technique.recipe.name)
-        assert row.recipe == technique.recipe.hash
-        assert (row.model, row.batch, row.beams) == ("random:tiny", 2, 1)
-        assert (row.source_tokens, row.new_tokens, row.threads) == (7, 9, 1)
-        assert len(row.latency_s) == CONFIG.rounds and min(row.latency_s) > 0
-        assert row.tokens_per_s == pytest.approx(2 * 9 / np.median(row.latency_s))
-        subject = subject_of(tiny)
+    assert [row["system"] for row in rows] == [technique.name for technique in own]
+    subject = subject_of(tiny)
+    for row, technique in zip(rows, own, strict=True):
+        assert (row["backend"], row["precision"]) == (technique.backend, technique.recipe.name)
+        assert (row["recipe_hash"], row["model"]) == (technique.recipe.hash, "random:tiny")
+        assert (row["batch"], row["beams"], row["source_tokens"], row["new_tokens"], row["threads"]) == (2, 1, 7, 9, 1)
+        assert len(row["latency_s"]) == 2 and row["reference"] == REFERENCE
         graphs = technique.name.startswith("ONNX")
-        assert row.bytes_on_disk == (graph_bytes(subject, row.precision) if graphs else weight_bytes(subject)) > 0
-        assert row.base_memory_bytes is row.peak_memory_bytes is row.quality is None  # not asked for; no tokenizer
-        assert row.reference == REFERENCE and row.equality.endswith(" distinct")
-        equal = int(row.equality.split(f" of 18 greedy tokens equal to {REFERENCE}, ")[0])
-        assert equal == 18 if row.precision == "fp32" else 0 <= equal <= 18
-        assert "1 threads" in row.machine and row.versions == machine.versions()
-        if row.technique == REFERENCE:
-            assert row.ratio is None and row.ratio_median == 1.0
-        else:
-            assert len(row.ratio["samples"]) == CONFIG.rounds
-            assert row.ratio["min"] <= row.ratio["median"] == row.ratio_median <= row.ratio["max"]
-    assert results.machine["usable_threads"] >= 1 and results.versions["torch"]
-    assert results.command == "the command" and len(results.date) == 10
-    results.write(tmp_path / "rows.json")
-    assert Results.read(tmp_path / "rows.json") == results
-    assert set(json.loads((tmp_path / "rows.json").read_text())["rows"][0]) == {field.name for field in fields(Row)}
+        expected = graph_bytes(subject, row["precision"]) if graphs else weight_bytes(subject)
+        assert row["size_bytes"] == expected > 0
+        assert not {"base_memory_bytes", "peak_memory_bytes", "bleu"} & row.keys()  # not asked for; no tokenizer
+        assert row["of"] == 18 and (row["equal"] == 18 if row["precision"] == "fp32" else 0 <= row["equal"] <= 18)
+        assert json.loads(json.dumps(checked(row))) == row
 
 
-def test_ratios_are_of_samples_of_the_same_round(tiny):
-    results = bench(CONFIG)
-    reference = next(row for row in results.rows if row.technique == REFERENCE)
-    for row in results.rows:
-        if row is not reference:
-            pairs = zip(reference.latency_s, row.latency_s, strict=True)
-            assert row.ratio["samples"] == [theirs / ours for theirs, ours in pairs]
+def test_a_rival_of_ones_own_is_measured_and_one_with_other_tokens_refused(tiny):
+    def rival(change):
+        def build(subject):
+            honest = OURS.build(subject)
+            return lambda *given: change(honest(*given))
 
+        return Technique("a rival", "a test", build, weight_bytes)
 
-def shift_first(out, call):
-    return np.concatenate([out[:, :1] % 60 + 1, out[:, 1:]], axis=1)
-
-
-def shift_last(out, call):
-    return np.concatenate([out[:, :-1], out[:, -1:] % 60 + 1], axis=1)
-
-
-def swap_rows(out, call):
-    return out[::-1]
-
-
-@pytest.mark.parametrize("change", [shift_first, shift_last, swap_rows, lambda out, call: out[:, :-1]])
-def test_other_tokens_are_refused_before_anything_is_timed(tiny, monkeypatch, change):
-    rival, calls = altered(change)
-    monkeypatch.setattr(module, "compare", lambda *_, **__: pytest.fail("timed before proven equal"))
+    rows = bench("random:tiny", JOB, techniques=[rival(lambda out: out), *ALIKE], **QUICK)
+    assert [row["system"] for row in rows] == ["a rival", REFERENCE]
     with pytest.raises(ParityError):
-        bench(CONFIG, techniques=[*ALIKE, rival])
-    assert calls["a rival"] == 1
-
-
-def test_an_honest_rival_of_ones_own_is_measured(tiny):
-    rival, calls = altered(lambda out, call: out)
-    rows = bench(CONFIG, techniques=[rival, *ALIKE]).rows
-    assert [row.technique for row in rows] == ["a rival", REFERENCE]
-    assert calls["a rival"] == 1 + 1 + CONFIG.rounds  # proven, warmed up, timed
-
-
-@pytest.mark.parametrize("cut", [lambda out: out[:, :-1], lambda out: out[:1]], ids=["fewer tokens", "fewer rows"])
-def test_less_work_while_timing_is_refused(tiny, cut):
-    rival, calls = altered(lambda out, call: out if call == 1 else cut(out))
-    with pytest.raises(UnequalWorkError, match="a rival.*(new_tokens is 9 and 8|batch is 2 and 1)"):
-        bench(CONFIG, techniques=[*ALIKE, rival])
-
-
-def test_a_degenerate_model_is_refused_however_equal_its_outputs_are(tiny):
-    with torch.no_grad():
-        for weight in tiny.parameters():
-            weight.zero_()
-    rival, calls = altered(lambda out, call: out)
-    with pytest.raises(InputError, match="degenerate output is no evidence"):
-        bench(CONFIG, techniques=[*ALIKE, rival])
-    assert calls["a rival"] == 1
+        bench("random:tiny", JOB, techniques=[rival(lambda out: out[::-1]), *ALIKE], **QUICK)
+    with pytest.raises(InputError, match="peak_memory.*a rival"):  # another process cannot find it
+        bench("random:tiny", JOB, techniques=[rival(lambda out: out), *ALIKE], **QUICK | dict(peak_memory=True))
 
 
 def test_a_list_without_the_reference_or_without_a_rival_is_refused(tiny):
     with pytest.raises(InputError, match="lack the reference"):
-        bench(CONFIG, techniques=[OURS])
-    with pytest.raises(InputError, match="at least one rival"):
-        bench(CONFIG, techniques=ALIKE)
+        bench("random:tiny", JOB, techniques=[OURS], **QUICK)
+    with pytest.raises(InputError, match="two or more"):
+        bench("random:tiny", JOB, techniques=ALIKE, **QUICK)
 
 
-def test_peak_memory_of_a_technique_that_another_process_cannot_find_is_refused_at_once(tiny):
-    rival, calls = altered(lambda out, call: out)
-    with pytest.raises(InputError, match="peak_memory.*a rival"):
-        bench(replace(CONFIG, peak_memory=True), techniques=[*ALIKE, rival])
-    assert not calls
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_a_bad_bound_is_named(value):
+    for name in ("batch", "source_tokens", "new_tokens"):
+        with pytest.raises(InputError, match=f"^{name} is {value!r}"):
+            Forced(**{name: value})
+    for name in ("texts", "longest"):
+        with pytest.raises(InputError, match=f"^{name} is {value!r}"):
+            Natural(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["batch", "source_tokens", "new_tokens", "rounds", "threads", "quality_limit", "seed"])
-@pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
-def test_a_bad_bound_is_named(name, value):
-    with pytest.raises(InputError, match=f"^{name} is {value!r}; give an integer of at least"):
-        BenchConfig(**{name: value})
+def sources_of(job, subject):
+    """The ids that a forced job gives to a way of generating."""
+    seen = []
+    job.answers(subject)(lambda ids, mask, shortest, longest: seen.append((ids, mask)) or ids, job.batch)
+    return seen[0]
 
 
-@pytest.mark.parametrize("name", ["batch", "source_tokens", "new_tokens", "rounds", "threads"])
-def test_zero_is_too_little_of_anything_but_quality(name):
-    with pytest.raises(InputError, match=f"^{name} is 0"):
-        BenchConfig(**{name: 0})
-    assert BenchConfig(quality_limit=0).quality_limit == 0
-
-
-def test_the_random_batch_is_seeded_and_holds_ordinary_tokens_only():
-    config = BenchConfig(batch=3, source_tokens=50)
-    ids, mask = random_batch(10, config)
+def test_random_weights_read_seeded_ordinary_tokens():
+    subject, job = subject_of(random_t5(SIZES | dict(vocab_size=10))), Forced(batch=3, source_tokens=50)
+    ids, mask = sources_of(job, subject)
     assert ids.shape == mask.shape == (3, 50) and mask.all() and ids.dtype == mask.dtype == np.int64
     assert set(ids.reshape(-1).tolist()) == set(range(3, 10))
-    assert (random_batch(10, config)[0] == ids).all()
-    assert (random_batch(10, replace(config, seed=1))[0] != ids).any()
+    assert (sources_of(job, subject)[0] == ids).all()
+    assert (sources_of(replace(job, seed=1), subject)[0] != ids).any()
 
 
 def test_a_trained_model_reads_text_of_that_length():
-    config = BenchConfig(batch=3, source_tokens=50, seed=1)
-    ids, mask = source_batch(Subject("mini", 0, 1), config)
+    subject, job = Subject("mini", 0, 1), Forced(batch=3, source_tokens=50, seed=1)
+    ids, mask = sources_of(job, subject)
     assert ids.shape == mask.shape == (3, 50) and mask.all() and ids.dtype == mask.dtype == np.int64
     assert len({tuple(row) for row in ids.tolist()}) == 3 and (ids[:, -1] == 1).all()
-    assert (source_batch(Subject("mini", 0, 1), replace(config, seed=2))[0] != ids).any()
-    assert (source_batch(subject_of(random_t5(SIZES)), config)[0] == random_batch(SIZES["vocab_size"], config)[0]).all()
+    assert (sources_of(replace(job, seed=2), subject)[0] != ids).any()
+    with pytest.raises(InputError, match="^batch is 2"):
+        job.answers(subject)(lambda *_: ids, 2)
+
+
+def test_texts_are_drawn_by_the_seed_and_there_have_to_be_enough():
+    everything = [tasks.source_text("questions", row) for row in tasks.rows("questions")]
+    drawn = Natural("questions", texts=20, seed=3).sources()
+    places = [everything.index(text) for text in drawn]
+    assert len(drawn) == 20 and places == sorted({*places})
+    assert Natural("questions", texts=20, seed=3).sources() == drawn
+    assert Natural("questions", texts=20, seed=4).sources() != drawn
+    with pytest.raises(InputError, match="^texts is 201"):
+        Natural("summaries", texts=201)
+    with pytest.raises(InputError, match="poems"):
+        Natural("poems")
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))
 def test_every_bundled_model_can_be_measured(name):
     """On noise a student says one token again and again, and equality on that would be no evidence."""
-    config = BenchConfig(model=name, source_tokens=16, new_tokens=8, rounds=1, threads=1, quality_limit=1,
-                         peak_memory=False)  # fmt: skip
-    rows = bench(config, techniques=[*ALIKE, OURS]).rows
-    assert {row.model for row in rows} == {name} and all(row.quality["limit"] == 1 for row in rows)
+    job, quick = Forced(source_tokens=16, new_tokens=8), QUICK | dict(rounds=1, seed=0)
+    rows = bench(name, job, techniques=[*ALIKE, OURS], limit=1, **quick)
+    assert {row["model"] for row in rows} == {name} and all(row["limit"] == 1 for row in rows)
 
 
 def test_shared_weights_count_once():
@@ -233,25 +181,27 @@ def test_shared_weights_count_once():
 
 def test_the_bundled_model_from_end_to_end():
     """How good it is, is not asserted: only that speed, memory and quality stand in the same row."""
-    config = BenchConfig(source_tokens=16, new_tokens=12, rounds=1, threads=1, quality_limit=1)
-    results = bench(config, techniques=[*ALIKE, BOUND])
-    sizes = {name: len(tasks.rows(name, limit=1)) for name in tasks.NAMES}
-    for row in results.rows:
-        assert row.peak_memory_bytes > row.base_memory_bytes + row.bytes_on_disk / 2
-        assert row.bytes_on_disk > 1_000_000
-        assert row.quality["limit"] == 1
-        assert row.quality["translation"]["rows"] == sizes["translation"]
-        assert row.quality["summaries"]["all"]["rows"] == sizes["summaries"]
-        assert row.quality["questions"]["all"]["rows"] == sizes["questions"]
-        assert 0 <= row.quality["translation"]["bleu"] <= 100
-    theirs, ours = results.rows
-    assert theirs.quality == ours.quality  # equal tokens, equal scores
-    assert ours.base_memory_bytes < theirs.base_memory_bytes / 2  # it was measured in a process without torch
+    job = Forced(source_tokens=16, new_tokens=12)
+    theirs, ours = bench("mini", job, techniques=[*ALIKE, BOUND], rounds=1, threads=1, limit=1)
+    for row in (theirs, ours):
+        assert row["peak_memory_bytes"] > row["base_memory_bytes"] + row["size_bytes"] / 2
+        assert row["size_bytes"] > 1_000_000 and row["limit"] == 1
+        assert 0 <= row["bleu"] <= 100 and 0 <= row["rougeL_seen"] <= 100 and 0 <= row["f1"] <= 100
+    names = ("bleu", "chrf", "rougeL", "exact_match")
+    assert [theirs[name] for name in names] == [ours[name] for name in names]  # equal tokens, equal scores
+    assert ours["base_memory_bytes"] < theirs["base_memory_bytes"] / 2  # it was measured in a process without torch
+
+
+def test_the_memory_of_natural_answers_is_that_of_one_batch():
+    subject, (int8,) = Subject("mini", 0, 1), [t for t in TECHNIQUES if t.name == "ONNX Runtime, our loop, int8"]
+    job = Natural(texts=3, longest=4).once(2)
+    row = sizes(int8, subject, job.answers(subject), 2, peak_memory=True)
+    assert job.texts == 2 and row["peak_memory_bytes"] > row["base_memory_bytes"] + row["size_bytes"] / 2
 
 
 def test_every_technique_finds_its_subject_alone(tiny):
-    ids, mask = random_batch(SIZES["vocab_size"], CONFIG)
-    outputs = {technique: technique.build(subject_of(tiny))(ids, mask, 9, 9) for technique in TECHNIQUES}
+    subject = subject_of(tiny)
+    outputs = {technique: JOB.answers(subject)(technique.build(subject), 2) for technique in TECHNIQUES}
     expected = outputs[TECHNIQUES[0]]
     for technique, output in outputs.items():
         assert output.shape == expected.shape

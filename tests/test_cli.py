@@ -10,26 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_scoreboard import RESULTS
+from test_draw import ROWS
 from typer.testing import CliRunner
 
-import t5accel.advise
-import t5accel.bench
 import t5accel.checkpoints
-import t5accel.course
 import t5accel.doctor
+import t5accel.lab.advise
+import t5accel.lab.bench
+import t5accel.lab.course
 import t5accel.mini.train as training
 import t5accel.mini.validate as validate
-from t5accel.advice.evidence import Record
-from t5accel.advice.need import Need
-from t5accel.bench import BenchConfig
 from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
-from t5accel.course import NotebookError, NotebookRun
 from t5accel.doctor import Check
+from t5accel.lab.advise import Advice, Need
+from t5accel.lab.bench import Forced
+from t5accel.lab.course import NotebookError, NotebookRun
+from t5accel.lab.draw import board
+from t5accel.lab.techniques import REFERENCE, choose
 from t5accel.mini.validate import HeldOutQuality
-from t5accel.scoreboard import Results, table
-from t5accel.techniques import choose
 
 ROOT = Path(__file__).resolve().parent.parent
 CALLBACKS = {command.callback.__name__: command.callback
@@ -173,11 +172,11 @@ def test_export_refuses_bad_models_and_numbers(tmp_path):
 def measured(monkeypatch):
     calls = []
 
-    def bench(config, *, techniques, command):
-        calls.append((config, command, techniques))
-        return RESULTS
+    def bench(model, job, *, techniques, **options):
+        calls.append((model, job, [technique.name for technique in techniques], options))
+        return ROWS
 
-    monkeypatch.setattr(t5accel.bench, "bench", bench)
+    monkeypatch.setattr(t5accel.lab.bench, "bench", bench)
     return calls
 
 
@@ -188,50 +187,45 @@ def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_p
         "bench", "--model", "random:t5-small", "--json", rows, "--plot", picture, "--batch", 2, "--source-tokens", 3,
         "--new-tokens", 4, "--rounds", 5, "--threads", 6, "--quality-limit", 7, "--no-peak-memory",
     )  # fmt: skip
-    assert (result.exit_code, result.stdout) == (0, table(RESULTS.rows) + "\n")
-    ((config, command, techniques),) = measured
-    assert techniques == choose([], model="random:t5-small")
-    assert config == BenchConfig("random:t5-small", 2, 3, 4, 5, 6, 7, peak_memory=False)
-    assert command == "t5accel bench --batch 2"
-    assert Results.read(rows) == RESULTS and "<svg" in picture.read_text()
+    assert (result.exit_code, result.stdout) == (0, board(ROWS) + "\n")
+    names = [technique.name for technique in choose([], model="random:t5-small")]
+    options = dict(rounds=5, threads=6, limit=7, peak_memory=False)
+    assert measured == [("random:t5-small", Forced(4, 3, 2), names, options)]
+    written = json.loads(rows.read_text(encoding="utf-8"))
+    assert written["command"] == "t5accel bench --batch 2" and written["rows"] == ROWS
+    assert "<svg" in picture.read_text()
 
 
 def test_bench_alone_measures_the_bundled_model_and_writes_no_file(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert call("bench").exit_code == 0 and measured[0][0] == BenchConfig() and not os.listdir(tmp_path)
+    assert call("bench").exit_code == 0 and measured[0][:2] == ("mini", Forced()) and not os.listdir(tmp_path)
 
 
 def test_bench_measures_several_lengths_into_one_file_and_only_the_techniques_asked_for(measured, tmp_path):
     rows = tmp_path / "rows.json"
     result = call("bench", "--new-tokens", 4, "--new-tokens", 8, "--technique", "transformers without", "--json", rows)
-    assert (result.exit_code, result.stdout) == (0, 2 * (table(RESULTS.rows) + "\n"))
-    assert [config.new_tokens for config, _, _ in measured] == [4, 8]
-    names = [technique.name for technique in measured[0][2]]
-    assert names == ["transformers without cache", t5accel.bench.REFERENCE]
-    assert Results.read(rows).rows == 2 * RESULTS.rows
+    assert (result.exit_code, result.stdout) == (0, 2 * (board(ROWS) + "\n"))
+    assert [job.new_tokens for _, job, _, _ in measured] == [4, 8]
+    assert measured[0][2] == ["transformers without cache", REFERENCE]
+    assert json.loads(rows.read_text(encoding="utf-8"))["rows"] == 2 * ROWS
 
 
-def test_bench_refuses_a_technique_that_there_is_not(measured, tmp_path):
-    assert "No technique is called 'magic'" in refused("bench", "--technique", "magic")
-    assert not measured
+def test_bench_refuses_techniques_and_numbers_that_there_are_not(tmp_path):
+    assert "'magic'" in refused("bench", "--technique", "magic")
+    path = tmp_path / "rows.json"
+    for option in ("batch", "source-tokens", "new-tokens", "rounds", "threads"):
+        for value in (0, -3):
+            said = refused("bench", f"--{option}", value, "--json", path)
+            assert f"{option.replace('-', '_')} is {value}; give" in said
+        assert call("bench", f"--{option}", "many").exit_code == 2
+    assert "limit is -1" in refused("bench", "--quality-limit", -1) and not path.exists()
 
 
-@pytest.mark.parametrize("option", ["batch", "source-tokens", "new-tokens", "rounds", "threads"])
-def test_bench_refuses_numbers_that_are_none(measured, option, tmp_path):
-    name = option.replace("-", "_")
-    for value in (0, -3):
-        assert f"{name} is {value}; give" in refused("bench", f"--{option}", value, "--json", tmp_path / "rows.json")
-    assert call("bench", f"--{option}", "many").exit_code == 2
-    assert not measured and not os.listdir(tmp_path)
-
-
-def test_bench_refuses_bad_limits_models_and_pictures(measured, tmp_path):
-    assert "quality_limit is -1" in refused("bench", "--quality-limit", -1)
-    assert not measured
+def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_path):
     result = call("bench", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
     assert result.exit_code == 2 and "board.xyz" in result.stderr.splitlines()[0]
-    assert result.stdout == table(RESULTS.rows) + "\n"  # what was measured is not lost
-    assert Results.read(tmp_path / "rows.json") == RESULTS
+    assert result.stdout == board(ROWS) + "\n"
+    assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"] == ROWS
 
 
 def test_bench_refuses_an_unknown_model():
@@ -244,28 +238,28 @@ def test_bench_refuses_an_unknown_model():
 def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_path):
     calls = []
 
-    def recommend(need, *, results, measure):
-        calls.append((need, results, measure))
-        return t5accel.advise.advise(need, Record(), weights=None, here={})
+    def advise(need, *, results):
+        calls.append((need, results))
+        return Advice(need)
 
-    monkeypatch.setattr(t5accel.advise, "recommend", recommend)
+    monkeypatch.setattr(t5accel.lab.advise, "advise", advise)
     result = call(
         "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
         "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",
-        "cuda", "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--measure",
+        "cuda", "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--explain",
     )  # fmt: skip
     assert result.exit_code == 0 and result.stdout.startswith("me/mine, questions, for throughput: batch 3, 2 beams")
     limits = {"exact_match": 0.5, "bleu": 2.0}
     need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, limits, "cuda", 7)
-    assert calls == [(need, [tmp_path, Path("mine.json")], True)]
-    assert call("advise").exit_code == 0 and calls[1] == (Need(), [], False)
+    assert calls == [(need, [tmp_path, Path("mine.json")])]
+    assert call("advise").exit_code == 0 and calls[1] == (Need(), [])
 
 
-def test_advise_recommends_for_the_bundled_model_from_recorded_rows():
-    result = call("advise", "--task", "translation")
-    assert result.exit_code == 0 and 'model = accelerate("mini"' in result.stdout
-    assert re.search(r"^\*  [\w-]+, our loop .* \d+\.\d\dx ", result.stdout, re.MULTILINE)
-    assert re.search(r"with cache, [\w-]+\.json, row \d+; quality", result.stdout)
+def test_advise_recommends_for_the_bundled_model_in_few_lines_and_explains_in_more():
+    short, long = call("advise", "--task", "translation"), call("advise", "--task", "translation", "--explain")
+    assert 'model = accelerate("mini"' in short.stdout and len(short.stdout.splitlines()) <= 15
+    assert re.search(r"Rests on [\w-]+\.json, row \d+ \(", short.stdout)
+    assert re.search(r"^\*  [\w-]+, our loop .* \d+\.\d\dx ", long.stdout, re.MULTILINE)
 
 
 def test_advise_refuses_bad_options_models_and_places(tmp_path):
@@ -273,10 +267,9 @@ def test_advise_refuses_bad_options_models_and_places(tmp_path):
     assert "matters is 'speed'" in refused("advise", "--matters", "speed")
     assert "batch is 0" in refused("advise", "--batch", 0)
     assert "--max-loss is 'little'" in refused("advise", "--max-loss", "little")
-    assert "some of bleu" in refused("advise", "--max-loss", "chrf=1")
+    assert "max_loss" in refused("advise", "--max-loss", "chrf=1")
     assert "'nope'" in refused("advise", "--model", "nope")
     assert "No results at" in refused("advise", "--results", tmp_path / "nowhere.json")
-    assert "Only greedy search" in refused("advise", "--beams", 2, "--measure")
 
 
 # --- course -----------------------------------------------------------------------------------------------------------
@@ -285,7 +278,7 @@ def test_advise_refuses_bad_options_models_and_places(tmp_path):
 def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_path):
     calls = []
     run = NotebookRun("00_start.ipynb", 7.0, tmp_path / "00_start.ipynb")
-    monkeypatch.setattr(t5accel.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
+    monkeypatch.setattr(t5accel.lab.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
     result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
     assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
     assert "00_start.ipynb: 7 s\n" in result.stdout and "the board" in result.stdout
@@ -298,7 +291,7 @@ def test_course_without_notebooks_or_with_a_failing_one_ends_in_words(monkeypatc
     def fail(*where):
         raise NotebookError("00_start.ipynb failed; the copy as far as it ran is out/00_start.ipynb.")
 
-    monkeypatch.setattr(t5accel.course, "run_course", fail)
+    monkeypatch.setattr(t5accel.lab.course, "run_course", fail)
     assert "00_start.ipynb failed" in refused("course")
 
 

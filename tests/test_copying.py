@@ -19,7 +19,7 @@ from test_repository import MODULES, ROOT, own_imports
 # Modules that offer functions and no runnable example, each with its reason.
 WITHOUT_EXAMPLE = {
     "t5accel.cli": "its functions are commands; their tests run them",
-    "t5accel.course": "it starts kernels and runs whole notebooks",
+    "t5accel.lab.course": "it starts kernels and runs whole notebooks",
 }
 NOT_COPIED = {"t5accel", "t5accel.__main__"}  # the lazy front door, and a script that runs when it is imported
 COPIED = [name for name, path in MODULES.items() if path.name != "__init__.py" and name not in NOT_COPIED]

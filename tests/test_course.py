@@ -7,13 +7,13 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
-from test_scoreboard import RESULTS
+from test_draw import RECORD, ROWS
 
-from t5accel import course
-from t5accel.bench import BenchConfig
-from t5accel.course import NotebookError, NotebookRun, execute, notebooks_in, run_course, summary
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.scoreboard import Results, table
+from t5accel.lab import course
+from t5accel.lab.course import NotebookError, NotebookRun, execute, notebooks_in, run_course, summary
+from t5accel.lab.draw import board
+from t5accel.lab.rows import write_json
 
 
 def write_notebook(path: Path, *cells: str) -> Path:
@@ -41,22 +41,22 @@ def folder(tmp_path):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """The configurations that bench was called with; recorded results are looked for in tmp_path."""
+    """What bench was called with; recorded results are looked for in tmp_path."""
     calls = []
-    monkeypatch.setattr(course, "bench", lambda config, command: calls.append((config, command)) or RESULTS)
+    monkeypatch.setattr(course, "bench", lambda *given, **options: calls.append((given, options)) or ROWS)
     monkeypatch.setattr(course, "data_folder", lambda: tmp_path)
+    monkeypatch.setattr("t5accel.lab.rows.data_folder", lambda: tmp_path)
     return calls
 
 
 def test_the_course_leaves_executed_copies_a_page_and_the_board(folder, measured, tmp_path):
-    recorded = tmp_path / "results" / "scoreboard-big-machine.json"
-    RESULTS.write(recorded)
+    write_json(tmp_path / "results" / "scoreboard-big-machine.json", RECORD)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     out = tmp_path / "build" / "course"
 
-    runs, board = run_course(folder, out)
+    runs, shown = run_course(folder, out)
 
-    assert [run.name for run in runs] == ["00_first.ipynb", "01_second.ipynb"] and board == table(RESULTS.rows)
+    assert [run.name for run in runs] == ["00_first.ipynb", "01_second.ipynb"] and shown == board(ROWS)
     assert [run.copy for run in runs] == [out / "00_first.ipynb", out / "01_second.ipynb"]
     assert all(run.seconds > 0 for run in runs)
     assert outputs(out / "00_first.ipynb") == ["", "42 notebooks\n"]  # run in its own folder, state kept between cells
@@ -68,19 +68,18 @@ def test_the_course_leaves_executed_copies_a_page_and_the_board(folder, measured
     record = json.loads((out / "course.json").read_text(encoding="utf-8"))
     assert [row["notebook"] for row in record["rows"]] == ["00_first.ipynb", "01_second.ipynb"]
     assert [row["seconds"] for row in record["rows"]] == [round(run.seconds, 1) for run in runs]
-    assert (record["versions"], record["date"], record["commit"]) == (RESULTS.versions, RESULTS.date, RESULTS.commit)
-    assert Results.read(out / "scoreboard.json") == RESULTS
+    assert json.loads((out / "scoreboard.json").read_text(encoding="utf-8")) == record | {"rows": ROWS}
     page = (out / "scoreboard.html").read_text(encoding="utf-8")
     for expected in ("Measured now", "Recorded in full: scoreboard-big-machine", "00_first.ipynb", "01_second.ipynb"):
         assert expected in page
-    ((config, command),) = measured
-    assert config.model == "mini" and not config.peak_memory and command == "t5accel course"
+    (((model, _), options),) = measured
+    assert model == "mini" and options["limit"] and not options["peak_memory"] and record["command"] == "t5accel course"
 
 
 def test_a_failing_notebook_is_named_stops_the_course_and_leaves_its_copy(folder, measured, tmp_path):
     write_notebook(folder / "00_first.ipynb", "print('before')", "1 / 0", "print('after')")
     with pytest.raises(NotebookError, match=r"(?s)00_first\.ipynb failed; .*out/00_first\.ipynb.*ZeroDivisionError"):
-        run_course(folder, tmp_path / "out", config=BenchConfig(rounds=1))
+        run_course(folder, tmp_path / "out")
     assert outputs(tmp_path / "out" / "00_first.ipynb") == ["before\n", "", ""]
     failed = nbformat.read(tmp_path / "out" / "00_first.ipynb", as_version=4).cells[2]
     assert failed.outputs[0].ename == "ZeroDivisionError"

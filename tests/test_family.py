@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import t5accel.family as module
-from t5accel import tasks
+import t5accel.lab.family as module
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.errors import InputError
-from t5accel.family import family_rows, pareto
 from t5accel.graphs.recipes import RECIPES
+from t5accel.lab import harness
+from t5accel.lab.family import family_rows, pareto
+from t5accel.lab.rows import checked
 from t5accel.lively import random_t5
 from t5accel.parity import ParityError
 from t5accel.students.gates import Gates
@@ -48,53 +49,54 @@ def rows(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tup
     return said, family_rows({"teacher": "mini", "student": folder}, limit=1, on_model=said.append, **QUICK)
 
 
-def test_there_is_a_row_for_each_member_and_recipe(rows: Any, mini: tuple[Any, Any]) -> None:
+def test_there_is_a_row_for_each_member_and_one_for_each_recipe_of_it(rows: Any, mini: tuple[Any, Any]) -> None:
     said, found = rows
     assert said == ["teacher", "student"]
-    assert [(row["model"], row["recipe"]) for row in found] == [
-        ("teacher", "fp32"), ("teacher", "int8"), ("student", "fp32"), ("student", "int8"),
+    assert [(row["measured"], row["model"], row.get("precision")) for row in found] == [
+        ("size", "teacher", None), ("speed", "teacher", "fp32"), ("speed", "teacher", "int8"),
+        ("size", "student", None), ("speed", "student", "fp32"), ("speed", "student", "int8"),
     ]  # fmt: skip
-    assert [row["hash"] for row in found] == 2 * [RECIPES["fp32"].hash, RECIPES["int8"].hash]
-    assert [len(row["dims"]["decoder_heads"]) for row in found] == [4, 4, 2, 2]
-    assert tuple(found[0]["dims"]["encoder_ff"]) == T5Dims.of(mini[0]).encoder_ff
-    assert json.loads(json.dumps(found)) is not None
+    teacher, student = found[::3]
+    assert [len(row["settings"]["decoder_heads"]) for row in (teacher, student)] == [4, 2]
+    assert teacher["settings"]["encoder_ff"] == T5Dims.of(mini[0]).encoder_ff
+    assert teacher["weights_per_step"] > student["weights_per_step"]
+    assert [row["recipe_hash"] for row in speeds(found)] == 2 * [RECIPES["fp32"].hash, RECIPES["int8"].hash]
+    assert json.loads(json.dumps([checked(row) for row in found]))
+
+
+def speeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["measured"] == "speed"]
 
 
 def test_sizes_and_times_stand_beside_each_other(rows: Any) -> None:
-    teacher, quantized, student, both = rows[1]
-    assert teacher["size_bytes"] > student["size_bytes"] > quantized["size_bytes"] > both["size_bytes"]
+    teacher, quantized, student, both = speeds(rows[1])
+    assert teacher["size_bytes"] > student["size_bytes"] > quantized["size_bytes"] > both["size_bytes"] > 2e6
     assert teacher["weights_per_step"] == quantized["weights_per_step"] > student["weights_per_step"]
-    assert teacher["size_bytes"] > 4 * 8.8e6
-    assert teacher["ratio"] is None
-    for row in rows[1]:
+    for row in (teacher, quantized, student, both):
         assert (row["batch"], row["source_tokens"], row["new_tokens"]) == (1, 6, 3) and row["threads"] >= 1
-        assert len(row["latency_s"]) == 2 and min(row["latency_s"]) > 0
-        assert row["tokens_per_s"] == pytest.approx(2 * 3 / sum(row["latency_s"]))
-    for row in rows[1][1:]:
+        assert len(row["latency_s"]) == 2 and row["reference"] == "teacher, fp32"
         expected = [a / b for a, b in zip(teacher["latency_s"], row["latency_s"], strict=True)]
-        assert row["ratio"]["samples"] == pytest.approx(expected) and row["ratio"]["median"] > 0
+        assert row["ratio_samples"] == expected and row["ratio"] > 0
 
 
 def test_the_quality_of_each_row_is_its_own(rows: Any) -> None:
-    qualities = [row["quality"] for row in rows[1]]
-    assert {quality["limit"] for quality in qualities} == {1}
-    count = len(tasks.rows("translation", limit=1))
-    assert all(quality["translation"]["rows"] == count for quality in qualities)
-    scores = [quality["translation"]["chrf"] for quality in qualities]
+    assert {row["limit"] for row in speeds(rows[1])} == {1}
+    scores = [row["chrf"] for row in speeds(rows[1])]
     best, worst = min(scores[:2]), max(scores[2:])
     assert best > 2 * worst, "the bundled model translates, half of its decoder without training does not"
 
 
 def test_pruned_members_are_measured_like_any_other(tiny: tuple[Path, Path]) -> None:
-    found = family_rows({"whole": str(tiny[0]), "pruned": tiny[1]}, recipes=["fp32"], limit=0, **QUICK)
-    assert [row["dims"]["decoder_ff"] for row in found] == [(32, 32), (16, 16)]
-    assert found[0]["size_bytes"] > found[1]["size_bytes"] and [row["quality"] for row in found] == [None, None]
+    found = family_rows({"whole": str(tiny[0]), "pruned": tiny[1]}, recipes=["fp32"], limit=0, new_tokens=12)
+    assert [row["settings"]["decoder_ff"] for row in found[::2]] == [(32, 32), (16, 16)]
+    whole, pruned = speeds(found)
+    assert whole["size_bytes"] > pruned["size_bytes"] and "bleu" not in whole
 
 
 def test_an_export_that_is_not_equal_is_not_measured(tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     other = random_t5(TINY, seed=2)
     timed: list[Any] = []
-    monkeypatch.setattr(module, "compare", lambda *given, **options: timed.append(given))
+    monkeypatch.setattr(harness, "compare", lambda *given, **options: timed.append(given))
     monkeypatch.setattr(module, "TorchEager", lambda model: TorchEager(other))
     with pytest.raises(ParityError):
         family_rows({"whole": tiny[0], "pruned": tiny[1]}, limit=0, **QUICK)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from t5accel import machine, records
+from t5accel import machine
 from t5accel.backends.launches import Prices
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError, MissingPackageError
@@ -25,6 +25,7 @@ from t5accel.gpu import measure as measuring
 from t5accel.gpu import suite, systems
 from t5accel.gpu.cells import LENGTHS, RUNTIMES, Cell, cells_for
 from t5accel.gpu.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, Subject
+from t5accel.lab import rows as records
 from t5accel.lively import RANDOM_SIZES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,6 @@ from t5accel.backends.hf import OrtT5ForConditionalGeneration
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
-from t5accel.backends.traffic import bytes_per_step
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs import layouts
@@ -31,6 +30,7 @@ from t5accel.graphs.export import export_t5, t5_weights
 from t5accel.graphs.layout_sizes import LayoutSizes, layout_sizes
 from t5accel.graphs.layouts import DESCRIPTION, export_layout, read_layout
 from t5accel.graphs.row_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
+from t5accel.lab.traffic import StepTraffic, bytes_per_step
 from t5accel.lively import random_t5
 from t5accel.parity import parity
 
@@ -325,7 +325,7 @@ def test_traffic_is_counted_from_the_arrays(opened, padded_batch) -> None:
             assert state.traffic is None
             backend.step(state, histories_of(12, rows, 4))
             backend.step(state, histories_of(12, rows, 2))
-            steps[runtime, rows] = state.traffic
+            steps[runtime, rows] = StepTraffic(*state.traffic)
     for rows in (1, 3):
         ours = bytes_per_step(backend.dims, batch=12, rows=rows, past=4, new=2, source=9)["fed"]
         tiled = {name: ours.handed_in[name] * rows for name in ("cross_attention", "attention_mask")}

@@ -26,13 +26,13 @@ from t5accel.backends.ort_bound import OrtBound
 from t5accel.backends.ort_pointers import OrtPointers, bind_tensor
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.backends.traffic import bytes_per_step
 from t5accel.checkpoints import T5Dims
 from t5accel.decoding import Backend
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.export import export_t5
+from t5accel.lab.traffic import bytes_per_step
 from t5accel.parity import parity
 
 ROOT = Path(__file__).resolve().parents[1]

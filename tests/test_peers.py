@@ -16,8 +16,7 @@ from script import load_script
 
 from t5accel.errors import InputError, PeerError
 from t5accel.graphs.recipes import RECIPES
-from t5accel.heat_map import plot_standings
-from t5accel.peers import (
+from t5accel.lab.peers import (
     GRID,
     OPTIMUM,
     OURS,
@@ -26,12 +25,9 @@ from t5accel.peers import (
     QUICK,
     REFERENCE,
     SYSTEMS,
-    Answer,
-    Cell,
     Standing,
     System,
     Worker,
-    _row,
     cell_of,
     int8_for,
     measure_cell,
@@ -39,100 +35,78 @@ from t5accel.peers import (
     standings,
     table,
 )
+from t5accel.lab.rows import checked
+from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]
-CELL = Cell(batch=2, source_tokens=5, beams=1, new_tokens=4)
+CELL = Work(batch=2, source_tokens=5, new_tokens=4)
 TOKENS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
-
-
-class Fake:
-    """A system that takes these seconds, one after the other, and notes when it was asked."""
-
-    def __init__(self, name: str, seconds: list[float], diary: list[str], tokens: np.ndarray = TOKENS):
-        self.name, self.seconds, self.diary, self.tokens = name, iter(seconds), diary, tokens
-        self.asked: list[np.ndarray] = []
-
-    def __call__(self, ids: np.ndarray, cell: Cell) -> Answer:
-        assert cell == CELL
-        self.diary.append(self.name)
-        self.asked.append(ids)
-        return Answer(next(self.seconds), self.tokens)
 
 
 def system(name: str, precision: str = "fp32") -> System:
     return System(name, "eager", "somewhere", precision)
 
 
-def test_rivals_are_interleaved_on_the_same_sources_after_a_round_that_does_not_count():
-    diary: list[str] = []
-    a, b = Fake("a", [9, 1, 2, 3], diary), Fake("b", [9, 2, 6, 3], diary)
-    rows = measure_cell(CELL, {system("a"): a, system("b"): b}, rounds=3)
-    assert "".join(diary) == "ab" + "ab" + "ba" + "ab"
-    assert [row["latency_s"] for row in rows] == [[1, 2, 3], [2, 6, 3]]
-    assert pairwise(rows, ours="a", peer="b") == 2
-    (first, *others) = [*a.asked, *b.asked]
-    assert first.shape == (2, 5) and first.min() >= 3
-    assert all((ids == first).all() for ids in others)
+def answering(tokens: np.ndarray, asked: list[np.ndarray] | None = None) -> Any:
+    """A worker that gives these tokens, and notes what it was asked."""
+
+    def generate(ids: np.ndarray, cell: Work) -> np.ndarray:
+        assert cell == CELL
+        if asked is not None:
+            asked.append(ids)
+        return tokens
+
+    return generate
+
+
+def fails(ids: np.ndarray, cell: Work) -> np.ndarray:
+    raise PeerError("out of memory")
+
+
+def cell_rows(rounds: int = 1, **workers: Any) -> list[dict[str, Any]]:
+    systems = {system(name): worker for name, worker in workers.items()}
+    return measure_cell(CELL, systems, rounds=rounds, model="toy", threads=2)
+
+
+def test_all_read_the_same_sources():
+    asked: list[np.ndarray] = []
+    rows = cell_rows(3, a=answering(TOKENS, asked), b=answering(TOKENS, asked))
+    assert len(asked) == 2 * (1 + 3) and all((ids == asked[0]).all() for ids in asked)
+    assert asked[0].shape == (2, 5) and asked[0].min() >= 3
+    for entry in rows:
+        assert cell_of(checked(entry)) == CELL and (entry["model"], entry["threads"]) == ("toy", 2)
+    assert pairwise(rows, ours="b", peer="a") == rows[1]["ratio"]
 
 
 def test_other_tokens_are_counted_and_not_hidden():
     wrong = TOKENS.copy()
     wrong[0, 3] = 99
-    rows = measure_cell(
-        CELL, {system("a"): Fake("a", [1] * 2, []), system("b"): Fake("b", [1] * 2, [], wrong)}, rounds=1
-    )
-    assert [row["agreement"] for row in rows] == [1.0, 7 / 8]
-    assert "*250.00" in table(rows).splitlines()[1]
+    rows = cell_rows(a=answering(TOKENS), b=answering(wrong))
+    assert [(entry["equal"], entry["of"]) for entry in rows] == [(8, 8), (7, 8)]
+    assert "*" in table(rows).splitlines()[1]
     rows[1]["precision"] = "int8"  # of which nobody expects all
     assert "*" not in table(rows)
 
 
-def fails(ids: np.ndarray, cell: Cell) -> Answer:
-    raise PeerError("out of memory")
-
-
-def test_a_system_that_fails_is_a_row_that_says_why():
-    rows = measure_cell(CELL, {system("a"): Fake("a", [1, 2], []), system("b"): fails}, rounds=1)
-    assert rows[1]["latency_s"] == [] and rows[1]["failed"] == "out of memory"
+def test_a_system_that_fails_or_does_less_is_a_row_that_says_why():
+    rows = cell_rows(a=answering(TOKENS), b=fails, c=answering(TOKENS[:, :2]))
+    assert "out of memory" in rows[1]["failed"] and "(2, 2) instead of (2, 4)" in rows[2]["failed"]
+    assert "latency_s" not in rows[1] and table(rows).splitlines()[1].split()[-3:] == ["–", "!", "!"]
     assert pairwise(rows, ours="a", peer="b") is None and pairwise(rows, ours="b", peer="a") is None
-    assert table(rows).splitlines()[1].endswith("!")
-
-
-def test_a_system_that_ends_while_it_is_timed_keeps_no_times():
-    class Mortal(Fake):
-        def __call__(self, ids: np.ndarray, cell: Cell) -> Answer:
-            if len(self.asked) == 2:
-                raise PeerError("killed")
-            return super().__call__(ids, cell)
-
-    rows = measure_cell(CELL, {system("a"): Fake("a", [1] * 4, []), system("b"): Mortal("b", [1] * 4, [])}, rounds=3)
-    assert rows[1]["failed"] == "killed" and rows[1]["latency_s"] == [] and rows[1]["agreement"] == 1
-    assert len(rows[0]["latency_s"]) == 3 and pairwise(rows, ours="a", peer="b") is None
-
-
-def test_less_work_is_no_comparison():
-    short = Fake("b", [1, 1], [], TOKENS[:, :2])
-    rows = measure_cell(CELL, {system("a"): Fake("a", [1, 2], []), system("b"): short}, rounds=1)
-    assert rows[1]["latency_s"] == [] and "(2, 2) instead of (2, 4)" in rows[1]["failed"]
-
-
-def test_a_degenerate_reference_is_no_evidence():
-    with pytest.raises(InputError, match="degenerate"):
-        measure_cell(CELL, {system("a"): Fake("a", [1, 1], [], np.full((2, 4), 7))}, rounds=1)
     with pytest.raises(PeerError, match="memory"):
-        measure_cell(CELL, {system("a"): fails}, rounds=1)
-    for rounds, systems in ((0, {system("a"): fails}), (1, {})):
-        with pytest.raises(InputError, match="at least one"):
-            measure_cell(CELL, systems, rounds=rounds)
+        cell_rows(a=fails, b=answering(TOKENS))
+    with pytest.raises(InputError, match="degenerate"):
+        cell_rows(a=answering(np.full((2, 4), 7)), b=answering(TOKENS))
 
 
-def row(name: str, seconds: list[float], cell: Cell = CELL, precision: str = "fp32") -> dict[str, Any]:
-    return {"system": name, "precision": precision, "batch": cell.batch, "source_tokens": cell.source_tokens,
-            "beams": cell.beams, "new_tokens": cell.new_tokens, "latency_s": seconds, "agreement": 1.0}  # fmt: skip
+def row(name: str, seconds: list[float], cell: Work = CELL, precision: str = "fp32") -> dict[str, Any]:
+    about = {"system": name, "precision": precision, "batch": cell.batch, "source_tokens": cell.source_tokens,
+             "beams": cell.beams, "new_tokens": cell.new_tokens, "equal": 1, "of": 1}  # fmt: skip
+    return about | ({"latency_s": seconds} if seconds else {"failed": "no memory"})
 
 
 def test_we_stand_beside_the_best_peer_of_our_precision():
-    other = Cell(1, 32, 4, 8)
+    other = Work(1, 32, 8, beams=4)
     rows = [row(OURS, [1, 1, 1]), row(OURS_GENERATE, [0.5] * 3), row(REFERENCE, [3, 3, 3]), row(OPTIMUM, [2, 1.5, 9]),
             row("tiny", [0.1] * 3, precision="int8"), row("broken", []), row(OURS, [2.0], other),
             row(OPTIMUM, [1.0], other)]  # fmt: skip
@@ -148,7 +122,8 @@ def test_the_grid_is_that_of_the_protocol():
     assert len(GRID) == 18 and set(QUICK) < set(GRID)
     assert SYSTEMS[0].name == REFERENCE and [s.name for s in SYSTEMS if s.ours][:3] == [OURS, OURS_GENERATE, OURS_EXACT]
     assert {(s.precision, s.ours) for s in SYSTEMS} >= {("int8", True), ("int8", False), ("int4", True)}
-    assert {int8_for(cell) for cell in GRID} <= {s.name for s in SYSTEMS if s.ours and s.precision == "int8"}
+    assert {int8_for(cell) for cell in GRID} <= {s.name for s in SYSTEMS if s.ours and s.precision.startswith("int8")}
+    assert all(s.precision in RECIPES for s in SYSTEMS if s.ours)
     assert len({s.name for s in SYSTEMS}) == len(SYSTEMS)
     everywhere = [s for s in SYSTEMS if all(map(s.cells, GRID))]
     assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {"torch.compile, static cache", OURS_EXACT}
@@ -164,16 +139,6 @@ def test_every_environment_has_its_list_with_exact_versions():
         assert any(line.startswith("torch==2.13.0") for line in lines)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"PEERS := {' '.join(dict.fromkeys(s.environment for s in SYSTEMS if not s.ours))}\n" in makefile
-
-
-def test_a_heat_map_shows_every_cell_of_every_board(tmp_path: Path):
-    board = [Standing(cell, "OpenVINO", 0.8 + number / 10) for number, cell in enumerate(GRID)]
-    figure = plot_standings({"one": board, "two": board[:6], "none": []}, tmp_path / "there/map.png")
-    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert len(texts) == 24 and "0.80x\nOpenVINO" in texts
-    assert (tmp_path / "there/map.png").stat().st_size > 10_000
-    with pytest.raises(InputError, match="make peers"):
-        plot_standings({"none": []})
 
 
 # Workers: the real script, with the engines that the test environment has.
@@ -199,13 +164,12 @@ def workers(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_workers_generate_what_transformers_does(workers: dict[str, Worker], beams: int):
-    cell = Cell(batch=2, source_tokens=6, beams=beams, new_tokens=7)
+    cell = Work(2, 6, 7, beams)
     ids = np.random.default_rng(0).integers(3, 300, (2, 6))
     answers = {engine: worker(ids, cell) for engine, worker in workers.items()}
-    assert len(np.unique(answers["eager"].tokens)) > 3
+    assert len(np.unique(answers["eager"])) > 3
     for answer in answers.values():
-        assert answer.seconds > 0
-        np.testing.assert_array_equal(answer.tokens, answers["eager"].tokens)
+        np.testing.assert_array_equal(answer, answers["eager"])
 
 
 def test_a_worker_tells_its_versions(workers: dict[str, Worker]):
@@ -214,10 +178,10 @@ def test_a_worker_tells_its_versions(workers: dict[str, Worker]):
 
 
 def test_a_worker_says_why_it_cannot_generate_and_stays(workers: dict[str, Worker]):
-    cell = Cell(batch=1, source_tokens=2, beams=1, new_tokens=3)
+    cell = Work(1, 2, 3)
     with pytest.raises(PeerError, match="index out of range"):
         workers["eager"](np.array([[5, 10**6]]), cell)
-    assert workers["eager"](np.array([[5, 6]]), cell).tokens.shape == (1, 3)
+    assert workers["eager"](np.array([[5, 6]]), cell).shape == (1, 3)
 
 
 def test_a_worker_says_why_it_does_not_come_up(tmp_path: Path):
@@ -232,7 +196,7 @@ def script() -> Any:
 
 def test_an_interrupted_grid_goes_on_in_its_order(script: Any, tmp_path: Path):
     path, conditions = tmp_path / "rows.json", {"commit": "abc", "rounds": 3}
-    script.write_json(path, script.content(conditions, [row(OURS, [1], GRID[1]), row(OURS, [1], GRID[0])]))
+    script.write(path, conditions, [row(OURS, [1], GRID[1]), row(OURS, [1], GRID[0])])
     assert [cell_of(entry) for entry in script.rows_so_far(path, conditions)] == [GRID[0], GRID[1]]
     assert {"date", "command", "rows"} <= json.loads(path.read_text(encoding="utf-8")).keys()
 
@@ -247,10 +211,6 @@ def test_a_missing_environment_is_named(tmp_path: Path):
 
 
 def test_our_rows_say_by_which_recipe() -> None:
-    rows = {system.name: _row(system, GRID[0]) for system in SYSTEMS}
-    assert rows["t5accel int8 for throughput"]["recipe"] == "int8-dynamic"
-    for system in SYSTEMS:
-        row = rows[system.name]
-        assert ("hash" in row) == system.ours
-        if system.ours:
-            assert row["hash"] == RECIPES[row["recipe"]].hash
+    ours = next(system for system in SYSTEMS if system.name == "t5accel int8 for throughput")
+    rows = measure_cell(CELL, {SYSTEMS[0]: answering(TOKENS), ours: answering(TOKENS)}, rounds=1, model="toy")
+    assert "recipe_hash" not in rows[0] and rows[1]["recipe_hash"] == RECIPES["int8-dynamic"].hash

@@ -42,8 +42,8 @@ from t5accel.graphs.quantize import quantize, quantize_export
 from t5accel.graphs.recipes import RECIPES, Recipe, Scheme, recipe_of
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.graphs.sensitivity import groups_of
+from t5accel.lab.scoring import agreement
 from t5accel.parity import ParityError, parity, token_agreement
-from t5accel.scoring import agreement
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [OrtNumpy, OrtBound]

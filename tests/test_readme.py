@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from t5accel import scoreboard
 from t5accel.cli import app
+from t5accel.lab.draw import board
 
 ROOT = Path(__file__).resolve().parents[1]
 README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "WORKSHOP.md"))
@@ -15,7 +15,8 @@ def test_tables_are_drawn_from_their_files() -> None:
     shown = re.findall(r"<!-- (data/results/\S+\.json) -->\n```text\n(.*?)\n```", README, re.DOTALL)
     assert len(shown) >= 2
     for path, text in shown:
-        assert text == scoreboard.table(scoreboard.Results.read(ROOT / path).rows), f"draw the table of {path} again"
+        record = json.loads((ROOT / path).read_text(encoding="utf-8"))
+        assert text == board(record["rows"], record["machine"]), f"draw the table of {path} again"
 
 
 def test_notebook_table_lists_every_notebook_with_its_recorded_seconds() -> None:

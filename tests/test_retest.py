@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from script import load_script
 
+from t5accel.lab.rows import checked
 from t5accel.parity import ParityError
 from t5accel.timing import Work
 
@@ -24,9 +25,9 @@ def retest() -> ModuleType:
 
 def ratios(rows: list[dict[str, Any]]) -> list[str]:
     """The systems that have a ratio to the first one."""
-    for row in rows:
-        assert (row["ratio"] is None) == (row["system"] == row["reference"]) and min(row["latency_s"]) > 0
-    return [row["system"] for row in rows if row["ratio"]]
+    for row in map(checked, rows):
+        assert row["measured"] == "speed" and len(row["ratio_samples"]) == len(row["latency_s"])
+    return [row["system"] for row in rows if row["system"] != row["reference"]]
 
 
 def test_layouts_give_transformers_tokens_and_are_timed_in_both_loops(retest: ModuleType, tiny_t5: Any) -> None:
@@ -48,7 +49,7 @@ def test_naive_bookkeeping_finds_the_same_answers(retest: ModuleType, tiny_t5: A
 def test_what_is_kept_changes_no_token(retest: ModuleType, tiny_t5: Any) -> None:
     rows = list(retest.reuse_rows(tiny_t5(), "toy", 1, short=6, long=12))
     assert set(ratios(rows)) == {"kept"}
-    assert [(row["measured"], row["engine"], row["source_tokens"]) for row in rows if row["ratio"]] == [
+    assert [(row["cell"], row["backend"], row["source_tokens"]) for row in rows if row["system"] == "kept"] == [
         ("keys and values of the source", "PyTorch", 6), ("keys and values of the source", "PyTorch", 12),
         ("encoder output", "PyTorch", 12), ("encoder output", "PyTorch", 6),
         ("encoder output", "ONNX Runtime", 12), ("encoder output", "ONNX Runtime", 6),
@@ -71,32 +72,32 @@ def test_torchs_int8_is_smaller_and_scored_on_the_bundled_model(retest: ModuleTy
     model, tokenizer = mini
     rows = list(retest.torch_int8_rows({"mini": model}, tokenizer, limit=1))
     fp32, int8 = rows
-    assert int8["saved_bytes"] < 0.8 * fp32["saved_bytes"]
-    assert fp32["quality"]["translation"]["rows"] == int8["quality"]["translation"]["rows"] == 3
+    assert int8["size_bytes"] < 0.8 * fp32["size_bytes"]
+    assert fp32["limit"] == int8["limit"] == 1 and fp32["bleu"] > 0
 
 
 def test_graphs_are_compared_at_every_level(retest: ModuleType, tiny_t5: Any) -> None:
     pytest.importorskip("sympy")  # which the package for transformers needs
     rows = list(retest.graph_rows(tiny_t5("shallower-decoder"), "toy", 1, sources=(8,)))
-    levels = {row["system"]: row for row in rows if row["measured"] == "graph level"}
-    assert levels["basic"]["contrib_kinds"] == 0 < levels["all"]["contrib_kinds"]
+    levels = {row["system"]: row for row in rows if row["cell"] == "graph level"}
+    assert levels["basic"]["contrib_operators"] == [] and levels["all"]["contrib_operators"]
     assert levels["disable"]["nodes"] >= levels["basic"]["nodes"] > levels["all"]["nodes"]
-    assert Counter(row["measured"] for row in rows) == {"encoder": 3, "graph level": 4, "opening": 2}
-    assert len(ratios(rows)) == 6
+    assert Counter(row["cell"] for row in rows) == {"encoder": 3, "graph level": 4, "opening": 2}
+    assert len(ratios(rows)) == 6 and not any("new_tokens" in row for row in rows), "nothing is generated"
 
 
 def test_weights_in_another_processors_order_give_wrong_numbers(retest: ModuleType) -> None:
-    rows = {row["blocks"]: row for row in retest.moved_rows()}
+    rows = {checked(row)["system"]: row for row in retest.moved_rows()}
     if rows:  # on a processor that keeps the weights of a convolution in blocks
-        assert rows["as here"]["wrong_by"] < 1e-3 < 1 < rows["as elsewhere"]["wrong_by"]
+        assert rows["as here"]["largest_difference"] < 1e-3 < 1 < rows["as elsewhere"]["largest_difference"]
 
 
 def test_tokenizers_are_equal_and_their_share_is_one(retest: ModuleType) -> None:
     rows = list(retest.tokenizer_rows(1, every=60))
-    speeds = [row for row in rows if row["measured"] == "tokenizer"]
-    shares = [row for row in rows if row["measured"] == "tokenizer share"]
+    speeds = [row for row in rows if row["cell"] == "tokenizer"]
+    shares = [row for row in rows if row["cell"] == "tokenizer share" and "share" in row]
     assert len(ratios(speeds)) == 4 and all(row["us_per_token"] > 0 for row in speeds)
-    assert {(row["engine"], row["tokenizer"]) for row in shares} == {
+    assert {(row["backend"], row["system"]) for row in map(checked, shares)} == {
         (engine, kind) for engine in ("PyTorch", "ONNX Runtime, int8") for kind in ("Python", "Rust")
     }
     assert all(0 < row["share"] < 1 for row in shares)
@@ -112,7 +113,7 @@ def test_other_tokens_are_not_timed(retest: ModuleType) -> None:
 def test_the_command_writes_a_record(
     retest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(retest, "measured", lambda rounds: retest.moved_rows() if rounds == 2 else iter(()))
+    monkeypatch.setattr(retest, "all_rows", lambda rounds: retest.moved_rows() if rounds == 2 else iter(()))
     monkeypatch.setattr(sys, "argv", ["retest.py", "--json", str(tmp_path / "retest.json"), "--rounds", "2"])
     retest.main()
     content = json.loads((tmp_path / "retest.json").read_text())

@@ -20,7 +20,7 @@ from t5accel.decoding.text import text_to_text
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.graphs.probe import Example
 from t5accel.graphs.quantize import quantize_export
-from t5accel.scoring import agreement, text_quality
+from t5accel.lab.scoring import agreement, text_quality
 
 
 @pytest.fixture(scope="module")

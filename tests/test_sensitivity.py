@@ -22,7 +22,7 @@ from t5accel.graphs.probe import Example
 from t5accel.graphs.quantize import quantize, quantize_export
 from t5accel.graphs.recipes import RECIPES, Recipe, Scheme, group_of, recipe_of
 from t5accel.graphs.sensitivity import GroupScores, groups_of, only, ranked, sweep
-from t5accel.scoring import agreement
+from t5accel.lab.scoring import agreement
 
 TWO_AND_THREE = [
     "embedding",

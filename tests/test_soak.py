@@ -5,7 +5,7 @@ import pytest
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.errors import InputError
-from t5accel.soak import Soak, soak
+from t5accel.lab.soak import Soak, soak
 
 SMALL = dict(generations=6, settled_after=3, largest_batch=3, longest_source=5, longest_answer=2)
 

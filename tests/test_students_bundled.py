@@ -1,6 +1,5 @@
 """The bundled students are what their cards say: small, of their recorded shape, and as good as recorded."""
 
-import json
 import re
 from typing import Any
 
@@ -18,8 +17,9 @@ from t5accel.decoding.greedy import greedy
 from t5accel.decoding.text import text_to_text
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
+from t5accel.lab.rows import chosen, recorded
+from t5accel.lab.techniques import TECHNIQUES
 from t5accel.parity import assert_varied
-from t5accel.techniques import TECHNIQUES
 
 RECORDED = {
     "mini-d1": ("distillation.json", "1 layer, hidden, longer"),
@@ -35,8 +35,7 @@ each_student = pytest.mark.parametrize("name", STUDENTS)
 
 def row_of(name: str, recipe: str = "fp32") -> dict[str, Any]:
     file, model = RECORDED[name]
-    rows = json.loads((data_folder() / "results" / file).read_text(encoding="utf-8"))["rows"]
-    (found,) = [row for row in rows if row["model"] == model and row["recipe"] == recipe]
+    (found,) = chosen(recorded(file)["rows"], measured="speed", model=model, precision=recipe)
     return found
 
 
@@ -78,19 +77,17 @@ def test_it_reads_and_writes_its_teachers_tokens(name: str) -> None:
 @each_student
 def test_recorded_quality_is_what_one_gets(name: str) -> None:
     model, tokenizer = load_t5(name)
-    backend, recorded = TorchEager(model), row_of(name)["quality"]
+    backend, kept = TorchEager(model), row_of(name)
     generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences)
     report = quality.evaluate(generate, names=["translation", "questions"])
     # A near tie may fall to the other side on another processor; half a point is room for a few of them.
-    assert report.translation.bleu == pytest.approx(recorded["translation"]["bleu"], abs=0.5)
-    assert report.questions.seen.exact_match == pytest.approx(recorded["questions"]["seen"]["exact_match"], abs=2)
+    assert report.translation.bleu == pytest.approx(kept["bleu"], abs=0.5)
+    assert report.questions.seen.exact_match == pytest.approx(kept["exact_match_seen"], abs=2)
 
 
 def test_the_distilled_one_keeps_what_was_aimed_at_or_its_card_says_where_not() -> None:
-    rows = json.loads((data_folder() / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
-    (teacher,) = [row for row in rows if row["model"] == "mini" and row["recipe"] == "fp32"]
-    whole, own = (quality.main_scores(row["quality"]) for row in (teacher, row_of("mini-d1")))
-    kept = {name: own[name] / whole[name] for name in whole}
+    (teacher,) = chosen(recorded("distillation.json")["rows"], measured="speed", model="mini", precision="fp32")
+    kept = {name: row_of("mini-d1")[name] / teacher[name] for name in quality.MAIN_SCORES}
     assert kept["bleu"] >= 0.9 and kept["rougeL"] >= 0.95
     card = " ".join((data_folder() / BUNDLED["mini-d1"] / "README.md").read_text(encoding="utf-8").split())
     assert kept["exact_match"] >= 0.95 or f"{kept['exact_match']:.0%} of its teacher's right answers" in card
@@ -124,11 +121,11 @@ def test_one_line_runs_it_in_int8(name: str) -> None:
 def test_its_card_tells_its_recorded_quality(name: str) -> None:
     card = (data_folder() / BUNDLED[name] / "README.md").read_text(encoding="utf-8")
     lines = {line.split("|")[1].strip(): line for line in card.splitlines() if line.startswith("| ")}
-    report = row_of(name)["quality"]
+    report = row_of(name)
     expected = {
-        "300 sentences: BLEU": report["translation"]["bleu"],
-        "200 reports: ROUGE-L": report["summaries"]["all"]["rougeL"],
-        "200 questions: exact match": report["questions"]["all"]["exact_match"],
+        "300 sentences: BLEU": report["bleu"],
+        "200 reports: ROUGE-L": report["rougeL"],
+        "200 questions: exact match": report["exact_match"],
     }
     for start, value in expected.items():
         assert lines[start].split("|")[-2].strip() == f"{value:.1f}", start

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from script import load_script
 
-from t5accel.mini.curves import plot_losses
+from t5accel.lab.draw import plot_losses
+from t5accel.lab.rows import checked, recorded
 
 
 def written(path: Path, *rows: tuple[int, float]) -> Path:
@@ -31,3 +32,13 @@ def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> N
     assert stage.get_text() == "stage 2" and [text.get_text() for text in ends] == ["1.00"] * 3
     heights = [text.xy[1] for text in ends]
     assert min(b - a for a, b in pairwise(heights)) > 0.1, "equal losses, and each can be read"
+
+
+def test_quality_is_recorded_as_rows() -> None:
+    held_out = {"sentences": 5, "references": 9, "bleu": 20.0, "chrf": 40.0}
+    report = {"model": "mini", "questions": {"all": {"exact_match": 49.5, "f1": 50.0}, "seen": None}, "limit": None}
+    rows = load_script("training_record").quality_rows({**report, "held_out": held_out})
+    assert [checked(row)["measured"] for row in rows] == ["quality", "quality"]
+    assert rows[0]["exact_match"] == 49.5 and (rows[1]["texts"], rows[1]["bleu"]) == (5, 20.0)
+    kept = [row for row in recorded("training-mini.json")["rows"] if row["measured"] == "quality"]
+    assert [row.get("task") for row in kept] == [row.get("task") for row in rows]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.backends.traffic import StepTraffic
 from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
@@ -49,13 +48,13 @@ class RowState:
         source: what the graphs are handed for the sources, by name, (R, …): from the first step on also keys and values
             of cross-attention, (R, H_i, S, d_kv).
         past: what they are handed for the history: keys and values (R, H_i, P, d_kv), or tokens (R, P).
-        traffic: the bytes that the last step handed over, counted from its arrays.
+        traffic: the bytes that the last step handed in and took back, each by kind of tensor, from its arrays.
     """
 
     rows: Histories
     source: Arrays
     past: Arrays = field(default_factory=dict)
-    traffic: StepTraffic | None = None
+    traffic: tuple[dict[str, int], dict[str, int]] | None = None
 
 
 class RowBackend(ABC):
@@ -94,7 +93,7 @@ class RowBackend(ABC):
         file, inputs = self._inputs(state, np.ascontiguousarray(input_ids.reshape(-1, count)), rows)
         outputs = self._run(file, inputs)
         source, past = self._after(state, inputs, outputs)
-        state.traffic = StepTraffic(_bytes_by_kind(inputs), _bytes_by_kind(outputs))
+        state.traffic = _bytes_by_kind(inputs), _bytes_by_kind(outputs)
         state.rows, state.source, state.past = rows, source, past
         return outputs["logits"][:, -count:].reshape(*input_ids.shape, self.vocab_size)
 
@@ -256,7 +255,7 @@ def _bytes_by_kind(arrays: Arrays) -> dict[str, int]:
 
 
 def _kind(name: str) -> str:
-    """As `traffic` calls it."""
+    """As `lab.traffic` calls it."""
     if name.startswith(("cross_", "present_cross_")):
         return "cross_attention"
     return "self_attention" if name.startswith(("past_key_", "past_value_", "present_")) else name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from t5accel.gpu.cards import bandwidth
 from t5accel.gpu.cells import LENGTHS
 from t5accel.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
-from t5accel.records import aligned
+from t5accel.lab.rows import aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

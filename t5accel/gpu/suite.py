@@ -26,7 +26,7 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from t5accel.gpu.cells import Cell, cells_for
 from t5accel.gpu.measure import Rows, failed, let_go, measure, said
 from t5accel.gpu.systems import NAIVE, REFERENCE, Subject
-from t5accel.records import aligned, at_path, here, rows_so_far, today, write_json
+from t5accel.lab.rows import aligned, at_path, here, rows_so_far, today, write_json
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from t5accel import quality, tasks
 from t5accel.backends.ort import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.text import text_to_text
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
 from t5accel.graphs.probe import Example, checked_example
+from t5accel.lab.rows import Row, scores
 
+LONGEST = 64  # tokens of an answer that is scored
 Score = Callable[[Path], dict[str, float]]
 
 
@@ -44,14 +48,27 @@ def text_quality(
     """
 
     def score(folder: str | os.PathLike[str]) -> dict[str, float]:
-        backend = _opened(folder, threads)
-        texts = text_to_text(
-            TokenizerFile(folder), lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences
+        found = backend_scores(
+            _opened(folder, threads), TokenizerFile(folder), names=names, limit=limit, batch_size=batch_size
         )
-        report = quality.evaluate(texts, names=names, limit=limit, batch_size=batch_size)
-        return quality.main_scores(report.to_json())
+        return {name: found[name] for name in quality.MAIN_SCORES if name in found}
 
     return score
+
+
+def backend_scores(backend: Backend, tokenizer: Any, **options: Any) -> Row:
+    """All scores of a backend's answers, greedily decoded; ``options`` of `quality.evaluate`."""
+
+    def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
+        return greedy(backend, ids, mask, max_new_tokens=longest).sequences
+
+    return generated_scores(generate, tokenizer, **options)
+
+
+def generated_scores(generate: Callable[..., np.ndarray], tokenizer: Any, **options: Any) -> Row:
+    """All scores of what a function (ids, mask, shortest, longest) -> tokens writes, up to `LONGEST` tokens each."""
+    texts = text_to_text(tokenizer, lambda ids, mask: generate(ids, mask, 0, LONGEST))
+    return scores(quality.evaluate(texts, **options).to_json())
 
 
 def agreement(reference: str | os.PathLike[str], examples: Sequence[Example], *, threads: int | None = None) -> Score:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import html
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from t5accel import scoreboard
-from t5accel.bench import BenchConfig, bench
 from t5accel.checkpoints import data_folder
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
-from t5accel.records import write_json
+from t5accel.lab import draw
+from t5accel.lab.bench import Forced, bench
+from t5accel.lab.rows import Row, recorded, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,11 +75,18 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     return NotebookRun(notebook.name, time.perf_counter() - started, copy)
 
 
-def run_course(notebooks: Path, out: Path, *, config: BenchConfig | None = None) -> tuple[list[NotebookRun], str]:
+def run_course(
+    notebooks: Path, out: Path, *, measure: Callable[[], list[Row]] | None = None
+) -> tuple[list[NotebookRun], str]:
     """Execute every notebook and measure a first, quick scoreboard; returns the runs and the scoreboard as text.
 
     Writes the executed copies, ``course.json`` (seconds of each), ``scoreboard.json`` and ``scoreboard.html`` to
     ``out``. Recorded results, measured at length on a quiet machine, are shown below the live ones.
+
+    Args:
+        notebooks: their folder.
+        out: takes what is written.
+        measure: returns the rows of the live scoreboard.
     """
     import nbformat
     from tqdm import tqdm
@@ -91,20 +99,18 @@ def run_course(notebooks: Path, out: Path, *, config: BenchConfig | None = None)
             bar.set_description(book.stem)
             runs.append(execute(book, out, on_cell=bar.update))
     # Live and short: a few rows of each evaluation set, three rounds. The recorded board is the full measurement.
-    live = bench(config or BenchConfig(rounds=3, quality_limit=10, peak_memory=False), command="t5accel course")
-    live.write(out / "scoreboard.json")
+    rows = measure() if measure else bench("mini", Forced(), rounds=3, limit=10, peak_memory=False)
+    write_rows(out / "scoreboard.json", rows, command="t5accel course")
+    live = json.loads((out / "scoreboard.json").read_text(encoding="utf-8"))
     boards = [("Measured now, quick", live)]
     for path in sorted((data_folder() / "results").glob("scoreboard-*.json")):
-        boards.append((f"Recorded in full: {path.stem}", scoreboard.Results.read(path)))
-    record = {
-        "machine": live.machine, "versions": live.versions, "date": live.date, "commit": live.commit,
-        "command": live.command, "rows": [{"notebook": run.name, "seconds": round(run.seconds, 1)} for run in runs],
-    }  # fmt: skip
-    write_json(out / "course.json", record)
+        boards.append((f"Recorded in full: {path.stem}", recorded(path.name)))
+    seconds = [{"measured": "course", "notebook": run.name, "seconds": round(run.seconds, 1)} for run in runs]
+    write_rows(out / "course.json", seconds, command="t5accel course")
     items = "".join(f"<li>{html.escape(run.name)}: {run.seconds:.0f} s</li>" for run in runs)
-    page = scoreboard.page(boards, notes=f"<p>Notebooks</p><ul>{items}</ul>")
+    page = draw.page(boards, notes=f"<p>Notebooks</p><ul>{items}</ul>")
     (out / "scoreboard.html").write_text(page, encoding="utf-8")
-    return runs, scoreboard.table(live.rows)
+    return runs, draw.board(rows)
 
 
 def summary(runs: list[NotebookRun]) -> str:

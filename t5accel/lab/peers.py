@@ -1,8 +1,7 @@
-"""Measure our engine and its peers on one grid: equal tokens first, then interleaved, each in a process of its own.
+"""Our engine and its peers on one grid: equal tokens first, then interleaved, each in a process of its own.
 
 Peers need environments that exclude each other, so each runs in a worker (``scripts/peer_worker.py``) that stays loaded
-and waits while another one is timed. Within a round every system generates once for the same cell; ratios are taken
-within rounds and nowhere else.
+and waits while another one is timed. A sample is the time from the question to the answer, over a pipe.
 """
 
 from __future__ import annotations
@@ -12,41 +11,33 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from t5accel.errors import InputError, PeerError
+from t5accel.errors import PeerError
 from t5accel.graphs.recipes import RECIPES
-from t5accel.parity import assert_varied
-from t5accel.records import aligned
+from t5accel.lab.harness import Way, measured
+from t5accel.lab.rows import Row, aligned
+from t5accel.timing import Work
 
 REFERENCE = "transformers 4.57"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What every system does: ``new_tokens`` are forced, per sequence."""
-
-    batch: int
-    source_tokens: int
-    beams: int
-    new_tokens: int
-
-    def __str__(self) -> str:
-        return f"batch {self.batch}, source {self.source_tokens}, beams {self.beams}"
-
-
 # Fewer new tokens where a step is longer, so that the whole grid stays within an hour on two cores.
 GRID = tuple(
-    Cell(batch, source, beams, tokens)
+    Work(batch, source, tokens, beams)
     for batch, tokens in ((1, 64), (8, 32), (32, 16))
     for source in (32, 128, 512)
     for beams in (1, 4)
 )
 QUICK = tuple(cell for cell in GRID if cell.batch == 1 and cell.source_tokens < 512)
+
+
+def named(cell: Work) -> str:
+    """A cell of the grid in words."""
+    return f"batch {cell.batch}, source {cell.source_tokens}, beams {cell.beams}"
 
 
 @dataclass(frozen=True)
@@ -57,8 +48,7 @@ class System:
         name: what a reader calls it.
         engine: what ``scripts/peer_worker.py`` calls it.
         environment: the name of its list of packages under ``peers/``; ours run in the project's own.
-        precision: of the weights and of the arithmetic.
-        recipe: of ours, if it is not called as the precision.
+        precision: of ours the recipe's name; of others that of the weights and of the arithmetic.
         cells: those that it takes part in.
     """
 
@@ -66,8 +56,7 @@ class System:
     engine: str
     environment: str
     precision: str = "fp32"
-    cells: Callable[[Cell], bool] = lambda _: True
-    recipe: str | None = None
+    cells: Callable[[Work], bool] = lambda _: True
 
     @property
     def ours(self) -> bool:
@@ -94,20 +83,12 @@ SYSTEMS = (
     System(OURS_GENERATE, "ours-generate", "ours"),
     System(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
     System(OURS_INT8, "ours-int8", "ours", "int8"),
-    System(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8", recipe="int8-dynamic"),
+    System(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8-dynamic"),
     System(OURS_INT4, "ours-int4", "ours", "int4"),
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One generation: seconds, and the new tokens (B, L)."""
-
-    seconds: float
-    tokens: np.ndarray
-
-
-Generate = Callable[[np.ndarray, Cell], Answer]  # from input_ids (B, S)
+Generate = Callable[[np.ndarray, Work], np.ndarray]  # from input_ids (B, S) to the new tokens (B, L)
 
 
 class Worker:
@@ -131,8 +112,8 @@ class Worker:
             )  # fmt: skip
         self.versions: dict[str, str] = self._read()["versions"]
 
-    def __call__(self, ids: np.ndarray, cell: Cell) -> Answer:
-        """Generate for ``ids`` (B, S). Raises ``PeerError`` if the system fails."""
+    def __call__(self, ids: np.ndarray, cell: Work) -> np.ndarray:
+        """The new tokens (B, L) for ``ids`` (B, S). Raises ``PeerError`` if the system fails."""
         asked = {"ids": ids.tolist(), "new_tokens": cell.new_tokens, "beams": cell.beams}
         try:
             self.process.stdin.write(json.dumps(asked) + "\n")
@@ -140,8 +121,7 @@ class Worker:
         except BrokenPipeError as error:  # it has ended, perhaps for want of memory
             self.process.wait()
             raise PeerError(f"{self._name} ended with exit status {self.process.returncode}.") from error
-        answer = self._read()
-        return Answer(answer["seconds"], np.array(answer["tokens"]))
+        return np.array(self._read()["tokens"])
 
     def close(self) -> None:
         """End the process."""
@@ -159,61 +139,38 @@ class Worker:
         return answer
 
 
-def measure_cell(cell: Cell, systems: Mapping[System, Generate], *, rounds: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Warm every system up on the cell, compare its tokens with the reference's, then time all of them, interleaved.
+def measure_cell(
+    cell: Work, systems: Mapping[System, Generate], *, rounds: int, model: str, threads: int | None = None,
+    seed: int = 0,
+) -> list[Row]:  # fmt: skip
+    """A row for each system in one cell; one that fails, before or while it is timed, has no time and says why.
 
     Args:
+        cell: what every system does.
         systems: what takes part; the first one is the reference.
         rounds: each system generates once in each; every second round goes backwards.
-
-    Returns:
-        A row for each system: ``latency_s`` by rounds, and ``agreement``, the share of its tokens that are the
-        reference's. One that fails, before or while it is timed, has no times: its row says why.
+        model, threads: what the rows say of them.
+        seed: of the sources.
 
     Raises:
         InputError: ``rounds`` is below 1, or the reference's output is degenerate.
-        PeerError: the reference fails on the first run.
+        PeerError: the reference fails.
     """
-    if rounds < 1 or not systems:
-        raise InputError(f"{rounds} rounds of {len(systems)} systems: give at least one of each.")
     ids = np.random.default_rng(seed).integers(3, 32_000, (cell.batch, cell.source_tokens))
-    reference = next(iter(systems))
-    expected = systems[reference](ids, cell).tokens
-    assert_varied(expected)
-    rows: dict[System, dict[str, Any]] = {}
-    for system, generate in systems.items():
-        rows[system] = _row(system, cell)
-        try:
-            tokens = expected if system is reference else generate(ids, cell).tokens
-            if tokens.shape != expected.shape:
-                raise PeerError(f"It generated tokens of shape {tokens.shape} instead of {expected.shape}.")
-            rows[system]["agreement"] = float((tokens == expected).mean())
-        except PeerError as error:
-            rows[system]["failed"] = str(error)
-    running = [system for system in systems if "failed" not in rows[system]]
-    for turn in range(rounds):
-        for system in running if turn % 2 == 0 else running[::-1]:
-            if "failed" in rows[system]:
-                continue
-            try:
-                rows[system]["latency_s"].append(round(systems[system](ids, cell).seconds, 6))
-            except PeerError as error:
-                rows[system] |= {"failed": str(error), "latency_s": []}
-    return list(rows.values())
+
+    def way(system: System, generate: Generate) -> Way:
+        facts = {"precision": system.precision}
+        facts |= {"recipe_hash": RECIPES[system.precision].hash} if system.ours else {}
+        return Way(system.name, lambda: partial(generate, ids, cell), exact=False, facts=facts)
+
+    about = {"model": model} | ({} if threads is None else {"threads": threads})
+    ways = [way(*each) for each in systems.items()]
+    return measured(ways, cell, rounds=rounds, keep_going=True, **about)
 
 
-def _row(system: System, cell: Cell) -> dict[str, Any]:
-    row = {
-        "system": system.name, "precision": system.precision, "batch": cell.batch, "source_tokens": cell.source_tokens,
-        "beams": cell.beams, "new_tokens": cell.new_tokens, "latency_s": [],
-    }  # fmt: skip
-    recipe = RECIPES[system.recipe or system.precision]
-    return row | ({"recipe": recipe.name, "hash": recipe.hash} if system.ours else {})
-
-
-def cell_of(row: Mapping[str, Any]) -> Cell:
+def cell_of(row: Mapping[str, Any]) -> Work:
     """The cell that a row was measured in."""
-    return Cell(*(row[name] for name in ("batch", "source_tokens", "beams", "new_tokens")))
+    return Work(*(row[name] for name in ("batch", "source_tokens", "new_tokens", "beams")))
 
 
 def pairwise(rows: Sequence[Mapping[str, Any]], ours: str, peer: str) -> float | None:
@@ -223,8 +180,8 @@ def pairwise(rows: Sequence[Mapping[str, Any]], ours: str, peer: str) -> float |
     >>> pairwise(rows, ours="a", peer="b")
     2.5
     """
-    times = {row["system"]: row["latency_s"] for row in rows}
-    if not times.get(ours) or not times.get(peer):
+    times = {row["system"]: row["latency_s"] for row in rows if "latency_s" in row}
+    if ours not in times or peer not in times:
         return None
     return median(theirs / mine for mine, theirs in zip(times[ours], times[peer], strict=True))
 
@@ -233,7 +190,7 @@ def pairwise(rows: Sequence[Mapping[str, Any]], ours: str, peer: str) -> float |
 class Standing:
     """How we stand in a cell: the peer that comes nearest, and its time over ours (above 1 we are faster)."""
 
-    cell: Cell
+    cell: Work
     peer: str
     ratio: float
 
@@ -241,7 +198,7 @@ class Standing:
 def standings(
     rows: Sequence[Mapping[str, Any]],
     *,
-    ours: str | Callable[[Cell], str] = OURS,
+    ours: str | Callable[[Work], str] = OURS,
     precision: str = "fp32",
     peers: Sequence[str] | None = None,
 ) -> Iterator[Standing]:
@@ -262,10 +219,10 @@ def standings(
             yield Standing(cell, *min(found.items(), key=lambda pair: pair[1]))
 
 
-def int8_for(cell: Cell) -> str:
+def int8_for(cell: Work) -> str:
     """Which of our ways with 8 bits stands for us in a cell: each batch has the one that it was tuned for.
 
-    >>> int8_for(Cell(1, 32, 4, 64)), int8_for(Cell(8, 32, 1, 32))
+    >>> int8_for(Work(1, 32, 64, beams=4)), int8_for(Work(8, 32, 32))
     ('t5accel int8', 't5accel int8 for throughput')
     """
     return OURS_INT8 if cell.batch == 1 else OURS_INT8_THROUGHPUT
@@ -277,7 +234,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     A ``*`` marks fp32 systems whose tokens are not all the reference's.
 
     >>> print(table([{"system": "a", "precision": "fp32", "batch": 1, "source_tokens": 8, "beams": 1, "new_tokens": 10,
-    ...     "latency_s": [0.05], "agreement": 1.0}]))
+    ...     "latency_s": [0.05], "equal": 10, "of": 10}]))
     cell                           a
     batch 1, source 8, beams 1  5.00
     """
@@ -286,12 +243,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [["cell", *names]]
     for cell in cells:
         here = {row["system"]: row for row in rows if cell_of(row) == cell}
-        lines.append([str(cell), *(_per_step(here[name]) if name in here else "" for name in names)])
+        lines.append([named(cell), *(_per_step(here[name]) if name in here else "" for name in names)])
     return "\n".join(aligned(lines))
 
 
 def _per_step(row: Mapping[str, Any]) -> str:
-    if not row["latency_s"]:
-        return "!"
-    mark = "*" if row["precision"] == "fp32" and row["agreement"] < 1 else ""
+    if "latency_s" not in row:
+        return "!" if "failed" in row else "–"  # alone, a system is not timed
+    mark = "*" if row["precision"] == "fp32" and row["equal"] < row["of"] else ""
     return f"{mark}{median(row['latency_s']) / row['new_tokens'] * 1e3:.2f}"

@@ -1,10 +1,11 @@
 """The ways of generating that are measured against each other: transformers, our loop on torch, our engines on ONNX.
 
-Each is a `Technique` in ``TECHNIQUES``; what measures them is `bench.bench`.
+Each is a `Technique`; `bench.bench` measures those in ``TECHNIQUES``, `ladder.climb` stacks them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -103,8 +104,13 @@ def weight_bytes(subject: Subject) -> int:
 
 
 def graph_bytes(subject: Subject, precision: str = "fp32") -> int:
-    """Bytes of the graphs and of the weights beside them, a shortlist's included."""
-    files = read_manifest(subject.export(precision), verify=False).files
+    """Bytes of the subject's export in these numbers."""
+    return bytes_of(subject.export(precision))
+
+
+def bytes_of(folder: str | os.PathLike[str]) -> int:
+    """Bytes of an export's graphs and of the weights beside them, a shortlist's included."""
+    files = read_manifest(folder, verify=False).files
     return sum(files[name]["size_bytes"] for name in (ENCODER, DECODER, SHORTLIST, WEIGHTS) if name in files)
 
 
@@ -185,6 +191,9 @@ TECHNIQUES = (
 THROUGHPUT = _in("int8-dynamic")
 LOOKUP = replace(_in("int8"), name="ONNX Runtime, lookup, int8", backend="decoding.lookup",
                  build=lambda subject: _engine(subject, "int8", decode=lookup))  # fmt: skip
+
+
+WAYS = {technique.name: technique for technique in (*TECHNIQUES, LOOKUP, THROUGHPUT)}  # found by name elsewhere
 
 
 def choose(parts: Sequence[str], *, model: str = "mini") -> tuple[Technique, ...]:

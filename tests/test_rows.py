@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from t5accel import machine, records
+from t5accel import machine
 from t5accel.errors import InputError
-from t5accel.records import described, here, recorded, rows_so_far, write_json, write_rows
+from t5accel.lab import rows
+from t5accel.lab.rows import KEYS, checked, described, here, recorded, rows_so_far, scores, write_json, write_rows
+
+RECORDED = sorted((Path(__file__).resolve().parents[1] / "data/results").glob("*.json"))
 
 
 @pytest.fixture
@@ -19,12 +22,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_says_where_it_is_from(no_gpu: None, tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.json", [{"a": 1}], command="a command", more=2)
+    write_rows(tmp_path / "rows.json", [{"system": "a"}], command="a command", more=2)
     found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     assert {name: found[name] for name in ("command", "more", "rows")} == {
-        "command": "a command", "more": 2, "rows": [{"a": 1}],
+        "command": "a command", "more": 2, "rows": [{"system": "a"}],
     }  # fmt: skip
-    assert {name: found[name] for name in here()} == here() and found["date"] == records.today()
+    assert {name: found[name] for name in here()} == here() and found["date"] == rows.today()
     assert found["machine"]["cpu"] in described(found) and described(found).endswith("a command")
 
 
@@ -41,7 +44,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(records.os, "replace", killed)
+    monkeypatch.setattr(rows.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_json(tmp_path / "rows.json", {"rows": [2]})
     assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8")) == {"rows": [1]}
@@ -75,9 +78,9 @@ def test_what_is_not_recorded_has_no_rows() -> None:
 def test_the_commit_of_a_copy_is_what_it_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     monkeypatch.delenv("T5ACCEL_COMMIT", raising=False)
-    assert records.commit() is None
+    assert rows.commit() is None
     monkeypatch.setenv("T5ACCEL_COMMIT", "d8e56ae")
-    assert records.commit() == here()["commit"] == "d8e56ae"
+    assert rows.commit() == here()["commit"] == "d8e56ae"
 
 
 def test_conditions_may_lie_further_down(tmp_path: Path) -> None:
@@ -85,3 +88,33 @@ def test_conditions_may_lie_further_down(tmp_path: Path) -> None:
     write_json(path, {"machine": {"gpu": {"name": "a"}, "os": "one"}, "rows": [1]})
     assert rows_so_far(path, {"machine.gpu.name": "a"}) == [1]
     assert rows_so_far(path, {"machine.gpu.name": "b"}) == [] and not path.exists()
+
+
+@pytest.mark.parametrize("row", [{"tehcnique": "a"}, {"ratio": None}, {"ratio": {"median": 2.0}}, {"latency_s": [[1]]},
+                                 {"settings": {"a": {"b": 1}}}])  # fmt: skip
+def test_an_unknown_key_and_a_value_that_is_not_flat_are_refused_and_nothing_is_written(
+    row: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=next(iter(row))):
+        write_rows(tmp_path / "rows.json", [{"system": "a"}, row], command="a command")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDED if path.stem != "claims"], ids=lambda path: path.stem)
+def test_every_recorded_row_is_of_the_one_kind(path: Path) -> None:
+    for row in recorded(path.name)["rows"]:
+        assert checked(row)["measured"]
+        for key in ("ratio", "factor"):
+            if key in row:
+                assert len(row[f"{key}_samples"]) == len(row["latency_s"]) and min(row["latency_s"]) > 0
+
+
+def test_scores_of_all_parts_are_keys_of_rows_and_missing_ones_are_omitted() -> None:
+    from t5accel.quality import evaluate
+
+    report = evaluate(lambda texts: ["unanswerable"] * len(texts), limit=1).to_json()
+    found = scores(report)
+    assert found.keys() <= KEYS and found["limit"] == 1
+    assert found["exact_match"] == report["questions"]["all"]["exact_match"]
+    assert {"bleu_3-5", "rougeL_unseen", "f1_seen"} <= found.keys()
+    assert "bleu" not in scores({**report, "translation": None}) and scores(None) == {}

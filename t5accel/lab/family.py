@@ -6,8 +6,8 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,54 +18,54 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import T5Dims, load_t5
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.text import text_to_text
 from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
 from t5accel.graphs.convert import convert_export
 from t5accel.graphs.export import export_t5
-from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.recipes import as_recipe
-from t5accel.timing import Candidate, Work, compare
+from t5accel.lab.harness import Way, measured
+from t5accel.lab.rows import Row, chosen
+from t5accel.lab.scoring import backend_scores
+from t5accel.lab.techniques import bytes_of
+from t5accel.timing import Work
 
 Name = TypeVar("Name")
-GRAPHS = (ENCODER, DECODER, SHORTLIST, WEIGHTS)
 
 
 def family_rows(
     members: Mapping[str, str | os.PathLike[str]], *, recipes: Sequence[str] = ("fp32", "int8"), rounds: int = 5,
     batch: int = 1, source_tokens: int = 64, new_tokens: int = 64, limit: int | None = None,
     on_model: Callable[[str], None] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each member and recipe: text scores, bytes, and its time against the first one's, in the first recipe.
+) -> list[Row]:  # fmt: skip
+    """For each member a row of its sizes; for each of its recipes text scores, bytes, and its time against the first's.
 
     Every export in fp32 is shown to give its checkpoint's tokens before it is timed; all are timed interleaved,
     greedily, at a forced length.
 
     Args:
         members: by what the rows call them, names or folders that `checkpoints.load_t5` knows, with tokenizers; the
-            first is what the others are compared with.
+            first is what the others are compared with, in the first recipe.
         recipes: some of `recipes.RECIPES`.
         rounds: of the timing; ratios are formed within each.
         batch, source_tokens, new_tokens: what is timed.
         limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
-        on_model: is called with the name of each member that is exported and scored.
+        on_model: is called with the name of each member once it is exported.
 
     Raises:
         InputError: there are no two rows to compare, or a member has no tokenizer, or says one token again and again.
         ParityError: an export in fp32 gives other tokens than its checkpoint.
 
     >>> rows = family_rows({"mini": "mini"}, recipes=["fp32", "int8"], rounds=1, new_tokens=4, limit=0)
-    >>> [row["recipe"] for row in rows], rows[0]["size_bytes"] > 2 * rows[1]["size_bytes"]
-    (['fp32', 'int8'], True)
+    >>> [row["measured"] for row in rows], rows[1]["size_bytes"] > 2 * rows[2]["size_bytes"]
+    (['size', 'speed', 'speed'], True)
     """
     if len(members) * len({*recipes}) < 2:
         raise InputError("There is nothing to compare: give two members, or a member and two recipes.")
     threads = machine.cpu_threads()
-    settings = SessionSettings(threads=threads)
     ids = None  # of the first member's tokenizer; the others read the same
-    engines: dict[tuple[str, str], OrtNumpy] = {}
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    engines: dict[str, OrtNumpy] = {}
+    ways: list[Way] = []
+    about: list[Row] = []
     with tempfile.TemporaryDirectory() as root:
         for number, (name, where) in enumerate(members.items()):
             model, tokenizer = load_t5(where)
@@ -74,43 +74,29 @@ def family_rows(
             if ids is None:
                 ids = np.array(tasks.sources_of_length(tokenizer, batch, source_tokens), dtype=np.int64)
             dims = T5Dims.of(model)
+            weights = {"weights_per_step": machine.decoder_weights_per_step(dims)}
+            about.append({"measured": "size", "model": name, **weights, "settings": asdict(dims)})
             in_fp32 = Path(root) / f"{number}-fp32"
             export_t5(model, in_fp32, tokenizer=tokenizer, name=name, external_threshold_bytes=0)  # weights once
-            for precision in recipes:
-                recipe = as_recipe(precision)
+            for recipe in map(as_recipe, recipes):
                 folder = in_fp32 if recipe.name == "fp32" else Path(root) / f"{number}-{recipe.name}"
                 if folder != in_fp32:
                     convert_export(in_fp32, folder, recipe)
-                engine = OrtNumpy(folder, settings=settings)
+                engine = engines[f"{name}, {recipe.name}"] = OrtNumpy(folder, settings=SessionSettings(threads=threads))
                 if recipe.name == "fp32":
                     _prove_equal(TorchEager(model), engine, tokenizer)
-                rows[name, precision] = {
-                    "model": name, "recipe": recipe.name, "hash": recipe.hash, "dims": asdict(dims),
-                    "size_bytes": _bytes(folder), "weights_per_step": machine.decoder_weights_per_step(dims),
-                    "quality": None if limit == 0 else _quality(engine, folder, limit),
-                }  # fmt: skip
-                engines[name, precision] = engine
+                facts = {"model": name, "precision": recipe.name, "recipe_hash": recipe.hash, **weights,
+                         "size_bytes": bytes_of(folder)}  # fmt: skip
+                run = partial(_sequences, engine, ids, new_tokens)
+                ways.append(Way(f"{name}, {recipe.name}", lambda run=run: run, exact=False, facts=facts))
             if on_model is not None:
                 on_model(name)
-        work = Work(batch=batch, source_tokens=source_tokens, new_tokens=new_tokens, threads=threads)
-
-        def candidate(key: tuple[str, str]) -> Candidate:
-            def run() -> Work:
-                out = greedy(engines[key], ids, min_new_tokens=new_tokens, max_new_tokens=new_tokens).sequences
-                return Work(batch=len(out), source_tokens=source_tokens, new_tokens=out.shape[1], threads=threads)
-
-            return Candidate("/".join(key), run, work)
-
-        first, *others = engines
-        timed = compare(candidate(first), *map(candidate, others), rounds=rounds)
-    for key, row in rows.items():
-        latency, ratio = timed.latencies["/".join(key)], timed.ratios.get("/".join(key))
-        row |= {
-            "batch": batch, "source_tokens": source_tokens, "new_tokens": new_tokens, "threads": threads,
-            "latency_s": list(latency.samples_s), "tokens_per_s": batch * new_tokens / median(latency.samples_s),
-            "ratio": None if ratio is None else ratio.to_json(),
-        }  # fmt: skip
-    return list(rows.values())
+        rows = measured(ways, Work(batch, source_tokens, new_tokens, threads=threads), rounds=rounds)
+        if limit != 0:
+            for row in rows:
+                engine = engines[row["system"]]
+                row |= backend_scores(engine, TokenizerFile(engine.folder), limit=limit)
+    return [found for one in about for found in (one, *chosen(rows, model=one["model"]))]
 
 
 def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -> list[Name]:
@@ -133,6 +119,10 @@ def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -
     return found
 
 
+def _sequences(engine: OrtNumpy, ids: np.ndarray, new_tokens: int) -> np.ndarray:
+    return greedy(engine, ids, min_new_tokens=new_tokens, max_new_tokens=new_tokens).sequences
+
+
 def _prove_equal(checkpoint: TorchEager, export: OrtNumpy, tokenizer: Any) -> None:
     """On texts of all tasks: what was pruned and not yet trained may say one token again and again in some of them."""
     texts = [tasks.source_text(task, row) for task in tasks.NAMES for row in tasks.rows(task, limit=1)]
@@ -141,15 +131,3 @@ def _prove_equal(checkpoint: TorchEager, export: OrtNumpy, tokenizer: Any) -> No
     expected, same = (greedy(engine, **given, max_new_tokens=16).sequences for engine in (checkpoint, export))
     quality.assert_varied(expected)
     quality.parity(same, expected, atol=0)
-
-
-def _quality(engine: OrtNumpy, folder: Path, limit: int | None) -> dict[str, Any]:
-    generate = text_to_text(
-        TokenizerFile(folder), lambda ids, mask: greedy(engine, ids, mask, max_new_tokens=64).sequences
-    )
-    return quality.evaluate(generate, limit=limit).to_json()
-
-
-def _bytes(folder: Path) -> int:
-    files = read_manifest(folder, verify=False).files
-    return sum(files[name]["size_bytes"] for name in GRAPHS if name in files)

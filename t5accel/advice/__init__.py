@@ -1,1 +1,0 @@
-"""What `advise` is made of: the need, the measured rows as evidence, and how the advice reads."""

@@ -1,0 +1,156 @@
+"""What is drawn from rows: tables and pictures show the rows and nothing else, and only what may be compared."""
+
+import base64
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_ladder import TOY, shown
+
+from t5accel.errors import InputError, MissingPackageError
+from t5accel.lab import draw
+from t5accel.lab.draw import board, caption, page, plot_board, plot_ladders, plot_standings, table
+from t5accel.lab.peers import GRID, Standing
+
+REFERENCE = dict(
+    measured="speed", system="the reference", reference="the reference", backend="theirs", model="mini",
+    precision="fp32", batch=1, beams=1, source_tokens=64, new_tokens=10, threads=2, latency_s=[0.5, 0.1, 0.2, 0.3],
+    ratio=1.0, ratio_samples=[1.0] * 4, tokens_per_s=40.0, size_bytes=35_400_000, peak_memory_bytes=612_000_000,
+    bleu=31.26, rougeL=81.04, exact_match=77.0,
+)  # fmt: skip
+OURS = dict(
+    measured="speed", system="our loop", reference="the reference", model="mini", precision="int8", batch=1, beams=1,
+    source_tokens=64, new_tokens=10, threads=2, latency_s=[0.123], ratio=2.0, ratio_samples=[1.5, 2.0, 2.5],
+    tokens_per_s=81.3, size_bytes=9_000_000,
+)  # fmt: skip
+ROWS = [REFERENCE, OURS]
+FACTS = {"cpu": "a CPU", "usable_threads": 2}
+RECORD = {"machine": FACTS, "versions": {"torch": "2.9.1"}, "date": "2025-11-21", "commit": "abc1234",
+          "command": "t5accel bench", "rows": ROWS}  # fmt: skip
+THEIR_CELLS = ("the reference", "fp32", "25.00", "40", "1.00x", "35", "612", "31.3", "81.0", "77.0")
+OUR_CELLS = ("our loop", "int8", "12.30", "81", "2.00x", "9", "–", "–", "–", "–")
+
+
+def test_the_board_is_aligned_and_opens_with_its_conditions():
+    first, blank, header, rule, *lines = board(ROWS, FACTS).splitlines()
+    assert first == caption(ROWS, FACTS) and blank == "" and first.endswith("a CPU, 2 threads")
+    assert "mini, batch 1, beams 1, 64 source and 10 forced new tokens, 2 threads; ratio to the reference" in first
+    assert {len(line) for line in (header, rule, *lines)} == {len(rule)} and set(rule) == {"-", " "}
+    cells = [tuple(re.split(r"  +", line.strip())) for line in lines]
+    assert cells == [THEIR_CELLS, OUR_CELLS], "an en dash stands for what was not measured"
+
+
+def test_the_table_of_a_ladder_has_a_line_for_each_rung():
+    head, rule, *lines = table(TOY).splitlines()
+    assert len(lines) == len(TOY) and {*rule} == {"-", " "}
+    assert head.split()[-1] == "gate" and [line.split()[-1] for line in lines].count("outside") == 1
+    assert lines[1].split() == "cache naive 1 160.0 250 2.50 2.5 36 440 28.0 58.0 35.0 inside".split()
+    names = ("peak_memory_bytes", "bleu", "rougeL", "exact_match", "inside")
+    bare = {key: value for key, value in shown("naive", None, 1.0).items() if key not in names}
+    assert table([bare]).splitlines()[-1].split()[-5:] == ["–"] * 5
+
+
+def test_the_plot_has_a_bar_for_each_row_and_is_a_readable_picture(tmp_path):
+    from matplotlib.image import imread
+
+    path = tmp_path / "new folder" / "board.png"
+    figure = plot_board(ROWS, path)
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["the reference (fp32)", "our loop (int8)"]
+    assert [note.get_text() for note in axes.texts] == ["1.00x", "2.00x"]
+    assert "the reference" in axes.get_xlabel() and "mini, batch 1" in axes.get_title()
+    (errors,) = axes.collections
+    assert [(left[0], right[0]) for left, right in errors.get_segments()] == [(1.0, 1.0), (1.5, 2.5)]
+    picture = imread(path)
+    assert picture.shape[:2] == tuple(round(150 * inches) for inches in reversed(figure.get_size_inches()))
+    assert picture[..., :3].min() < 0.3 and picture[..., :3].max() == 1.0  # something is drawn on white
+
+
+def test_an_unknown_picture_format_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"board\.xyz"):
+        plot_board(ROWS, tmp_path / "board.xyz")
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"t5accel\[course\]"):
+        plot_board(ROWS)
+
+
+def test_the_page_holds_picture_table_and_origin_of_every_board():
+    html = page([("Now", RECORD), ("Then", RECORD | dict(commit=None, date="2024-01-01"))], notes="<p>a note</p>")
+    assert html.startswith("<!doctype html>") and "<p>a note</p>" in html
+    assert html.count("<h2>") == html.count("<table>") == 2
+    assert html.index("<h2>Now") < html.index("<h2>Then")
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
+    assert len(pictures) == 2 and all(base64.b64decode(data).startswith(b"\x89PNG") for data in pictures)
+    for cell in (*THEIR_CELLS, *OUR_CELLS):
+        assert f"<td>{cell}</td>" in html
+    for origin in ("commit abc1234", "commit unknown", "2024-01-01", "<code>t5accel bench</code>", "torch 2.9.1"):
+        assert origin in html
+    assert not re.search(r'(src|href)="(?!data:)', html)  # self-contained
+
+
+def test_the_page_escapes_what_it_is_given():
+    evil = '<script>"&'
+    row = REFERENCE | dict(system=evil, model=evil)
+    odd = RECORD | dict(rows=[row], date=evil, commit=evil, command=evil, versions={evil: evil}, machine={"cpu": evil})
+    html = page([(evil, odd)])
+    assert "<script>" not in html
+    assert "<td>&lt;script&gt;&quot;&amp;</td>" in html and "<h2>&lt;script&gt;&quot;&amp;</h2>" in html
+
+
+def draw_page(rows):
+    return page([("a title", RECORD | dict(rows=rows))])
+
+
+@pytest.mark.parametrize("show", [board, plot_board, draw_page])
+@pytest.mark.parametrize("name", ["model", "batch", "beams", "source_tokens", "new_tokens", "threads", "reference"])
+def test_rows_of_other_conditions_are_refused(show, name):
+    with pytest.raises(InputError, match=f"differ in {name} "):
+        show([REFERENCE, OURS | {name: "another"}])
+
+
+@pytest.mark.parametrize("show", [caption, table, board, plot_board, draw_page])
+def test_no_rows_are_refused(show):
+    with pytest.raises(InputError, match="no rows to show"):
+        show([])
+
+
+def test_rows_of_two_ladders_are_not_shown_as_one():
+    for show in (table, lambda rows: plot_ladders({"both": rows})):
+        with pytest.raises(InputError, match="differ in cell"):
+            show([*TOY, shown("naive", None, 1.0, cell="another")])
+    with pytest.raises(InputError, match="no ladders to draw"):
+        plot_ladders({})
+
+
+def test_the_picture_of_a_ladder_has_a_bar_for_each_rung_in_the_colour_of_its_kind(tmp_path: Path):
+    from matplotlib.colors import to_hex
+
+    figure = plot_ladders({"one": TOY, "two": TOY[:2]}, tmp_path / "new" / "ladder.png")
+    assert (tmp_path / "new" / "ladder.png").stat().st_size > 10_000
+    first, second = figure.axes
+    colours = [to_hex(bar.get_facecolor()) for bar in first.patches]
+    kinds = ["LATENCY", "LATENCY", "LATENCY", "ASIDE", "OUTSIDE", "THROUGHPUT"]
+    assert colours == [getattr(draw, kind) for kind in kinds]
+    assert [label.get_text() for label in first.get_yticklabels()] == [row["adds"] for row in TOY]
+    assert [text.get_text() for text in first.texts][:3] == ["1", "x2.50, in all 2.5", "x8.10, in all 20"]
+    ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in first.patches]
+    assert ends[2] == pytest.approx((2.5, 20.0)) and ends[5] == pytest.approx((20.0, 160.0))
+    assert len(second.patches) == 2 and first.get_xscale() == "log"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["on the way to the fastest", "tried beside it", "many texts at once", "outside the gate"]
+
+
+def test_a_heat_map_shows_every_cell_of_every_board(tmp_path: Path):
+    standings = [Standing(cell, "OpenVINO", 0.8 + number / 10) for number, cell in enumerate(GRID)]
+    some = [standing for standing in standings if standing.cell != GRID[2]]
+    figure = plot_standings({"one": standings, "two": some, "none": []}, tmp_path / "there/map.png")
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert len(texts) == 36 and "0.80x\nOpenVINO" in texts and texts.count("not measured") == 1
+    assert (tmp_path / "there/map.png").stat().st_size > 10_000
+    with pytest.raises(InputError, match="make peers"):
+        plot_standings({"none": []})
