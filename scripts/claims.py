@@ -43,9 +43,7 @@ class Missing(ClaimError):
 
 
 def _number(found: Any) -> float:
-    """A number as it stands; of a list of samples the median, of numbers by name their sum."""
-    if isinstance(found, Mapping):
-        return float(sum(found.values()))
+    """A number as it stands; of a list of samples the median."""
     return float(median(found) if isinstance(found, list) else found)
 
 
@@ -59,7 +57,7 @@ HOW: dict[str, Callable[..., float]] = {
     # Of samples that were taken in turn: the median of their quotients.
     "pairwise": lambda one, other: median(a / b for a, b in zip(one, other, strict=True)),
 }
-KEYS = {"ratio": "ratio.median", "pairwise": "latency_s"}  # of rows, where the claim names no other
+KEYS = {"ratio": "ratio", "pairwise": "latency_s"}  # of rows, where the claim names no other
 DIGITS = {"value": 0, "count": 0, "difference": 1}  # behind the point, where the claim names no other; else 2
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,10 @@ from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError
 from t5accel.gpu.cells import Cell
 from t5accel.gpu.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, Subject
+from t5accel.lab.harness import Way, measured, said
+from t5accel.lab.rows import Row
 from t5accel.parity import ParityError, assert_varied, parity
-from t5accel.timing import Candidate, Work, compare
+from t5accel.timing import Work
 
 ATOL = 1e-3  # of logits in fp32, whose scale is about 10
 LARGEST_ERROR = 1e-4  # in fp32: norm of the difference from transformers' logits, over the norm of those
@@ -29,11 +30,9 @@ LARGEST_ERROR = 1e-4  # in fp32: norm of the difference from transformers' logit
 # away from its fp32. So ours may be away from fp32 as far as transformers is in the same dtype, and a quarter more.
 TIMES_THEIRS = 1.25
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-FEWEST_ROUNDS = 3
-Rows = list[dict[str, Any]]
 
 
-def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int = 5) -> Rows:
+def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int = 5) -> list[Row]:
     """The rows of a cell.
 
     Args:
@@ -45,7 +44,7 @@ def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds
 
     Returns:
         A row for each system that takes part, and more by what is measured. A system that fails has a row that says
-        why. No rows at all where the time is too short for `FEWEST_ROUNDS`.
+        why. No rows at all where the time is too short for `harness.FEWEST_ROUNDS`.
     """
     if cell.measured == "equality":
         return equality(cell, subject)
@@ -55,7 +54,7 @@ def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds
     return rows + price_of_compiling(rows) if cell.measured == "compile" else rows
 
 
-def failed(cell: Cell, why: str) -> Rows:
+def failed(cell: Cell, why: str) -> list[Row]:
     """The rows of a cell of which nothing was measured."""
     names = (GRAPH,) if cell.measured == "floor" else cell.systems
     return [_row(name, cell) | {"failed": why} for name in names]
@@ -75,7 +74,7 @@ def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
 # Equality
 
 
-def equality(cell: Cell, subject: Subject) -> Rows:
+def equality(cell: Cell, subject: Subject) -> list[Row]:
     """Tokens and logits beside those of transformers in fp32 on the same device.
 
     In fp32 every token has to be equal. With fewer bits outputs part ways sooner or later, so logits of given tokens
@@ -101,7 +100,7 @@ def equality(cell: Cell, subject: Subject) -> Rows:
 
 def _equality_of(
     name: str, cell: Cell, subject: Subject, texts: tuple[Any, ...], forced: tuple[Any, ...], allowed: float
-) -> dict[str, Any]:
+) -> Row:
     (ids, mask, expected), (given, logits), system = texts, forced, SYSTEMS[name]
     row = _row(name, cell)
     if subject.dtype not in system.dtypes:
@@ -146,58 +145,33 @@ def _by_steps(backend: Any, ids: np.ndarray, mask: np.ndarray, given: np.ndarray
 # Speed
 
 
-def speed(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int) -> Rows:
-    """Every system once, to warm up and to look at its output; then all of them, interleaved."""
-    started = perf_counter()
-    ids, mask = batch_of(cell, subject.model.config.vocab_size)
-    arguments = (ids, mask, cell.new_tokens, cell.beams)
-    rows = {name: _row(name, cell) for name in cell.systems}
-    running: dict[str, Callable[[], np.ndarray]] = {}
-    expected: np.ndarray | None = None
-    for name in cell.systems:
-        if name in refused or subject.dtype not in SYSTEMS[name].dtypes:
-            rows[name]["failed"] = refused.get(name, f"it does not run in {subject.dtype}")
-            continue
-        try:
-            found = subject.generate(name, *arguments)
-            rows[name]["first_s"] = subject.first_s[name]
-            expected = found if name == REFERENCE else expected
-            if found.shape != (cell.batch, cell.new_tokens):
-                raise InputError(f"it generated tokens of shape {found.shape}")
-            rows[name] |= {"equal": int((found == expected).sum()), "of": found.size}
-            running[name] = partial(SYSTEMS[name].build(subject), *arguments)
-        except Exception as error:
-            rows[name]["failed"] = said(error)
-    if REFERENCE not in running or len(running) < 2:
-        return list(rows.values())
-    rounds = _rounds(running.values(), rounds, seconds - (perf_counter() - started))
-    if rounds < FEWEST_ROUNDS:
-        return []
-    work = Work(cell.batch, cell.source_tokens, cell.new_tokens, beams=cell.beams)
-    candidates = [Candidate(name, lambda run=run: _done(run(), cell), work) for name, run in running.items()]
-    synchronize = torch.cuda.synchronize if subject.device == "cuda" else None
-    timed = compare(*candidates, rounds=rounds, synchronize=synchronize)
-    for name, latency in timed.latencies.items():
-        rows[name]["latency_s"] = list(latency.samples_s)
-        rows[name]["ratio"] = timed.ratios[name].to_json() if name in timed.ratios else None
-        rows[name]["tokens_per_s"] = cell.batch * cell.new_tokens / latency.median_s
-    return list(rows.values())
+def speed(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int) -> list[Row]:
+    """All systems by the harness: built and compared, which warms them up, then interleaved."""
+    arguments = (*batch_of(cell, subject.model.config.vocab_size), cell.new_tokens, cell.beams)
+    unable = {name: f"it does not run in {subject.dtype}"
+              for name in cell.systems if subject.dtype not in SYSTEMS[name].dtypes} | dict(refused)  # fmt: skip
+
+    def way(name: str) -> Way:
+        # Few bits round each way's sums otherwise, so `equality` has judged before, and here tokens are counted.
+        return Way(name, lambda: partial(SYSTEMS[name].build(subject), *arguments), exact=False)
+
+    able = [name for name in cell.systems if name not in unable]
+    found: list[Row] = []
+    if len(able) > 1:
+        work = Work(cell.batch, cell.source_tokens, cell.new_tokens, beams=cell.beams)
+        synchronize = torch.cuda.synchronize if subject.device == "cuda" else None
+        found = measured([way(name) for name in able], work, rounds=rounds, keep_going=True, seconds=seconds,
+                         synchronize=synchronize, **_about(cell))  # fmt: skip
+        if not found:
+            return []
+    rows = {row["system"]: row for row in found}
+    for name, row in rows.items():  # what was compiled for a cell before was not compiled again
+        row["first_s"] = subject.first_s.setdefault(name, row.get("first_s", 0.0))
+    return [rows.get(name) or _row(name, cell) | {"failed": unable[name]}
+            for name in cell.systems if name in rows or name in unable]  # fmt: skip
 
 
-def _done(tokens: np.ndarray, cell: Cell) -> Work:
-    return Work(len(tokens), cell.source_tokens, tokens.shape[1], beams=cell.beams)
-
-
-def _rounds(runs: Iterable[Callable[[], Any]], most: int, seconds: float) -> int:
-    """As many as fit into the time, by one run of each."""
-    begun = perf_counter()
-    for run in runs:
-        run()
-    one = perf_counter() - begun
-    return min(most, int((seconds - one) / one) - 1)  # `compare` warms everything up once more
-
-
-def price_of_compiling(rows: Rows) -> Rows:
+def price_of_compiling(rows: list[Row]) -> list[Row]:
     """How long the first generation took beyond a later one, and after how many steps that is won back.
 
     >>> usual = {"system": GRAPH, "cell": "c", "new_tokens": 100, "latency_s": [0.2], "first_s": 1.0}
@@ -211,16 +185,15 @@ def price_of_compiling(rows: Rows) -> Rows:
     usual, compiled = (float(np.median(by_name[name]["latency_s"])) for name in (GRAPH, COMPILED))
     row = by_name[COMPILED]
     longer, saved = row["first_s"] - compiled, (usual - compiled) / row["new_tokens"]
-    return [{
-        "cell": row["cell"], "measured": "compile", "system": COMPILED, "compile_s": longer,
-        "saves_s_per_step": saved, "break_even_steps": longer / saved if saved > 0 else None,
-    }]  # fmt: skip
+    price: Row = {"cell": row["cell"], "measured": "compile", "system": COMPILED, "compile_s": longer,
+                  "saves_s_per_step": saved}  # fmt: skip
+    return [price | ({"break_even_steps": longer / saved} if saved > 0 else {})]
 
 
 # The floor
 
 
-def floor(cell: Cell, subject: Subject) -> dict[str, Any]:
+def floor(cell: Cell, subject: Subject) -> Row:
     """What a step launches and reads, and the least time that this takes on this device.
 
     What cannot be found out, as where the driver lets nobody profile, is named in ``lacks``; the rest is kept.
@@ -237,7 +210,7 @@ def floor(cell: Cell, subject: Subject) -> dict[str, Any]:
     return row | ({"lacks": lacks} if lacks else {})
 
 
-def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], dict[str, Any]]]:
+def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], Row]]:
     model, dims, device = subject.model, T5Dims.of(subject.model), torch.device(subject.device)
     ids, mask = batch_of(cell, dims.vocab_size)
     backend = TorchStatic(model)
@@ -249,7 +222,7 @@ def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], dict[str
     def step() -> None:
         backend.decoder.advance(state.slot)
 
-    def counted() -> dict[str, Any]:
+    def counted() -> Row:
         read = machine.roofline(  # the bytes alone: the rates are measured below, where there is a GPU
             dims, PRECISIONS[subject.dtype], cell.batch, bandwidth=1.0, gemm=1.0, source_tokens=cell.source_tokens,
             position=state.slot.width,
@@ -257,26 +230,26 @@ def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], dict[str
         eager = (operators(longer).total() - operators(shorter).total()) / 8
         return {"operators": operators(step).total(), "eager_operators": eager, "bytes_per_step": read.bytes_per_step}
 
-    def priced() -> dict[str, Any]:
+    def priced() -> Row:
         found = prices(device)
         return {"launch_s": found.launch_s, "replayed_s": found.replayed_s, "bytes_per_s": found.bytes_per_s}
 
-    def profiled() -> dict[str, Any]:
+    def profiled() -> Row:
         ran = kernels(step)
         names = [f"{count} × {name[:120]}" for name, count in ran.most_common()]  # which attention runs, among others
         return {"kernels": ran.total(), "kernel_names": names}
 
-    def profiled_eager() -> dict[str, Any]:
+    def profiled_eager() -> Row:
         return {"eager_kernels": (kernels(longer).total() - kernels(shorter).total()) / 8}
 
-    def copies() -> dict[str, Any]:
+    def copies() -> Row:
         found = kernels(lambda: backend.run_greedy(backend.start(state.source), 16))
         return {
-            f"copies_{direction}_of_16_steps": sum(count for name, count in found.items() if direction in name)
-            for direction in ("DtoH", "HtoD")
+            f"copies_to_{place}": sum(count for name, count in found.items() if direction in name)
+            for place, direction in (("host", "DtoH"), ("device", "HtoD"))
         }
 
-    def clocks() -> dict[str, Any]:
+    def clocks() -> Row:
         """While the GPU is busy; at rest it shows others."""
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(machine.gpu_clocks_mhz)
@@ -289,17 +262,16 @@ def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], dict[str
         yield from (priced, profiled, profiled_eager, copies, clocks)
 
 
-def _row(name: str, cell: Cell) -> dict[str, Any]:
+def _row(name: str, cell: Cell) -> Row:
+    kind = "speed" if cell.measured == "compile" else cell.measured
     return {
-        "cell": cell.name, "measured": "speed" if cell.measured == "compile" else cell.measured, "system": name,
-        "model": cell.model, "dtype": cell.dtype, "batch": cell.batch, "source_tokens": cell.source_tokens,
-        "new_tokens": cell.new_tokens, "beams": cell.beams, "reference": REFERENCE,
+        "measured": kind, "system": name, "reference": REFERENCE, **_about(cell), "batch": cell.batch,
+        "source_tokens": cell.source_tokens, "new_tokens": cell.new_tokens, "beams": cell.beams,
     }  # fmt: skip
 
 
-def said(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+def _about(cell: Cell) -> Row:
+    return {"cell": cell.name, "model": cell.model, "precision": PRECISIONS[cell.dtype]}
 
 
 def let_go(device: str) -> None:

@@ -29,6 +29,7 @@ STYLES = ("-", "--", "-.", ":")
 PANELS = (
     ("t5-small", "t5-base", "flan-t5-large"),
     ("runtimes, float32", "runtimes, float16"),
+    ("t5-small, torch.compile", "t5-small, own kernel"),
     ("t5-small, batch 8", "t5-small, batch 64", "t5-small, 4 beams", "t5-small, source 512"),
 )
 

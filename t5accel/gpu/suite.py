@@ -23,10 +23,12 @@ from typing import Any
 import torch
 
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
+from t5accel.gpu.cards import slug
 from t5accel.gpu.cells import Cell, cells_for
-from t5accel.gpu.measure import Rows, failed, let_go, measure, said
+from t5accel.gpu.measure import PRECISIONS, failed, let_go, measure
 from t5accel.gpu.systems import NAIVE, REFERENCE, Subject
-from t5accel.lab.rows import aligned, at_path, here, rows_so_far, today, write_json
+from t5accel.lab.harness import said
+from t5accel.lab.rows import Row, aligned, at_path, here, rows_so_far, write_rows
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
@@ -48,11 +50,12 @@ def run_suite(
     minutes: float = MINUTES,
     rounds: int = 5,
     say: Callable[[str], Any] = print,
-) -> Rows:
+) -> list[Row]:
     """Measure what is not measured yet, then again what failed before this run, and keep every cell's rows in a file.
 
     Args:
-        path: the file of results; rows of another card, torch, transformers or suite are put aside.
+        path: the file of results, or a folder, which gets ``gpu-<card>.json``. Rows of another card, torch,
+            transformers or suite are put aside.
         device: ``"cuda"``, or ``"cpu"`` to try it out.
         cells: by default `cells.cells_for` this card.
         only: cells whose name fits this pattern, such as ``"runtimes*"``.
@@ -79,7 +82,10 @@ def run_suite(
         names = "\n".join(f"  {cell.name}" for cell in cells)
         raise InputError(f"No cell is called as only={only!r} says; there are\n{names}")
     about = here() | {"suite": SUITE, "device": device}  # as it is now: a tracked file makes the commit dirty
-    book = Book(Path(path), about)
+    path = Path(path)
+    if path.is_dir():
+        path /= f"gpu-{slug(torch.cuda.get_device_name()) if device == 'cuda' else 'none'}.json"
+    book = Book(path, about)
     end = perf_counter() + 60 * minutes - RESERVE_S
     again = [cell for cell in chosen if any("failed" in row for row in book.of(cell))]
     todo = [cell for cell in chosen if not book.of(cell)] + again
@@ -127,7 +133,7 @@ class Book:
         self.path, self.about = path, about
         self.rows = rows_so_far(path, {name: at_path(about, name) for name in CONDITIONS})
 
-    def of(self, cell: Cell) -> Rows:
+    def of(self, cell: Cell) -> list[Row]:
         """A cell's rows."""
         return [row for row in self.rows if row["cell"] == cell.name]
 
@@ -143,27 +149,26 @@ class Book:
             self._write(before)
             raise
 
-    def keep(self, cell: Cell, found: Rows) -> None:
-        """Rows in place of those that the cell had, unless more of these failed; none leave what there was."""
+    def keep(self, cell: Cell, found: list[Row]) -> None:
+        """list[Row] in place of those that the cell had, unless more of these failed; none leave what there was."""
         had = self.of(cell)
         if found and (not had or _failures(found) <= _failures(had)):
-            rows = [row | {"commit": self.about["commit"]} for row in found]
+            rows = [row | {"commit": self.about["commit"] or "unknown"} for row in found]
             self.rows = [row for row in self.rows if row["cell"] != cell.name] + rows
         self._write(self.rows)
 
-    def _write(self, rows: Rows) -> None:
+    def _write(self, rows: list[Row]) -> None:
         if rows:
-            content = {**self.about, "date": today(), "command": "t5accel bench --suite gpu --json FILE", "rows": rows}
-            write_json(self.path, content)
+            write_rows(self.path, rows, command="t5accel bench --suite gpu --json FILE", **self.about)
         else:
             self.path.unlink(missing_ok=True)
 
 
-def _failures(rows: Rows) -> int:
+def _failures(rows: list[Row]) -> int:
     return sum("failed" in row for row in rows)
 
 
-def _may_change(rows: Rows, refused: Mapping[str, str]) -> bool:
+def _may_change(rows: list[Row], refused: Mapping[str, str]) -> bool:
     """Whether a failed system may do better now: one that is not equal is not even begun."""
     return any("failed" in row and row["system"] not in refused for row in rows)
 
@@ -199,7 +204,7 @@ def unequal(rows: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, str]:
 
     transformers is what they are compared with; it is never refused.
     """
-    compared = (row for row in rows if row["measured"] == "equality" and row["dtype"] == dtype)
+    compared = (row for row in rows if row["measured"] == "equality" and row["precision"] == PRECISIONS[dtype])
     return {row["system"]: row["failed"] for row in compared
             if "failed" in row and row["system"] not in (REFERENCE, NAIVE)}  # fmt: skip
 
@@ -208,7 +213,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each system of each cell, and what failed.
 
     >>> print(table([{"cell": "t5-small", "measured": "speed", "system": "a", "latency_s": [0.5, 0.7, 0.6],
-    ...               "new_tokens": 100, "ratio": None, "tokens_per_s": 167.0}]))
+    ...               "new_tokens": 100, "ratio": 1.0, "tokens_per_s": 167.0}]))
     cell      system  ms a step  tokens/s  ratio
     t5-small  a            6.00       167  1.00x
     """
@@ -222,13 +227,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         elif row["measured"] == "floor":
             notes += _floor_notes(row)
         elif row["measured"] == "compile":
-            steps = row["break_even_steps"]
+            steps = row.get("break_even_steps")
             after = "never" if steps is None else f"after {steps:,.0f} steps"
             notes.append(f"{row['cell']}: {row['compile_s']:.0f} s to compile, won back {after}")
         elif "latency_s" in row:
-            ratio = row["ratio"]["median"] if row["ratio"] else 1.0
             step = median(row["latency_s"]) / row["new_tokens"] * 1e3
-            lines.append((row["cell"], row["system"], f"{step:.2f}", f"{row['tokens_per_s']:.0f}", f"{ratio:.2f}x"))
+            lines.append(
+                (row["cell"], row["system"], f"{step:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
+            )
     shown = aligned(lines, left=(0, 1)) if len(lines) > 1 else []
     return "\n".join([*notes, *([""] if notes and shown else []), *shown])
 
@@ -268,7 +274,7 @@ def run_in_time(
 def main(arguments: Sequence[str] | None = None) -> None:
     """The suite from the command line."""
     parser = argparse.ArgumentParser(description="Measure on a GPU; ends within the given minutes.")
-    parser.add_argument("--json", type=Path, required=True, help="the file of results")
+    parser.add_argument("--json", type=Path, required=True, help="the file of results, or its folder")
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--only", default="*", help="cells whose name fits this pattern")
     given = parser.parse_args(arguments)

@@ -98,7 +98,7 @@ def measured(
         except Exception as error:  # of any runtime, one that is not installed included
             if not keep_going or way is ways[0]:
                 raise
-            row["failed"] = _said(error)
+            row["failed"] = said(error)
         if on_way is not None:
             on_way(way.name)
     if seconds is not None:
@@ -148,7 +148,7 @@ def _timed(
         except Exception as error:
             if not keep_going or name == first:
                 raise
-            failed[name] = _said(error)
+            failed[name] = said(error)
             return None
         if not (work.forced_length and tokens and np.issubdtype(np.asarray(output).dtype, np.integer)):
             return None
@@ -177,7 +177,8 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
     return {name: median(samples), f"{name}_samples": samples}
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """An error in one line, for a row's ``failed``."""
     lines = str(error).strip().splitlines() or [""]
     end = f" … {lines[-1]}" if len(lines) > 1 else ""  # of a traceback that is quoted
     return f"{type(error).__name__}: {lines[0][:200]}{end[:200]}"

@@ -40,6 +40,8 @@ class Row(TypedDict, total=False):
     recipe_hash: str
     settings: dict[str, Any]  # how it was configured, trained or sized: plain values by name, one level deep
     failed: str  # why there is no time
+    lacks: list[str]  # what could not be found out, and why
+    commit: str  # where a file's rows are of several
 
     # The work.
     batch: int
@@ -69,6 +71,7 @@ class Row(TypedDict, total=False):
     of: int  # … of so many
     distinct: int  # tokens of the reference's output
     error: float  # norm of the difference over that of the reference
+    allowed_error: float  # of which more is a failure
     largest_difference: float
     largest: float  # number of the reference
 
@@ -126,6 +129,9 @@ class Row(TypedDict, total=False):
     eager_kernels: float
     launch_s: float
     replayed_s: float
+    kernel_names: list[str]  # "12 × name", the most frequent first
+    clock_sm_mhz: int  # of the GPU under load
+    clock_memory_mhz: int
     copies_to_host: int  # in 16 steps
     copies_to_device: int
     compile_s: float
