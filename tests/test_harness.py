@@ -89,6 +89,10 @@ def test_answers_of_natural_length_are_compared_whole_and_their_tokens_counted()
     assert b["tokens_per_s"] == pytest.approx(9 / b["latency_s"][0])
     with pytest.raises(ParityError):
         measured([way("a", TOKENS), way("b", longer)], work)
+    short = np.array([[5, 1], [6, 1], [7, 1]])
+    assert measured([way("a", short), way("b", short)], work, rounds=1)[1]["equal"] == 3
+    with pytest.raises(InputError, match="degenerate"):
+        measured([way("a", short[[0, 0, 0]]), way("b", short[[0, 0, 0]])], work)
 
 
 def test_numbers_are_compared_within_a_tolerance_and_other_things_not_at_all() -> None:
