@@ -136,6 +136,12 @@ def test_rounds_fit_into_the_time_and_too_little_gives_no_rows(monkeypatch: pyte
         assert {len(row["latency_s"]) for row in rows} == {rounds}
 
 
+def test_a_way_that_fails_while_the_time_is_estimated_is_a_row_too() -> None:
+    ways = [way("a", TOKENS), way("dies", TOKENS, RuntimeError("killed")), way("b", TOKENS)]
+    rows = measured(ways, WORK, rounds=3, keep_going=True, seconds=60)
+    assert ["failed" in row for row in rows] == [False, True, False] and len(rows[2]["latency_s"]) == 3
+
+
 def test_one_way_alone_and_equal_names_are_refused() -> None:
     for ways in ([], [way("a", TOKENS)], [way("a", TOKENS), way("a", TOKENS)]):
         with pytest.raises(InputError, match="ways"):

@@ -103,8 +103,14 @@ def measured(
             on_way(way.name)
     if seconds is not None:
         begun = perf_counter()
-        for run in runs.values():
-            run()
+        for name in [*runs]:
+            try:
+                runs[name]()
+            except Exception as error:
+                if not keep_going or name == ways[0].name:
+                    raise
+                rows[name]["failed"] = _said(error)
+                del runs[name]
         once = perf_counter() - begun
         rounds = min(rounds, int((seconds - (perf_counter() - started)) / once))
         if rounds < FEWEST_ROUNDS:
