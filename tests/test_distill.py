@@ -30,7 +30,7 @@ from t5accel.errors import InputError
 from t5accel.graphs.export import export_t5
 from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.parity import assert_varied
-from t5accel.quality import main_scores
+from t5accel.quality import MAIN_SCORES
 from t5accel.students.batches import Mixture, Part, Phase
 from t5accel.students.distill import DistillConfig, distill, train_student
 from t5accel.students.objectives import OBJECTIVES
@@ -299,7 +299,7 @@ def test_the_students_of_the_comparison_have_names_of_their_own_and_equal_budget
 
 def test_more_layers_learn_from_the_best_of_the_recorded_comparison(script: Any) -> None:
     rows = json.loads((data_folder() / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
-    scores = {row["model"]: main_scores(row["quality"]) for row in rows if row["recipe"] == "fp32"}
+    scores = {row["model"]: {name: row[name] for name in MAIN_SCORES} for row in rows if row.get("precision") == "fp32"}
     shares = {
         loss: sum(score / scores["mini"][name] for name, score in scores[f"1 layer, {loss}"].items())
         for loss in OBJECTIVES

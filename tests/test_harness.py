@@ -89,6 +89,10 @@ def test_answers_of_natural_length_are_compared_whole_and_their_tokens_counted()
     assert b["tokens_per_s"] == pytest.approx(9 / b["latency_s"][0])
     with pytest.raises(ParityError):
         measured([way("a", TOKENS), way("b", longer)], work)
+    short = np.array([[5, 1], [6, 1], [7, 1]])
+    assert measured([way("a", short), way("b", short)], work, rounds=1)[1]["equal"] == 3
+    with pytest.raises(InputError, match="degenerate"):
+        measured([way("a", short[[0, 0, 0]]), way("b", short[[0, 0, 0]])], work)
 
 
 def test_numbers_are_compared_within_a_tolerance_and_other_things_not_at_all() -> None:
@@ -130,6 +134,12 @@ def test_rounds_fit_into_the_time_and_too_little_gives_no_rows(monkeypatch: pyte
         clock = iter(range(1000))
         rows = measured([way("a", TOKENS), way("b", TOKENS)], WORK, seconds=seconds, rounds=5)
         assert {len(row["latency_s"]) for row in rows} == {rounds}
+
+
+def test_a_way_that_fails_while_the_time_is_estimated_is_a_row_too() -> None:
+    ways = [way("a", TOKENS), way("dies", TOKENS, RuntimeError("killed")), way("b", TOKENS)]
+    rows = measured(ways, WORK, rounds=3, keep_going=True, seconds=60)
+    assert ["failed" in row for row in rows] == [False, True, False] and len(rows[2]["latency_s"]) == 3
 
 
 def test_one_way_alone_and_equal_names_are_refused() -> None:

@@ -63,10 +63,11 @@ def test_recorded_quality_is_what_one_gets(mini) -> None:
     backend = TorchEager(mini[0])
     generate = text_to_text(mini[1], lambda ids, mask: greedy(backend, ids, mask).sequences)
     report = quality.evaluate(generate, names=["translation", "questions"])
-    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["quality"]
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    (recorded,) = (row for row in rows if row["measured"] == "quality" and "task" not in row)
     # A near tie may fall to the other side on another processor; half a point is room for a few of them.
-    assert report.translation.bleu == pytest.approx(recorded["translation"]["bleu"], abs=0.5)
-    assert report.questions.seen.exact_match == pytest.approx(recorded["questions"]["seen"]["exact_match"], abs=2)
+    assert report.translation.bleu == pytest.approx(recorded["bleu"], abs=0.5)
+    assert report.questions.seen.exact_match == pytest.approx(recorded["exact_match_seen"], abs=2)
 
 
 def test_padding_does_not_change_an_answer(mini) -> None:

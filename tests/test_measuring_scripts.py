@@ -1,0 +1,65 @@
+"""Scripts that measure, at toy size: what they write are rows of the one kind."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from script import load_script
+
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.lookup import lookup
+from t5accel.graphs.recipes import RECIPES
+from t5accel.lab.rows import checked
+
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+
+
+def test_drafts_are_timed_beside_greedy_search_with_and_without_the_encoder() -> None:
+    script = load_script("drafts")
+    backend, texts = script.engine("mini", "fp32"), ["translate English to French: I am tired.", "summarize: Rain."]
+    tokenizer = script.TokenizerFile(backend.folder)
+    runs = {"greedy": lambda own, batch: greedy(own, *batch, max_new_tokens=8),
+            "lookup": lambda own, batch: lookup(own, *batch, max_new_tokens=8)}  # fmt: skip
+    given = script.batches(tokenizer, texts, 1)
+    rows = [checked(row) for row in script.rows_of("summaries", "fp32", backend, runs, given, 2)]
+    assert [(row["encoder"], row["system"]) for row in rows] == [
+        (encoder, system) for encoder in ("included", "beforehand") for system in runs
+    ]
+    for row in rows:
+        assert (row["equal"], row["of"], row["texts"], row["forced"]) == (2, 2, 2, False)
+        assert row["decoder_calls"] > 0 and ("drafted" in row) == (row["system"] == "lookup")
+
+
+def test_a_recipe_is_scored_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("precision")
+    monkeypatch.setattr(script, "LADDER", (RECIPES["int8"],))
+    monkeypatch.setattr(script, "text_quality", lambda: lambda folder: {"bleu": float(len(str(folder)) > 0)})
+    monkeypatch.setattr(script, "examples", partial(script.examples, rows=1))
+    fp32, int8 = (checked(row) for row in script.quality_rows())
+    assert fp32["agreement"] == 100 and fp32["closeness"] == 0 > int8["closeness"]
+    assert (int8["precision"], int8["recipe_hash"]) == ("int8", RECIPES["int8"].hash)
+    assert int8["size_bytes"] < fp32["size_bytes"] / 3
+
+
+def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tiny_t5: Any, tmp_path: Path) -> None:
+    script = load_script("engine")
+    from t5accel.accelerate import accelerate
+
+    tiny_t5("shallower-decoder").save_pretrained(tmp_path)
+    monkeypatch.setattr(script, "accelerate", lambda name, progress: accelerate(str(tmp_path), progress=progress))
+    real = np.random.default_rng
+
+    class Small:
+        def integers(self, low: int, high: int, size: Any) -> np.ndarray:
+            return real(0).integers(low, 300, size)
+
+    monkeypatch.setattr(script.np.random, "default_rng", lambda seed: Small())
+    rows = [checked(row) for row in script.overhead_rows(tokens=6, rounds=1)]
+    parts = [(row["system"], row["cell"]) for row in rows]
+    assert parts == [("greedy()", "in all"), ("greedy()", "in the decoder session"), ("generate()", "in all"),
+                     ("generate()", "in the decoder session"), ("generate()", "in our forward")]  # fmt: skip
+    assert all(row["us_per_token"] > 0 for row in rows)
