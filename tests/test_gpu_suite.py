@@ -207,7 +207,7 @@ def test_the_price_of_compiling() -> None:
     assert row["compile_s"] == pytest.approx(30.0) and row["saves_s_per_step"] == pytest.approx(0.001)
     assert row["break_even_steps"] == pytest.approx(30_000)
     (never,) = measuring.price_of_compiling([usual, fast | {"latency_s": [0.3]}])
-    assert never["break_even_steps"] is None
+    assert "break_even_steps" not in never
     assert measuring.price_of_compiling([usual, {**fast, "failed": "no compiler"}][:1]) == []
     assert "won back after 30,000 steps" in suite.table([row]) and "won back never" in suite.table([never])
 
