@@ -33,6 +33,7 @@ from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import agreement, text_quality
 from t5accel.lab.techniques import bytes_of
+from t5accel.t5.roofline import roofline
 from t5accel.timing import Work
 
 SIZE = "random:t5-small"
@@ -139,7 +140,7 @@ def speed_rows(rounds: int) -> Iterator[Row]:
     bandwidth = max(machine.bandwidth_bytes_per_s(threads=threads) for _ in range(5))
     gemm = max(machine.gemm_flops_per_s() for _ in range(5))
     for precision in ("fp32", "int8", "int4"):  # at batch 1 all are bound by bandwidth, whatever the arithmetic
-        least = asdict(machine.roofline(dims, precision, bandwidth=bandwidth, gemm=gemm))
+        least = asdict(roofline(dims, precision, bandwidth=bandwidth, gemm=gemm))
         yield {"measured": "floor", "model": SIZE, "bytes_per_s": bandwidth, "flops_per_s": gemm, **least}
     int8 = torch.ao.quantization.quantize_dynamic(load_t5(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
     runs = {

@@ -1,4 +1,4 @@
-"""What this machine is, how fast it reads and multiplies, and the least time that a decoding step can take on it.
+"""What this machine is, and how fast it reads and multiplies.
 
 Everything is looked up or measured when it is asked for and nothing is kept on disk: a container's limits, a noisy
 neighbour and a laptop's battery all change the answer. What cannot be found out is `None`, never a guess.
@@ -15,7 +15,6 @@ import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from t5accel.checks import as_count
 from t5accel.errors import InputError, MissingPackageError
 
 # Instruction sets that decide how fast int8 and bf16 run: x86 names first, then those of 64-bit Arm (Linux spelling).
@@ -32,8 +32,6 @@ CPU_FLAGS += ("asimd", "asimddp", "i8mm", "bf16", "sve")
 
 PACKAGES = ("t5accel", "torch", "transformers", "tokenizers", "numpy", "onnx", "onnxscript", "onnxruntime")
 PACKAGES += ("onnxruntime-gpu", "optimum", "optimum-onnx", "ctranslate2", "openvino", "optimum-intel", "tensorrt")
-
-_WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}  # of one weight
 
 
 def _read(path: Path) -> str | None:
@@ -194,11 +192,6 @@ def peak_memory_bytes() -> int | None:
     return getattr(psutil.Process().memory_info(), "peak_wset", None) if psutil else None
 
 
-def _require_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise InputError(f"{name} is {value!r}; give a whole number of at least {least}")
-
-
 def _median_s(run: Callable[[], Any]) -> float:
     run()  # the first call touches fresh pages and starts threads
     return median(timeit.repeat(run, number=1, repeat=5))
@@ -212,8 +205,8 @@ def bandwidth_bytes_per_s(size_bytes: int = 256 << 20, threads: int | None = Non
     The median of five passes counts. Raises InputError for a size under 1 MiB or `threads` < 1.
     """
     threads = cpu_threads() if threads is None else threads
-    _require_count("size_bytes", size_bytes, 1 << 20)
-    _require_count("threads", threads, 1)
+    as_count(size_bytes, "size_bytes", at_least=1 << 20)
+    as_count(threads, "threads", at_least=1)
     array = np.ones(size_bytes // 4, np.float32)
     shares = [share for share in np.array_split(array, threads) if share.size]
     again = max(1, (256 << 20) // array.nbytes)  # else waking the threads is what a small size would measure
@@ -235,7 +228,7 @@ def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
     allowed = ("float32", "float64", "float16", "bfloat16")
     if dtype not in allowed:
         raise InputError(f"dtype is {dtype!r}; choose from {', '.join(allowed)}")
-    _require_count("n", n, 1)
+    as_count(n, "n", at_least=1)
     if find_spec("torch"):
         torch = import_module("torch")
         matrix = torch.ones(n, n, dtype=getattr(torch, dtype))
@@ -245,85 +238,3 @@ def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
         raise MissingPackageError(f"dtype {dtype!r} needs torch: numpy has no fast 16-bit product; pip install torch")
     square = np.ones((n, n), dtype)
     return 2 * n**3 / _median_s(lambda: square @ square)
-
-
-def decoder_weights_per_step(dims: Any) -> int:
-    """How many decoder weights one decoding step reads, for a `t5accel.checkpoints.T5Dims` or its look-alike.
-
-    Counted: self-attention q, k, v, o; cross-attention q and o; feed-forward wi (twice if gated) and wo; the norms;
-    lm_head. Not counted: cross-attention k and v, which the encoder applies once per request; the embedding, of which a
-    step reads one row per sequence (so `tied` changes nothing); the relative position table.
-
-    Raises InputError when the three per-layer tuples are not equally long.
-    """
-    layers = (dims.decoder_heads, dims.cross_heads, dims.decoder_ff)
-    if len({len(values) for values in layers}) != 1:
-        raise InputError(f"decoder_heads, cross_heads and decoder_ff are {layers}; give each one value per layer")
-    total = dims.vocab_size * dims.d_model + dims.d_model  # lm_head and the final norm
-    for self_heads, cross_heads, width in zip(*layers, strict=True):
-        attention = (4 * self_heads + 2 * cross_heads) * dims.d_kv
-        total += dims.d_model * (attention + (3 if dims.gated else 2) * width + 3)
-    return total
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """The least time that one decoding step can take; `dataclasses.asdict` makes a row of it."""
-
-    precision: str
-    batch: int
-    weight_bytes: int
-    bytes_per_step: int  # weights and key/value cache
-    flops_per_step: int
-    read_s: float
-    compute_s: float
-    floor_s: float  # the longer of the two above
-    bound: str  # "bandwidth" or "compute": which one that is
-
-
-def roofline(
-    dims: Any,
-    precision: str = "fp32",
-    batch: int = 1,
-    *,
-    bandwidth: float,
-    gemm: float,
-    source_tokens: int = 64,
-    position: int = 32,
-) -> Roofline:
-    """Count the bytes and operations of one greedy decoding step, and divide by what the machine can do.
-
-    `dims`: see `decoder_weights_per_step`. `bandwidth` in bytes/s, `gemm` in operations/s **at that precision**. Each
-    of `batch` sequences attends to `position` tokens of its own and `source_tokens` of its source.
-
-    Weights take 4 (fp32), 2 (fp16, bf16), 1 (int8) or 0.5 (int4) bytes. The scales of quantised weights are left out:
-    one fp32 scale per 32 weights would add a quarter to int4. The cache is fp32 unless the precision is fp16 or bf16.
-    Operations: 2 per weight and sequence, 4 per cached key-value pair of numbers. Weights that fit in the last-level
-    cache can beat a floor of memory bandwidth: then pass `bandwidth_bytes_per_s(size_bytes=weight_bytes)`.
-
-    t5-small at fp32: 38.48 million weights, 153.9 MB (154 MB by hand; the norms are 0.04 MB), plus 2.4 MB of cache.
-
-    >>> from types import SimpleNamespace
-    >>> small = SimpleNamespace(d_model=512, d_kv=64, vocab_size=32128, gated=False, tied=True,
-    ...                         decoder_heads=(8,) * 6, cross_heads=(8,) * 6, decoder_ff=(2048,) * 6)
-    >>> step = roofline(small, bandwidth=60e9, gemm=214e9)
-    >>> step.weight_bytes, step.bytes_per_step, step.bound, round(step.floor_s * 1000, 1)
-    (153917440, 156276736, 'bandwidth', 2.6)
-
-    Raises InputError for an unknown precision, a count below 1, or a rate that is not a finite number above 0.
-    """
-    if precision not in _WEIGHT_BYTES:
-        raise InputError(f"precision is {precision!r}; choose from {', '.join(_WEIGHT_BYTES)}")
-    for name, count in (("batch", batch), ("source_tokens", source_tokens), ("position", position)):
-        _require_count(name, count, 1)
-    for name, rate in (("bandwidth", bandwidth), ("gemm", gemm)):
-        if not (math.isfinite(rate) and rate > 0):
-            raise InputError(f"{name} is {rate!r}; give a finite rate above 0, per second")
-    weights = decoder_weights_per_step(dims)
-    pairs = batch * dims.d_kv * (position * sum(dims.decoder_heads) + source_tokens * sum(dims.cross_heads))
-    weight_bytes = math.ceil(weights * _WEIGHT_BYTES[precision])
-    cache_bytes = 2 * pairs * (2 if precision in ("fp16", "bf16") else 4)  # quantising weights leaves the cache in fp32
-    step_bytes, step_flops = weight_bytes + cache_bytes, 2 * weights * batch + 4 * pairs
-    read_s, compute_s = step_bytes / bandwidth, step_flops / gemm
-    floor_s, bound = max((read_s, "bandwidth"), (compute_s, "compute"))
-    return Roofline(precision, batch, weight_bytes, step_bytes, step_flops, read_s, compute_s, floor_s, bound)

@@ -32,8 +32,9 @@ from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, enc
 from t5accel.graphs.export import LARGEST_INSIDE, export_t5, source_hash, t5_weights
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
-from t5accel.graphs.t5_weights import T5Weights, logit_scale, relative_position_bucket
+from t5accel.graphs.t5_weights import T5Weights
 from t5accel.parity import ParityError, assert_varied, parity
+from t5accel.t5.rules import logit_scale, relative_position_bucket
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 

@@ -28,6 +28,7 @@ from t5accel.gpu.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, ST
 from t5accel.lab import harness
 from t5accel.lab import rows as records
 from t5accel.lively import RANDOM_SIZES
+from t5accel.t5.roofline import decoder_weights_per_step
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_CPU = [name for name in SYSTEMS if name not in (systems.TENSORRT, systems.KERNEL)]
@@ -217,7 +218,7 @@ def test_the_floor_counts_what_a_step_reads(toy: str, tmp_path: Path) -> None:
     row = measuring.floor(cell(toy, "floor", dtype="bfloat16", batch=3), subject)
     dims = T5Dims.of(subject.model)
     cached = 3 * dims.d_kv * (9 * sum(dims.cross_heads) + 64 * sum(dims.decoder_heads))
-    assert row["bytes_per_step"] == 2 * (machine.decoder_weights_per_step(dims) + 2 * cached)
+    assert row["bytes_per_step"] == 2 * (decoder_weights_per_step(dims) + 2 * cached)
     assert 0 < row["operators"] < row["eager_operators"] and "floor_s" not in row
 
 

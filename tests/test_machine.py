@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from t5accel import machine
 from t5accel.errors import InputError
-from t5accel.machine import cpu_threads, decoder_weights_per_step, memory_bytes, roofline
+from t5accel.machine import cpu_threads, memory_bytes
+from t5accel.t5.roofline import decoder_weights_per_step, roofline
 
 LINUX = sys.platform.startswith("linux")
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.t5_weights import logit_scale, relative_position_bucket
+from t5accel.t5.rules import logit_scale, relative_position_bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,6 +22,7 @@ from t5accel.gpu.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, Sub
 from t5accel.lab.harness import Way, measured, said
 from t5accel.lab.rows import Row
 from t5accel.parity import ParityError, assert_varied, parity
+from t5accel.t5.roofline import roofline
 from t5accel.timing import Work
 
 ATOL = 1e-3  # of logits in fp32, whose scale is about 10
@@ -223,7 +224,7 @@ def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], Row]]:
         backend.decoder.advance(state.slot)
 
     def counted() -> Row:
-        read = machine.roofline(  # the bytes alone: the rates are measured below, where there is a GPU
+        read = roofline(  # the bytes alone: the rates are measured below, where there is a GPU
             dims, PRECISIONS[subject.dtype], cell.batch, bandwidth=1.0, gemm=1.0, source_tokens=cell.source_tokens,
             position=state.slot.width,
         )  # fmt: skip

@@ -21,7 +21,8 @@ from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, as_target, 
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.shortlist import head_for, shortlist_graph
 from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
-from t5accel.graphs.t5_weights import T5Weights, logit_scale
+from t5accel.graphs.t5_weights import T5Weights
+from t5accel.t5.rules import logit_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -25,6 +25,7 @@ from t5accel.lab.peers import REFERENCE as PEERS_REFERENCE
 from t5accel.lab.rows import aligned
 from t5accel.lab.techniques import REFERENCE
 from t5accel.lively import RANDOM_SIZES
+from t5accel.t5.roofline import decoder_weights_per_step
 
 METRICS = {"translation": "bleu", "summaries": "rougeL", "questions": "exact_match"}
 LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}
@@ -219,7 +220,7 @@ def weights_per_step(name: str) -> int | None:
         config = json.loads(Path(cached).read_text(encoding="utf-8"))
     else:
         raise UnknownModelError(f"No model {name!r}. {allowed_names()}")
-    return machine.decoder_weights_per_step(T5Dims.from_config(config, name))
+    return decoder_weights_per_step(T5Dims.from_config(config, name))
 
 
 def _size_or_nan(model: str) -> float:

@@ -27,6 +27,7 @@ from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, chosen
 from t5accel.lab.scoring import backend_scores
 from t5accel.lab.techniques import bytes_of
+from t5accel.t5.roofline import decoder_weights_per_step
 from t5accel.timing import Work
 
 Name = TypeVar("Name")
@@ -74,7 +75,7 @@ def family_rows(
             if ids is None:
                 ids = np.array(tasks.sources_of_length(tokenizer, batch, source_tokens), dtype=np.int64)
             dims = T5Dims.of(model)
-            weights = {"weights_per_step": machine.decoder_weights_per_step(dims)}
+            weights = {"weights_per_step": decoder_weights_per_step(dims)}
             about.append({"measured": "size", "model": name, **weights, "settings": asdict(dims)})
             in_fp32 = Path(root) / f"{number}-fp32"
             export_t5(model, in_fp32, tokenizer=tokenizer, name=name, external_threshold_bytes=0)  # weights once

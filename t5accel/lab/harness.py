@@ -109,7 +109,7 @@ def measured(
             except Exception as error:
                 if not keep_going or name == ways[0].name:
                     raise
-                rows[name]["failed"] = _said(error)
+                rows[name]["failed"] = said(error)
                 del runs[name]
         once = perf_counter() - begun
         rounds = min(rounds, int((seconds - (perf_counter() - started)) / once))

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from t5accel.errors import InputError
-from t5accel.graphs.t5_weights import relative_position_bucket
 from t5accel.students.importance import taylor
 from t5accel.students.optimise import batch_loss, model_inputs
+from t5accel.t5.rules import relative_position_bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

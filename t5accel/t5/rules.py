@@ -1,0 +1,53 @@
+"""What a T5 computes beside its weights: the buckets of its position biases, and the scale of its logits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def relative_position_bucket(
+    distance: np.ndarray, *, bidirectional: bool, buckets: int, max_distance: int
+) -> np.ndarray:
+    """T5's bucket for each distance (key position minus query position), any shape, int64 in 0 … buckets - 1.
+
+    Half of the buckets are one distance each, the others grow with its logarithm up to ``max_distance``, and all that
+    is farther shares the last one (Raffel et al. 2020, section 2.1).
+
+    >>> distances = np.array([0, -3, -20, -500])
+    >>> relative_position_bucket(distances, bidirectional=False, buckets=32, max_distance=128).tolist()
+    [0, 3, 17, 31]
+    """
+    side = np.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        side, distance = (distance > 0) * buckets, np.abs(distance)
+    else:
+        distance = -np.minimum(distance, 0)
+    exact = buckets // 2
+    # In fp32, as transformers computes it: in fp64 a distance on the border of two buckets may fall into the other.
+    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact)) / np.float32(
+        math.log(max_distance / exact)
+    )
+    far = np.minimum(exact + (ratio * np.float32(buckets - exact)).astype(np.int64), buckets - 1)
+    return side + np.where(distance < exact, distance, far)
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """What this model multiplies the decoder's output by before its head: d_model ** -0.5 or 1.
+
+    transformers 4.57 scales where the head is tied to the embedding. From 5.x on T5 goes by a setting of its own, which
+    an untied checkpoint is read with as false, mT5 never scales, and only umT5 is as before.
+    """
+    import transformers
+
+    config = model.config
+    scales = config.tie_word_embeddings
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        scales = {"t5": getattr(config, "scale_decoder_outputs", scales), "mt5": False}.get(config.model_type, scales)
+    return config.d_model**-0.5 if scales else 1.0
