@@ -17,7 +17,7 @@ SITE := build/site-tools
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
 ON_COLAB := torch transformers numpy ipykernel
 
-# Each peer's environment: what lies in peers/NAME.txt. Ours is .venv.
+# Each peer's environment: what lies in requirements/peers/NAME.txt. Ours is .venv.
 PEERS := transformers4 transformers5 optimum openvino ctranslate2
 QUICK :=
 
@@ -73,14 +73,14 @@ format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 
 site: $(SITE)/.stamp ## Build README, guides, notebooks and the reference of every function as pages in build/site/
 	@rm -rf build/site build/site-source && mkdir -p build/site-source
-	@cp -R CHANGELOG.md CONTRIBUTING.md LICENSE WORKSHOP.md data docs notebooks build/site-source
+	@cp -R CHANGELOG.md CONTRIBUTING.md LICENSE data docs notebooks build/site-source
 	@cat README.md docs/site/contents.md > build/site-source/index.md
 	@$(SITE)/bin/python -m sphinx -q -W --keep-going -j auto -c docs/site build/site-source build/site
 	@echo "Open build/site/index.html."
 
 constraints: .venv/.stamp .venv-v5/.stamp ## Write down the versions that both environments have now
-	@$(call freeze,.venv,constraints.txt,transformers 4.57 with optimum (make test))
-	@$(call freeze,.venv-v5,constraints-v5.txt,transformers 5.x without optimum (make test-v5))
+	@$(call freeze,.venv,requirements/constraints.txt,transformers 4.57 with optimum (make test))
+	@$(call freeze,.venv-v5,requirements/constraints-v5.txt,transformers 5.x without optimum (make test-v5))
 
 wheel: .venv/.stamp ## Build the source archive, and the wheel from it, into dist/
 	@rm -rf dist
@@ -88,7 +88,7 @@ wheel: .venv/.stamp ## Build the source archive, and the wheel from it, into dis
 
 test-wheel: wheel ## Install the wheel into an empty environment, and translate there
 	@rm -rf build/wheel && "$(PYTHON)" -m venv build/wheel
-	@build/wheel/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt dist/*.whl
+	@build/wheel/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt dist/*.whl
 	@cd build/wheel && test -n "$$(bin/t5accel run 'translate English to French: I am tired.')" && \
 		bin/python -c 'import t5accel; print("1 passed: the wheel translates in", t5accel.__file__)'
 
@@ -97,23 +97,23 @@ test-binder: build/binder/.stamp ## Check what Binder would build, without Docke
 
 test-colab: ## Let a notebook install the last commit into an environment like Colab's, and translate there
 	@rm -rf build/colab && "$(PYTHON)" -m venv build/colab/venv
-	@build/colab/venv/bin/python -m pip --disable-pip-version-check install -qq -c constraints-v5.txt $(ON_COLAB)
+	@build/colab/venv/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints-v5.txt $(ON_COLAB)
 	@build/colab/venv/bin/python scripts/check_colab.py
 
 test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a real browser; screenshots in build/browser/
-	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests_browser
+	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests/browser
 
 test-tensorrt: .venv/.stamp $(TENSORRT)/.stamp ## Build TensorRT engines of the bundled model, which needs no GPU
-	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests_tensorrt
+	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests/tensorrt
 
 test-triton: .venv/.stamp $(TRITON)/.stamp ## Interpret our GPU kernel on the CPU, and compile it for GPUs that are not here
-	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests_triton
-	@PYTHONPATH=$(TRITON) $(VENV) -m pytest -q tests_triton
+	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests/triton
+	@PYTHONPATH=$(TRITON) $(VENV) -m pytest -q tests/triton
 
 wheelhouse: EXTRAS := cpu,course,optimum
 wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]
 	@rm -rf build/wheelhouse build/wheelhouse-venv && "$(PYTHON)" -m venv build/wheelhouse-venv
-	@build/wheelhouse-venv/bin/python -m pip --disable-pip-version-check wheel -qq -c constraints.txt \
+	@build/wheelhouse-venv/bin/python -m pip --disable-pip-version-check wheel -qq -c requirements/constraints.txt \
 		--wheel-dir build/wheelhouse ".[$(EXTRAS)]"
 	@mkdir build/wheelhouse/notebooks && cp notebooks/*.ipynb build/wheelhouse/notebooks/
 	@build/wheelhouse-venv/bin/python scripts/wheelhouse_note.py "$(EXTRAS)" > build/wheelhouse/INSTALL.txt
@@ -127,16 +127,16 @@ clean: ## Remove what can be made again, except the environments
 	@find . -name .venv -prune -o -name .venv-v5 -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment counts as made when its stamp is newer than what it was made from; a half-made one is gone on with.
-.venv/.stamp: pyproject.toml constraints.txt
-	@$(call install,.venv,constraints.txt,$(EXTRAS))
+.venv/.stamp: pyproject.toml requirements/constraints.txt
+	@$(call install,.venv,requirements/constraints.txt,$(EXTRAS))
 
-.venv-v5/.stamp: pyproject.toml constraints-v5.txt
-	@$(call install,.venv-v5,constraints-v5.txt,$(EXTRAS_V5))
+.venv-v5/.stamp: pyproject.toml requirements/constraints-v5.txt
+	@$(call install,.venv-v5,requirements/constraints-v5.txt,$(EXTRAS_V5))
 
 # Beside .venv and not in it: only the browser tests need it, and it is large. Chromium itself comes from the system.
 $(BROWSER)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing what drives the browser into $(@D)." && \
-		$(VENV) -m pip --disable-pip-version-check install -qq -c constraints.txt --target $(@D) $(call extra,browser) && \
+		$(VENV) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt --target $(@D) $(call extra,browser) && \
 		touch $@
 
 # Beside .venv for the same reasons. Linux and Windows only.
@@ -154,11 +154,11 @@ $(TRITON)/.stamp: pyproject.toml | .venv/.stamp
 # In an environment of its own: it imports nothing of ours.
 $(SITE)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing Sphinx into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
-		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt $(call extra,site) && \
+		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt $(call extra,site) && \
 		touch $@
 
 # Beside the list, not in it: torchvision, which OpenVINO's packages bring, is built for another torch and breaks imports.
-build/peers/%/.stamp: peers/%.txt
+build/peers/%/.stamp: requirements/peers/%.txt
 	@rm -rf $(@D) && echo "Installing the peer $* into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
 		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< && \
 		$(@D)/bin/python -m pip --disable-pip-version-check uninstall -qq --yes torchvision 2> /dev/null && \

@@ -48,7 +48,16 @@ def check_pip(requirements: list[str]) -> dict[str, str]:
     """Let pip resolve the requirements without installing; returns name -> version of what it would install."""
     ours = [entry for entry in requirements if entry.startswith("-e ..")]
     assert ours, f"binder/environment.yml does not install the checkout: {requirements}"
-    options = ["install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-", "-c", "../constraints.txt"]
+    options = [
+        "install",
+        "--dry-run",
+        "--quiet",
+        "--ignore-installed",
+        "--report",
+        "-",
+        "-c",
+        "../requirements/constraints.txt",
+    ]
     answer, _ = run(sys.executable, "-m", "pip", *options, *" ".join(requirements).split(), folder=BINDER)
     found = {item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(answer)["install"]}
     found = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items()}

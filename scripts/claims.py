@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from t5accel.gpu.cards import recorded_cards
+from t5accel.lab.gpu.cards import recorded_cards
 from t5accel.lab.rows import write_json
 
 DATA = Path(__file__).resolve().parents[1] / "data"

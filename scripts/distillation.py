@@ -14,7 +14,6 @@ from pathlib import Path
 from t5accel.api import accelerate
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.text import text_to_text
 from t5accel.lab.family import family_rows
 from t5accel.lab.rows import Row, write_rows
 from t5accel.mini.mixture import sources, student_mixture
@@ -22,6 +21,7 @@ from t5accel.mini.train import validation
 from t5accel.students.distill import DistillConfig, distill
 from t5accel.students.student_card import save_student
 from t5accel.students.teacher_texts import read_teacher_texts, write_teacher_texts
+from t5accel.text.text_to_text import text_to_text
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # that the teacher writes, for the loss "sequence"

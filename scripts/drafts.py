@@ -19,18 +19,18 @@ import numpy as np
 from tqdm import tqdm
 
 from t5accel import machine, tasks
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
 from t5accel.decoding.speculative import speculative
-from t5accel.decoding.tokenizer_file import TokenizerFile
-from t5accel.graphs.export_cache import cached_export
-from t5accel.graphs.recipes import RECIPES
+from t5accel.graphs.export.cache import cached_export
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
+from t5accel.text.tokenizer_file import TokenizerFile
 from t5accel.timing import Work
 
 MODEL = "mini"

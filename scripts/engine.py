@@ -20,10 +20,10 @@ from packaging.requirements import Requirement
 from tqdm import tqdm
 
 from t5accel.api import accelerate
-from t5accel.backends.ort_bound import OrtBound
+from t5accel.backends.ort.bound import OrtBound
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export.t5 import export_t5
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.soak import soak
 from t5accel.parity import parity
@@ -31,8 +31,8 @@ from t5accel.parity import parity
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
     "ONNX Runtime, numpy and tokenizers alone": (
-        "from t5accel.backends.ort_bound import OrtBound; from t5accel.decoding.greedy import greedy; "
-        "from t5accel.decoding.tokenizer_file import TokenizerFile; import onnxruntime, tokenizers",
+        "from t5accel.backends.ort.bound import OrtBound; from t5accel.decoding.greedy import greedy; "
+        "from t5accel.text.tokenizer_file import TokenizerFile; import onnxruntime, tokenizers",
         ("numpy", "onnxruntime", "tokenizers"),
     ),
     "torch and transformers": (
@@ -64,7 +64,7 @@ def soak_row(generations: int) -> Row:
         result = soak(OrtBound(Path(folder) / "export"), generations=generations, on_generation=bar.update)
     resident = result.resident_bytes
     return {
-        "measured": "soak", "model": "mini", "backend": "backends.ort_bound", "growth": result.growth,
+        "measured": "soak", "model": "mini", "backend": "backends.ort.bound", "growth": result.growth,
         "settings": {"generations": generations, "settled_after": result.settled_after},
         "resident_bytes": list(resident[result.settled_after - 1 :: max(1, generations // 20)]),
     }  # fmt: skip

@@ -18,22 +18,22 @@ import numpy as np
 from tqdm import tqdm
 
 from t5accel import machine, tasks
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.tokenizer_file import TokenizerFile
-from t5accel.graphs.convert import convert_export
-from t5accel.graphs.export_cache import cached_export
-from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.probe import Example
-from t5accel.graphs.recipes import RECIPES, Recipe, Scheme
-from t5accel.graphs.sensitivity import sweep
+from t5accel.graphs.export.cache import cached_export
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.numbers.probe import Example
+from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme
+from t5accel.graphs.numbers.sensitivity import sweep
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import agreement, text_quality
 from t5accel.lab.techniques import bytes_of
 from t5accel.t5.roofline import roofline
+from t5accel.text.tokenizer_file import TokenizerFile
 from t5accel.timing import Work
 
 SIZE = "random:t5-small"

@@ -13,9 +13,9 @@ from typing import Any
 from tqdm import tqdm
 
 from t5accel.checkpoints import load_t5
-from t5accel.graphs.export import export_t5
-from t5accel.graphs.quantize import quantize_export
-from t5accel.graphs.recipes import as_recipe
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.numbers.quantize import quantize_export
+from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import text_quality
 from t5accel.mini.mixture import SECOND_CURRICULUM, mini_mixture

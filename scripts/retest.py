@@ -25,28 +25,28 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from t5accel import machine, tasks
 from t5accel.backends.hf import OrtT5ForConditionalGeneration
-from t5accel.backends.hybrid import HybridOnnxT5
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.backends.past_layouts import ThreeGraphs, WholeGraph
+from t5accel.backends.older.hybrid import HybridOnnxT5
+from t5accel.backends.older.past_layouts import ThreeGraphs, WholeGraph
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
-from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.export import export_t5
-from t5accel.graphs.export_cache import cached_export
-from t5accel.graphs.layouts import export_layout
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.export.cache import cached_export
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.older.layouts import export_layout
 from t5accel.graphs.optimize import optimize_export, optimized_graph
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.profile_graph import step_feeds
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import backend_scores
+from t5accel.text.unigram import UnigramTokenizer
 from t5accel.timing import Candidate, Work, compare
-from t5accel.unigram import UnigramTokenizer
 
 SIZE, BUNDLED = "random:t5-small", "mini"
 WITH_CACHE, NO_CACHE = "transformers with cache", "transformers without cache"

@@ -7,7 +7,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_WHERE = {"accelerate": "t5accel.api", "load_t5": "t5accel.checkpoints", "T5Dims": "t5accel.checkpoints"}
+_WHERE = {"accelerate": "t5accel.api", "load_t5": "t5accel.checkpoints", "T5Dims": "t5accel.t5.sizes"}
 
 __all__ = ["T5Dims", "__version__", "accelerate", "load_t5"]
 

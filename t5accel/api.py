@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.contract import MANIFEST
-from t5accel.graphs.export_cache import checked_export
-from t5accel.graphs.manifest import Manifest, read_manifest
-from t5accel.graphs.recipes import RECIPES, Recipe, as_recipe
+from t5accel.graphs.build.contract import MANIFEST
+from t5accel.graphs.export.cache import checked_export
+from t5accel.graphs.export.manifest import Manifest, read_manifest
+from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ def accelerate(
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
             `export.export_t5`, or a model object. What is no export yet is exported once, into the user's cache
-            (`export_cache`; ``t5accel cache list``).
+            (`graphs.export.cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
             `recipes.Recipe`. What a recipe costs in quality is not measured here, and a warning says so once:
             `quantize.quantize` lets a model pass only if it loses no more than allowed. A folder that holds an export
@@ -149,7 +149,7 @@ def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
     if recipe.name not in ("fp32", there):
         raise InputError(
             f"{folder} is an export in {there}, and precision is {recipe.name!r}: give the model or its name, "
-            "or convert the export in fp32 (t5accel.graphs.quantize, t5accel.graphs.precision)."
+            "or convert the export in fp32 (t5accel.graphs.numbers.quantize, t5accel.graphs.numbers.fp16)."
         )
     return manifest
 
@@ -176,7 +176,7 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
 def _say_ungated() -> None:
     """Once in a process."""
     warnings.warn(
-        "This model's quality in fewer bits was not measured: t5accel.graphs.quantize.quantize does, and refuses what "
-        "loses too much. The manifest says gated: false.",
+        "This model's quality in fewer bits was not measured: t5accel.graphs.numbers.quantize.quantize does, and "
+        "refuses what loses too much. The manifest says gated: false.",
         stacklevel=3,
     )

@@ -62,7 +62,7 @@ def run(
 ) -> None:
     """Answer one text, with the time it took."""
     from t5accel.decoding.greedy import greedy
-    from t5accel.decoding.text import text_to_text
+    from t5accel.text.text_to_text import text_to_text
 
     if runtime is Runtime.ONNX:
         from t5accel.api import accelerate
@@ -107,9 +107,9 @@ def export(
     ] = "fp32",
 ) -> None:
     """Write a model as two ONNX graphs, with all that is needed to run them without torch."""
-    from t5accel.graphs.convert import convert_export
-    from t5accel.graphs.export import export_t5
-    from t5accel.graphs.recipes import as_recipe
+    from t5accel.graphs.export.t5 import export_t5
+    from t5accel.graphs.numbers.convert import convert_export
+    from t5accel.graphs.numbers.recipes import as_recipe
 
     recipe = as_recipe(precision)
     options = dict(external_threshold_bytes=external_threshold_bytes, progress=True)
@@ -126,7 +126,7 @@ def export(
 @cache.command("list")
 def list_cache() -> None:
     """Show the exports that were kept."""
-    from t5accel.graphs.export_cache import cache_folder, list_exports
+    from t5accel.graphs.export.cache import cache_folder, list_exports
 
     found = list_exports()
     for kept in found:
@@ -137,7 +137,7 @@ def list_cache() -> None:
 @cache.command("clear")
 def clear_cache() -> None:
     """Delete them all. They are made again when they are needed."""
-    from t5accel.graphs.export_cache import clear_exports
+    from t5accel.graphs.export.cache import clear_exports
 
     cleared = clear_exports()
     typer.echo(f"{len(cleared)} exports deleted, {sum(kept.size_bytes for kept in cleared) / 1e6:.0f} MB freed")
@@ -170,7 +170,7 @@ def bench(
 ) -> None:
     """Measure every technique that exists: equal output first, then speed, memory and quality."""
     if suite is Suite.GPU:
-        from t5accel.gpu.suite import run_in_time
+        from t5accel.lab.gpu.suite import run_in_time
 
         if json is None:
             raise InputError("--suite gpu keeps each result as it comes: give --json FILE.")

@@ -85,11 +85,11 @@ def distill(
     import torch
 
     from t5accel import machine
-    from t5accel.checkpoints import T5Dims
     from t5accel.students.distill import DistillConfig
     from t5accel.students.distill import distill as run
     from t5accel.students.resumable import require_device
     from t5accel.students.shrink import layer_map, shrink_decoder
+    from t5accel.t5.sizes import T5Dims
 
     torch.set_num_threads(threads or machine.cpu_threads())
     model, tokenizer = _with_tokenizer(teacher)
@@ -248,7 +248,7 @@ def _beams(name, model, tokenizer, device):  # noqa: ANN001, ANN202
     from t5accel.api import accelerate
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.decoding.beam import beam_search
-    from t5accel.decoding.text import text_to_text
+    from t5accel.text.text_to_text import text_to_text
 
     backend = accelerate(name).backend if device == "cpu" else TorchEager(model.to(device))
     return text_to_text(
@@ -270,7 +270,7 @@ def evaluate(
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.checkpoints import load_t5
     from t5accel.decoding.greedy import greedy
-    from t5accel.decoding.text import text_to_text
+    from t5accel.text.text_to_text import text_to_text
 
     held_out_quality = _mini("validate", "--pairs").held_out_quality if pairs else None
     t5, tokenizer = load_t5(model)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from t5accel.checkpoints import load_t5
-from t5accel.lively import random_t5
+from t5accel.t5.lively import random_t5
 
 
 def pytest_configure() -> None:
@@ -71,7 +71,7 @@ def tiny_t5() -> Tiny:
 @pytest.fixture(scope="session")
 def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``exported(kind, seed=…, **sizes)``: the folder with the export of that ``tiny_t5``. Shared: do not write."""
-    from t5accel.graphs.export import export_t5
+    from t5accel.graphs.export.t5 import export_t5
 
     @cache
     def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
@@ -85,7 +85,7 @@ def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.fixture(scope="session")
 def exported_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the export of the bundled model and its tokenizer. Shared: do not write there."""
-    from t5accel.graphs.export import export_t5
+    from t5accel.graphs.export.t5 import export_t5
 
     folder = tmp_path_factory.mktemp("export-mini") / "mini"
     export_t5("mini", folder)

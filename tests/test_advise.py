@@ -10,13 +10,13 @@ import pytest
 
 from t5accel import machine
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
-from t5accel.graphs.recipes import RECIPES
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab import advise as module
 from t5accel.lab.advise import SYSTEMS, Advice, Need, advise, call, line, report, weights_per_step
 from t5accel.lab.peers import SYSTEMS as PEERS
 from t5accel.lab.rows import checked, recorded, write_json
 from t5accel.lab.techniques import REFERENCE, WAYS
-from t5accel.lively import RANDOM_SIZES, random_t5
+from t5accel.t5.lively import RANDOM_SIZES, random_t5
 
 SCORES = {"bleu": 30.0, "rougeL": 60.0, "exact_match": 50.0}
 
@@ -152,7 +152,9 @@ def test_every_need_of_the_bundled_models_is_answered_in_fifteen_lines() -> None
 
 
 def test_names_of_measured_systems_are_known() -> None:
-    ours = {name for name, way in WAYS.items() if way.backend in ("backends.ort", "backends.hf") and not way.student}
+    ours = {
+        name for name, way in WAYS.items() if way.backend in ("backends.ort.numpy", "backends.hf") and not way.student
+    }
     assert ours - {"ONNX Runtime, our loop, all logits"} <= SYSTEMS.keys()
     assert {system.name for system in PEERS if system.ours} - {"t5accel, all logits"} <= SYSTEMS.keys()
 

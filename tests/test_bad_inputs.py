@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from t5accel.api import accelerate
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import T5AccelError
-from t5accel.graphs.export import export_t5
-from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.optimize import optimize_export
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.lab.soak import soak
@@ -170,7 +170,7 @@ def test_a_manifest_of_any_content(folder: Path, tmp_path: Path, data: st.DataOb
 @often
 @given(raw=st.binary(max_size=40))
 def test_a_graph_file_of_any_bytes(folder: Path, tmp_path: Path, raw: bytes) -> None:
-    from t5accel.backends.ort_session import open_session
+    from t5accel.backends.ort.session import open_session
 
     (tmp_path / "encoder.onnx").write_bytes(raw)
     with pytest.raises(T5AccelError, match=r"encoder\.onnx"):

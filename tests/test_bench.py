@@ -23,8 +23,8 @@ from t5accel.lab.techniques import (
     graph_bytes,
     weight_bytes,
 )
-from t5accel.lively import random_t5
 from t5accel.parity import ParityError
+from t5accel.t5.lively import random_t5
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 
@@ -32,7 +32,7 @@ SIZES = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers
 JOB = Forced(batch=2, source_tokens=7, new_tokens=9, seed=1)
 QUICK = dict(rounds=2, threads=1, peak_memory=False, seed=1)
 OURS = TECHNIQUES[3]
-(BOUND,) = [technique for technique in TECHNIQUES if technique.backend == "backends.ort_bound"]
+(BOUND,) = [technique for technique in TECHNIQUES if technique.backend == "backends.ort.bound"]
 ALIKE = [technique for technique in TECHNIQUES if technique.name == REFERENCE]
 
 

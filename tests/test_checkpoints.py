@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from t5accel import checkpoints
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import HUB_ALIASES, T5Dims, data_folder, load_t5
-from t5accel.decoding import greedy
+from t5accel.checkpoints import HUB_ALIASES, data_folder, load_t5
+from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.lively import RANDOM_SIZES, random_t5
 from t5accel.parity import assert_varied
 from t5accel.students.gates import Gates
 from t5accel.students.prune import remove
+from t5accel.t5.lively import RANDOM_SIZES, random_t5
+from t5accel.t5.sizes import T5Dims
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 # Parameters of the published checkpoints (a tied head counted once), so that our table is checked against the world.

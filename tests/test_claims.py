@@ -16,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from t5accel.gpu.cells import CELLS, LENGTHS
-from t5accel.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, TENSORRT
+from t5accel.lab.gpu.cells import LENGTHS, cells_for
+from t5accel.lab.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, TENSORRT
+
+CELLS = cells_for((9, 0))
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "data" / "results"

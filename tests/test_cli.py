@@ -367,7 +367,7 @@ def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path, monkeyp
 
 def test_evaluate_refuses_bad_models_limits_and_pairs(tmp_path):
     assert "'nope'" in refused("evaluate", "--model", "nope")
-    assert "limit=0" in refused("evaluate", "--limit", 0)
+    assert "limit is 0" in refused("evaluate", "--limit", 0)
     assert "tatoeba.org" in refused("evaluate", "--pairs", tmp_path / "missing.tsv", "--json", tmp_path / "out.json")
     assert not os.listdir(tmp_path)
 

@@ -20,11 +20,12 @@ from test_cli import call, refused, said
 import t5accel.students.distill as module
 import t5accel.students.prune as pruning
 import t5accel.students.teacher_texts as texts
-from t5accel.checkpoints import T5Dims, load_t5
-from t5accel.lively import random_t5
-from t5accel.narrow import widths
+from t5accel.checkpoints import load_t5
 from t5accel.students.distill import DistillConfig
 from t5accel.students.teacher_texts import read_teacher_texts
+from t5accel.t5.lively import random_t5
+from t5accel.t5.narrow import widths
+from t5accel.t5.sizes import T5Dims
 from t5accel.tasks import TRANSLATE
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")

@@ -22,12 +22,12 @@ from test_export import histories, same_logits, teacher_forced
 from test_narrow import narrowed
 
 import t5accel.students.distill as module
-from t5accel.backends.ort import OrtNumpy
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import T5Dims, data_folder, load_t5
+from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export.t5 import export_t5
 from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.parity import assert_varied
 from t5accel.quality import MAIN_SCORES
@@ -39,6 +39,7 @@ from t5accel.students.resumable import run_steps
 from t5accel.students.shrink import shrink_decoder
 from t5accel.students.student_card import save_student
 from t5accel.students.validation import validation
+from t5accel.t5.sizes import T5Dims
 from t5accel.tasks import TRANSLATE
 
 MIXTURE = Mixture(

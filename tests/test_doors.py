@@ -22,7 +22,7 @@ from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.errors import InputError
-from t5accel.graphs.probe import checked_example
+from t5accel.graphs.numbers.probe import checked_example
 
 often = settings(max_examples=150, deadline=None)
 

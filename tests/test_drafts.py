@@ -11,9 +11,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import drafts as drafts_module
 from t5accel.decoding.backend import Backend, Generated

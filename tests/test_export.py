@@ -21,20 +21,20 @@ from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from t5accel.backends.ort import OrtNumpy
-from t5accel.checkpoints import T5Dims
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.graphs.attention_bias import LOWEST
-from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
-from t5accel.graphs.export import LARGEST_INSIDE, export_t5, source_hash, t5_weights
-from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.t5_graphs import decoder_graph, encoder_graph
-from t5accel.graphs.t5_weights import T5Weights
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
+from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
+from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.export.folder import LARGEST_INSIDE
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.t5.rules import logit_scale, relative_position_bucket
+from t5accel.t5.sizes import T5Dims
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 

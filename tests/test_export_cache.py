@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import t5accel.graphs.export_cache as module
+import t5accel.graphs.export.cache as module
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
-from t5accel.graphs.export_cache import cache_folder, cached_export, clear_exports, list_exports
-from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.export.cache import cache_folder, cached_export, clear_exports, list_exports
+from t5accel.graphs.export.manifest import read_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,11 @@ import pytest
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from t5accel.gpu import pictures
-from t5accel.gpu.cells import CELLS, LENGTHS
-from t5accel.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC
+from t5accel.lab.gpu import pictures
+from t5accel.lab.gpu.cells import LENGTHS, cells_for
+from t5accel.lab.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC
+
+CELLS = cells_for((9, 0))
 
 SMALL = {REFERENCE: 1.0, STATIC: 0.5, GRAPH: 0.1}
 CACHE = {REFERENCE: 1.0, NAIVE: 2.0, RECOMPUTE: 0.4, GRAPH: 0.2}

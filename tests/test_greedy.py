@@ -20,8 +20,8 @@ from hypothesis.extra import numpy as hnp
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_batch, as_count, as_integers
-from t5accel.decoding import Backend, Generated, greedy
-from t5accel.decoding.backend import right_aligned
+from t5accel.decoding.backend import Backend, Generated, right_aligned
+from t5accel.decoding.greedy import greedy
 from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
@@ -432,7 +432,7 @@ import sys
 for name in ("torch", "transformers", "onnxruntime"):
     sys.modules[name] = None  # importing it fails from now on
 import numpy as np
-import t5accel.decoding, t5accel.decoding.text
+import t5accel.decoding, t5accel.text.text_to_text
 class Counter:
     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
     def encode(self, input_ids, attention_mask): return input_ids

@@ -22,16 +22,16 @@ from transformers.generation import BaseStreamer
 
 from t5accel.backends.hf import OrtT5ForConditionalGeneration
 from t5accel.backends.hf_cache import DecoderCache
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.errors import InputError, T5AccelError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export.t5 import export_t5
 from t5accel.parity import assert_varied, parity
-from t5accel.pipeline import text2text
 from t5accel.tasks import rows as task_rows
 from t5accel.tasks import source_text
+from t5accel.text.pipeline import text2text
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ATOL = 1e-4

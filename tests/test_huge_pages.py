@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t5accel.backends import huge_pages as module
-from t5accel.backends.huge_pages import huge_bytes, huge_pages
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort import memory as module
+from t5accel.backends.ort.memory import huge_bytes, huge_pages
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
-from t5accel.graphs.export import export_t5
-from t5accel.lively import random_t5
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.t5.lively import random_t5
 
 SIZE = 64 << 20
 

@@ -15,15 +15,15 @@ from programs import ATOL, PROGRAM, check_program, teacher_forced
 from test_encoder_cache import logits_of
 from test_greedy import check_equals_generate
 
-from t5accel.backends.hybrid import HybridOnnxT5
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.older.hybrid import HybridOnnxT5
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.graphs.contract import ENCODER
-from t5accel.graphs.layouts import export_layout
-from t5accel.graphs.row_graphs import LM_HEAD
+from t5accel.graphs.build.contract import ENCODER
+from t5accel.graphs.older.layouts import export_layout
+from t5accel.graphs.older.row_graphs import LM_HEAD
 from t5accel.parity import parity
 
 ONE_THREAD = SessionSettings(threads=1)

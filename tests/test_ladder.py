@@ -33,9 +33,9 @@ from t5accel.lab.ladder import (
 )
 from t5accel.lab.rows import checked
 from t5accel.lab.techniques import WAYS, Subject
-from t5accel.lively import random_t5
 from t5accel.parity import ParityError
 from t5accel.quality import MAIN_SCORES
+from t5accel.t5.lively import random_t5
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 

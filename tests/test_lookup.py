@@ -17,19 +17,19 @@ from test_drafts import BACKENDS, Machine, sources
 from test_greedy import anything, bounds, valid
 
 from t5accel import tasks
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import FIXED, VERIFYING, Copier, Text, best_length, lookup
 from t5accel.decoding.request import Request
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
-from t5accel.graphs.convert import convert_export
-from t5accel.graphs.recipes import Recipe, Scheme
+from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.numbers.recipes import Recipe, Scheme
 from t5accel.parity import assert_varied, token_agreement
+from t5accel.text.tokenizer_file import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 

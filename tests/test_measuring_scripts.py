@@ -12,7 +12,7 @@ from script import load_script
 
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
-from t5accel.graphs.recipes import RECIPES
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.rows import checked
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
@@ -47,7 +47,7 @@ def test_a_recipe_is_scored_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tiny_t5: Any, tmp_path: Path) -> None:
     script = load_script("engine")
-    from t5accel.accelerate import accelerate
+    from t5accel.api import accelerate
 
     tiny_t5("shallower-decoder").save_pretrained(tmp_path)
     monkeypatch.setattr(script, "accelerate", lambda name, progress: accelerate(str(tmp_path), progress=progress))

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from t5accel import quality
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import T5Dims
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.text import text_to_text
+from t5accel.t5.sizes import T5Dims
+from t5accel.text.text_to_text import text_to_text
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/mini-t5"
 RECORD = Path(__file__).resolve().parents[1] / "data/results/training-mini.json"

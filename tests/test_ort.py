@@ -20,20 +20,21 @@ import torch
 from programs import ATOL, PROGRAM, check_program, logits_after_all, teacher_forced
 from test_encoder_cache import check, in_threads, logits_of, tokens_of
 
-from t5accel.backends import encoder_slices, ort_pointers
-from t5accel.backends.ort import OrtNumpy, OrtSource, of_each_head
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.ort_pointers import OrtPointers, bind_tensor
-from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.backends.ort import memory as encoder_slices
+from t5accel.backends.ort import pointers as ort_pointers
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy, OrtSource, of_each_head
+from t5accel.backends.ort.pointers import OrtPointers, bind_tensor
+from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import T5Dims
-from t5accel.decoding import Backend
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export.t5 import export_t5
 from t5accel.lab.traffic import bytes_per_step
 from t5accel.parity import parity
+from t5accel.t5.sizes import T5Dims
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_THREAD = SessionSettings(threads=1)
@@ -310,7 +311,7 @@ def test_a_session_that_fails_on_cuda_says_why_and_prints_nothing(exported, monk
 
 
 def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) -> None:
-    from t5accel.backends import ort
+    from t5accel.backends.ort.numpy import numpy as ort
 
     monkeypatch.setattr(ort, "open_session", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -744,10 +745,10 @@ for name in ("torch", "transformers", "onnx", "safetensors", "tqdm", "filelock",
     raise AssertionError(f"{name} should be blocked")
 
 from t5accel.backends.RUNTIME_MODULE import RUNTIME
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.text import text_to_text
-from t5accel.decoding.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import text_to_text
+from t5accel.text.tokenizer_file import TokenizerFile
 
 backend = RUNTIME(sys.argv[1], settings=SessionSettings(threads=1))
 translate = text_to_text(

@@ -11,14 +11,14 @@ import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
 
-from t5accel.backends.ort_captured import MULTIPLE, OrtCaptured
-from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.backends.ort.captured import MULTIPLE, OrtCaptured
+from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding import Backend
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError
-from t5accel.graphs.contract import DECODER
+from t5accel.graphs.build.contract import DECODER
 from t5accel.parity import assert_varied, parity
 
 

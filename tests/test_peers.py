@@ -15,7 +15,7 @@ import pytest
 from script import load_script
 
 from t5accel.errors import InputError, PeerError
-from t5accel.graphs.recipes import RECIPES
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.peers import (
     GRID,
     OPTIMUM,
@@ -131,7 +131,7 @@ def test_the_grid_is_that_of_the_protocol():
 
 def test_every_environment_has_its_list_with_exact_versions():
     wanted = {s.environment for s in SYSTEMS if not s.ours}
-    lists = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "peers").glob("*.txt")}
+    lists = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "requirements/peers").glob("*.txt")}
     assert lists.keys() == wanted
     for text in lists.values():
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]

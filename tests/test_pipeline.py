@@ -13,8 +13,8 @@ import transformers
 from ids import shown
 
 from t5accel.errors import InputError
-from t5accel.pipeline import text2text
 from t5accel.tasks import SUMMARIZE, TRANSLATE, rows, source_text
+from t5accel.text.pipeline import text2text
 
 SHORT = dict(max_new_tokens=12, num_beams=1, do_sample=False)
 

@@ -20,24 +20,24 @@ from test_export import histories, same_logits, teacher_forced
 from test_quantize import MODELS, RUNTIMES, forced, lost
 from test_surgery import operators, run
 
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.graphs import probe as probe_module
-from t5accel.graphs.attention_bias import LOWEST
-from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
-from t5accel.graphs.export import export_t5
-from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.precision import LARGEST, MARGIN, half_export, nodes_in_fp32, to_half
-from t5accel.graphs.probe import Example, Seen, largest, probe, ranges
-from t5accel.graphs.quantize import quantize_export
-from t5accel.graphs.recipes import RECIPES, Recipe, Scheme, recipe_of
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
+from t5accel.graphs.build.layers import LOWEST
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.numbers import probe as probe_module
+from t5accel.graphs.numbers.fp16 import LARGEST, MARGIN, half_export, nodes_in_fp32, to_half
+from t5accel.graphs.numbers.probe import Example, Seen, largest, probe, ranges
+from t5accel.graphs.numbers.quantize import quantize_export
+from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, recipe_of
 from t5accel.graphs.saved_graph import reread
 from t5accel.parity import ParityError, assert_varied, token_agreement
-from t5accel.rescale import rescaled
+from t5accel.t5.rescale import rescaled
+from t5accel.text.tokenizer_file import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ERROR, OTHERS = 4e-3, 0.02  # of fp16, with its 11 bits: in units of the logits' spread, and of other tokens
@@ -264,8 +264,8 @@ def test_histories_are_reordered_and_trimmed_as_in_fp32(exported, half, padded_b
         state = backend.start(backend.encode(*padded_batch), 2)
         backend.step(state, new)
         backend.trim(state, np.arange(12).reshape(6, 2) % 6)
-        backend.reorder(state, [[1, 0]] * 6)
-        backend.keep(state, [4, 0, 5])
+        backend.reorder(state, np.array([[1, 0]] * 6))
+        backend.keep(state, np.array([4, 0, 5]))
         found.append(backend.step(state, new[:3]))
         assert {backend._array(past).dtype for past in state.past} == {backend.dtype}
     assert lost(*found)[0] < ERROR

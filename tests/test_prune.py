@@ -31,22 +31,23 @@ from test_narrow import generated, narrowed
 
 import t5accel.students.prune as module
 from t5accel.backends.hf import OrtT5ForConditionalGeneration
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_bound import OrtBound
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import T5Dims, load_t5
+from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.convert import convert_export
-from t5accel.graphs.export import export_t5
-from t5accel.narrow import parts, widths
+from t5accel.graphs.build.contract import DECODER, ENCODER
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.numbers.convert import convert_export
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.students.distill import distill
 from t5accel.students.gates import Gates, gated
 from t5accel.students.importance import Kept, choose, magnitude
 from t5accel.students.prune import PruneConfig, prune, remove
 from t5accel.students.shrink import shrink_decoder
+from t5accel.t5.narrow import parts, widths
+from t5accel.t5.sizes import T5Dims
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ALL = ["deeper-decoder", "shallower-decoder", "gated-untied", "mt5", "umt5"]

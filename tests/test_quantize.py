@@ -21,29 +21,29 @@ from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
 
 from t5accel.api import accelerate, tuned
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
-from t5accel.graphs import integer_graphs
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
-from t5accel.graphs.convert import convert_export
-from t5accel.graphs.export import export_t5
-from t5accel.graphs.export_cache import cached_export, list_exports
-from t5accel.graphs.integers import Blocks, in_blocks
-from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.export.cache import cached_export, list_exports
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.numbers import integer_graphs
+from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.numbers.fp16 import half_export
+from t5accel.graphs.numbers.integers import Blocks, in_blocks
+from t5accel.graphs.numbers.probe import Example, probe, ranges
+from t5accel.graphs.numbers.quantize import quantize, quantize_export
+from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, recipe_of
+from t5accel.graphs.numbers.sensitivity import groups_of
 from t5accel.graphs.optimize import optimize_export
-from t5accel.graphs.precision import half_export
-from t5accel.graphs.probe import Example, probe, ranges
-from t5accel.graphs.quantize import quantize, quantize_export
-from t5accel.graphs.recipes import RECIPES, Recipe, Scheme, recipe_of
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
-from t5accel.graphs.sensitivity import groups_of
 from t5accel.lab.scoring import agreement
 from t5accel.parity import ParityError, parity, token_agreement
+from t5accel.text.tokenizer_file import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [OrtNumpy, OrtBound]
@@ -201,8 +201,8 @@ def test_histories_are_reordered_and_trimmed_as_in_fp32(quantized, fp32, padded_
         state = backend.start(backend.encode(*padded_batch), 2)
         backend.step(state, new)
         backend.trim(state, np.arange(12).reshape(6, 2) % 6)
-        backend.reorder(state, [[1, 0]] * 6)
-        backend.keep(state, [4, 0, 5])
+        backend.reorder(state, np.array([[1, 0]] * 6))
+        backend.keep(state, np.array([4, 0, 5]))
         found.append(backend.step(state, new[:3]))
     assert lost(*found)[0] < LADDER["weights"][1]
 
@@ -659,7 +659,7 @@ def test_a_folder_is_not_loaded_again(cache_of_its_own, tiny_t5, tmp_path: Path,
     tiny_t5(seed=23).save_pretrained(tmp_path / "model")
     first = cached_export(tmp_path / "model", precision="int8")
     assert first.name.startswith("model-int8-")
-    module = sys.modules["t5accel.graphs.export_cache"]
+    module = sys.modules["t5accel.graphs.export.cache"]
     for name in ("load_t5", "export_t5", "convert_export"):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("done again"))
     assert cached_export(str(tmp_path / "model"), precision="int8") == first
@@ -686,7 +686,7 @@ def unsaid() -> Iterator[None]:
 def test_that_quality_was_not_measured_is_said_once(cache_of_its_own, unsaid, tiny_t5) -> None:
     assert not said(lambda: accelerate(tiny_t5(), progress=False))
     (warning,) = said(lambda: accelerate(tiny_t5(), precision="int8", progress=False))
-    assert "t5accel.graphs.quantize" in str(warning.message) and "gated: false" in str(warning.message)
+    assert "t5accel.graphs.numbers.quantize" in str(warning.message) and "gated: false" in str(warning.message)
     assert Path(warning.filename) == Path(__file__), "where it was called"
     again = ("int8", "int4", "fp16")
     assert not said(lambda: [accelerate(tiny_t5(), precision=name, progress=False) for name in again])

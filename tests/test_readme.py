@@ -8,7 +8,7 @@ from t5accel.cli import app
 from t5accel.lab.draw import board
 
 ROOT = Path(__file__).resolve().parents[1]
-README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "WORKSHOP.md"))
+README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/WORKSHOP.md"))
 
 
 def test_tables_are_drawn_from_their_files() -> None:

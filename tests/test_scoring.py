@@ -16,11 +16,11 @@ from test_export import teacher_forced as torch_logits
 from t5accel import quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.text import text_to_text
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
-from t5accel.graphs.probe import Example
-from t5accel.graphs.quantize import quantize_export
+from t5accel.graphs.numbers.probe import Example
+from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.lab.scoring import agreement, text_quality
+from t5accel.text.text_to_text import text_to_text
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ from onnx import numpy_helper
 from test_export import MODELS, histories
 from test_quantize import Sensitive
 
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.probe import Example
-from t5accel.graphs.quantize import quantize, quantize_export
-from t5accel.graphs.recipes import RECIPES, Recipe, Scheme, group_of, recipe_of
-from t5accel.graphs.sensitivity import GroupScores, groups_of, only, ranked, sweep
+from t5accel.graphs.build.contract import DECODER, ENCODER
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.numbers.probe import Example
+from t5accel.graphs.numbers.quantize import quantize, quantize_export
+from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, group_of, recipe_of
+from t5accel.graphs.numbers.sensitivity import GroupScores, groups_of, only, ranked, sweep
 from t5accel.lab.scoring import agreement
 
 TWO_AND_THREE = [

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from t5accel.backends import encoder_slices
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.spare_memory import Pool, Spare
+from t5accel.backends.ort import memory as encoder_slices
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.memory import Pool, Spare
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.decoding.greedy import greedy
 
 

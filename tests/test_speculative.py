@@ -16,9 +16,9 @@ from test_drafts import Machine, sources
 from test_greedy import Counter, anything, bounds, valid
 from test_sampling import SAMPLINGS, Chain, answer_odds, excess
 
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_bound import OrtBound
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import draft_model
 from t5accel.decoding.backend import Generated
@@ -27,7 +27,7 @@ from t5accel.decoding.draft_model import Guesser
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.speculative import accept, speculative
 from t5accel.errors import InputError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export.t5 import export_t5
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)

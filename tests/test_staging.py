@@ -29,14 +29,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from t5accel.backends.ort import OrtNumpy
-from t5accel.checkpoints import T5Dims
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, T5AccelError
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
-from t5accel.graphs.export import export_t5
-from t5accel.graphs.manifest import Manifest, read_manifest
-from t5accel.lively import random_t5
+from t5accel.graphs.build.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
+from t5accel.graphs.export.manifest import Manifest, read_manifest
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.t5.lively import random_t5
+from t5accel.t5.sizes import T5Dims
 
 AGAIN = r"overwrite=True"
 Snapshot = dict[str, Any]
@@ -601,8 +601,9 @@ def test_what_is_no_path(tiny_t5, tmp_path: Path, monkeypatch, folder: Any) -> N
 SMALL: dict[str, Any] = dict(
     vocab_size=300, d_model=32, d_kv=12, d_ff=64, num_heads=4, num_layers=2, eos_token_id=1, pad_token_id=0
 )
-PRELOAD = ["torch", "pytest", "hypothesis", "tqdm", "filelock", "transformers.modeling_outputs", "t5accel.backends.ort"]
-PRELOAD += ["transformers.models.t5.modeling_t5", "t5accel.graphs.export", "t5accel.lively", "unittest.mock"]
+PRELOAD = ["torch", "pytest", "hypothesis", "tqdm", "filelock", "transformers.modeling_outputs"]
+PRELOAD += ["t5accel.backends.ort.numpy", "transformers.models.t5.modeling_t5", "t5accel.graphs.export.t5"]
+PRELOAD += ["t5accel.t5.lively", "unittest.mock"]
 
 
 class Child:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafts import Machine, sources
 
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy import greedy
@@ -20,9 +20,9 @@ from t5accel.decoding.lookup import lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream, stream_text
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
+from t5accel.text.tokenizer_file import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ALGORITHMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

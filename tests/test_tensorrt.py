@@ -20,7 +20,7 @@ from programs import ATOL, PROGRAM, check_program, operations
 import t5accel.backends.tensorrt as module
 from t5accel.backends.tensorrt import Engine, TensorRT
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding import Backend
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ids import shown
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding import greedy
-from t5accel.decoding.text import text_to_text
+from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
+from t5accel.text.text_to_text import text_to_text
 
 
 @pytest.fixture(scope="module")

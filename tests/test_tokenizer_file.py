@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_encoder_cache import in_threads
 
 from t5accel.checkpoints import data_folder
-from t5accel.decoding.text import text_to_text
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError
+from t5accel.text.text_to_text import text_to_text
+from t5accel.text.tokenizer_file import TokenizerFile
 
 BUNDLED = data_folder() / "mini-t5"
 TASKS = ("translation", "summaries", "questions")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from programs import ATOL
 
-from t5accel.backends.launches import Prices, operators
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_recompute import TorchRecompute
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
+from t5accel.lab.launches import Prices, operators
 from t5accel.parity import assert_varied
 
 
@@ -75,7 +75,7 @@ def test_operators_of_a_step_are_counted_and_views_are_not(tiny_t5, padded_batch
 
 
 def test_one_more_layer_is_as_many_operators_more(padded_batch) -> None:
-    from t5accel.lively import random_t5
+    from t5accel.t5.lively import random_t5
 
     counts = []
     for layers in (1, 2, 3):
@@ -88,7 +88,7 @@ def test_one_more_layer_is_as_many_operators_more(padded_batch) -> None:
 
 def test_a_gated_layer_is_one_operator_more(padded_batch) -> None:
     """The gate's product joins the other one; transformers' own GELU would be eight operators."""
-    from t5accel.lively import random_t5
+    from t5accel.t5.lively import random_t5
 
     sizes = dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300)
     counts = []
@@ -108,7 +108,7 @@ def test_the_floor_is_launches_and_bytes() -> None:
 def test_kernels_and_prices_on_a_gpu(tiny_t5, padded_batch) -> None:
     import torch
 
-    from t5accel.backends.launches import kernels, prices
+    from t5accel.lab.launches import kernels, prices
 
     backend = TorchStatic(tiny_t5().cuda())
     slot = backend.start(backend.encode(*padded_batch)).slot

@@ -12,7 +12,7 @@ import pytest
 import torch
 from programs import ATOL, teacher_forced
 
-from t5accel.backends import launches, torch_static
+from t5accel.backends import cuda_graphs, torch_static
 from t5accel.backends.static_t5 import LONGEST_RUN
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
@@ -239,10 +239,10 @@ def test_all_is_captured_in_inference_mode_on_one_stream(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
     device = torch.device("cuda", 7)
-    side = launches.side_stream(device)
+    side = cuda_graphs.side_stream(device)
     for _ in range(2):
-        launches.captured(lambda: modes.append(torch.is_inference_mode_enabled()), lambda: None, device)
-    launches.side_stream.cache_clear()
+        cuda_graphs.captured(lambda: modes.append(torch.is_inference_mode_enabled()), lambda: None, device)
+    cuda_graphs.side_stream.cache_clear()
     assert made == [device] and modes == [True, True, side, True] * 2
 
 

@@ -24,7 +24,7 @@ suppress_warnings = [
     "ref.python",  # two modules may have a `Row`
 ]
 
-exclude_patterns = ["docs", "**/.ipynb_checkpoints"]
+exclude_patterns = ["docs/site", "**/.ipynb_checkpoints"]
 nb_execution_mode = "off"
 myst_heading_anchors = 3
 

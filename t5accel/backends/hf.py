@@ -22,9 +22,9 @@ from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, 
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.graphs.contract import MANIFEST, as_folder
-from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.staging import staged
+from t5accel.graphs.build.contract import MANIFEST, as_folder
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.staging import staged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
     >>> import torch
     >>> from t5accel.backends.torch_eager import TorchEager
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> own = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> model = OrtT5ForConditionalGeneration(TorchEager(own), own.config, own.generation_config)
     >>> ids, options = torch.tensor([[5, 6, 7, 1]]), dict(num_beams=3, max_new_tokens=6)
@@ -262,13 +262,13 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         Raises:
             ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
         """
-        from t5accel.backends.ort import OrtNumpy
+        from t5accel.backends.ort.numpy import OrtNumpy
 
         folder = as_folder(folder)
         if backend is None:
             backend = OrtNumpy
             if getattr(options.get("settings"), "device", "cpu") != "cpu":
-                from t5accel.backends.ort_pointers import OrtPointers
+                from t5accel.backends.ort.pointers import OrtPointers
 
                 backend = OrtPointers
         running = backend(folder, **options)

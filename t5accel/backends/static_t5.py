@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from t5accel.checkpoints import T5Dims
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.t5.rules import logit_scale, relative_position_bucket
+from t5accel.t5.sizes import T5Dims
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,7 +153,7 @@ class StaticT5:
         InputError: for ``kernel`` the size of a head is no power of two.
         MissingPackageError: for ``kernel`` Triton is not installed.
 
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> t5 = StaticT5(model)
     >>> slot, mask = t5.slot(batch=1, rows=1, source=4, width=8), torch.ones(1, 4, dtype=torch.int64)
@@ -165,8 +165,8 @@ class StaticT5:
     def __init__(self, model: PreTrainedModel, *, kernel: bool = False):
         self.dims, self.config = T5Dims.of(model), model.config
         self.kernel = self._kernel() if kernel else None
-        self.head, self.embedding = model.lm_head.weight, model.decoder.embed_tokens.weight
-        self.source_embedding = model.encoder.embed_tokens.weight
+        self.head, self.embedding = model.lm_head.weight.detach(), model.decoder.embed_tokens.weight.detach()
+        self.source_embedding = model.encoder.embed_tokens.weight.detach()
         self.device, self.dtype, self.epsilon = self.head.device, self.head.dtype, self.config.layer_norm_epsilon
         self.residual = torch.float32 if self.dtype == torch.float16 else self.dtype
         self.lowest = torch.finfo(self.dtype).min  # added to a score it makes the softmax ignore the position
@@ -204,12 +204,12 @@ class StaticT5:
             gated = hasattr(dense, "wi_0")
             layers.append(Layer(
                 norms=tuple(layer.layer_norm.weight.detach().to(self.residual) for layer in block.layer),
-                qkv=_joined(attention.q, attention.k, attention.v), o=attention.o.weight,
+                qkv=_joined(attention.q, attention.k, attention.v), o=attention.o.weight.detach(),
                 biases=table[kept] if gone else table,
-                cross_q=across.q.weight if across else None,
+                cross_q=across.q.weight.detach() if across else None,
                 cross_kv=_joined(across.k, across.v) if across else None,
-                cross_o=across.o.weight if across else None,
-                wi=_joined(dense.wi_0, dense.wi_1) if gated else dense.wi.weight, wo=dense.wo.weight,
+                cross_o=across.o.weight.detach() if across else None,
+                wi=_joined(dense.wi_0, dense.wi_1) if gated else dense.wi.weight.detach(), wo=dense.wo.weight.detach(),
             ))  # fmt: skip
         return layers
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.launches import captured
+from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.static_t5 import Slot
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.checks import as_batch, as_count

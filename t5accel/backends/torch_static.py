@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.launches import captured
+from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.histories import Histories
@@ -115,7 +115,7 @@ class TorchStatic:
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:
-        given = [torch.from_numpy(np.ascontiguousarray(array)) for array in (input_ids, attention_mask)]
+        given = [torch.from_numpy(np.array(array, order="C")) for array in (input_ids, attention_mask)]
         if not self.graphs:
             on_device = [array.to(self.device) for array in given]
             return StaticSource(self.decoder.encode(*on_device), on_device[1])

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 
 from t5accel import machine
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.contract import DECODER, ENCODER, as_folder
-from t5accel.graphs.export_folder import ALIGNMENT, ExportPlan, as_target, write_export
-from t5accel.graphs.manifest import Manifest, read_manifest
-from t5accel.graphs.portability import as_level, import_onnxruntime, optimization_level, this_machine
+from t5accel.graphs.build.contract import DECODER, ENCODER, as_folder
+from t5accel.graphs.export.folder import ALIGNMENT, ExportPlan, as_target, write_export
+from t5accel.graphs.export.manifest import Manifest, read_manifest
+from t5accel.graphs.export.portability import as_level, import_onnxruntime, optimization_level, this_machine
 from t5accel.graphs.saved_graph import as_graph_path, contrib_operators, reread
 
 TOOLS = ("onnxruntime", "transformers")
@@ -52,7 +52,7 @@ def optimized_graph(path: str | os.PathLike[str], level: str = "all") -> Iterato
         MissingPackageError: there is no onnxruntime.
 
     >>> import numpy as np
-    >>> from t5accel.graphs.builder import GraphBuilder
+    >>> from t5accel.graphs.build.builder import GraphBuilder
     >>> from t5accel.graphs.saved_graph import count_nodes
     >>> graph = GraphBuilder("norm")
     >>> square = graph.op("Pow", graph.input("x", "float32", ["N", 8]), graph.constant(np.float32(2)))
@@ -104,7 +104,7 @@ def optimize_export(
         InputError: another argument is wrong.
         MissingPackageError: the tool, or a package that it needs, is not installed.
 
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export.t5 import export_t5
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_t5("mini", f"{folder}/mini")
     ...     optimize_export(f"{folder}/mini", f"{folder}/fused").optimized["contrib_operators"]

@@ -13,9 +13,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import as_folder
-from t5accel.graphs.export_folder import ALIGNMENT
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.contract import as_folder
+from t5accel.graphs.export.folder import ALIGNMENT
 
 
 def count_nodes(path: str | os.PathLike[str]) -> Counter[str]:
@@ -56,7 +56,7 @@ def contrib_operators(path: str | os.PathLike[str]) -> list[str]:
 
 
 def reread(paths: Iterable[Path]) -> dict[str, GraphBuilder]:
-    """Saved graphs, by the names of their files, as `export_folder.write_export` takes them.
+    """Saved graphs, by the names of their files, as `folder.write_export` takes them.
 
     What lies beside a graph is mapped into memory, and has to stay until the graphs are written. Sets of operators that
     a graph names and does not use, as ONNX Runtime does, are left out: other runtimes would ask for them.

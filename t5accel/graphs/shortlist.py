@@ -13,12 +13,11 @@ import numpy as np
 from onnx import TensorProto
 
 from t5accel.errors import InputError
-from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import NEAR_ONLY, shortlist_spec
-from t5accel.graphs.export_folder import ALIGNMENT
-from t5accel.graphs.t5_graphs import headless_decoder
-from t5accel.graphs.t5_layers import T5Layers
-from t5accel.graphs.t5_weights import T5Weights
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.contract import NEAR_ONLY, shortlist_spec
+from t5accel.graphs.build.layers import T5Layers, headless_decoder
+from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.export.folder import ALIGNMENT
 
 # 7 of the 8 bits. CPUs without VNNI add products of two neighbours in 16 bits, and saturate: with hidden states of 8
 # bits, 2 * 255 * 64 is the most that fits. An approximation that depends on the CPU could not be certified.
@@ -89,8 +88,8 @@ def shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
 
     All operators are those of the standard. ONNX Runtime makes one of the last four, which never writes the integers.
 
-    >>> from t5accel.graphs.export import t5_weights
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.graphs.export.t5 import t5_weights
+    >>> from t5accel.t5.lively import random_t5
     >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
     >>> graph = shortlist_graph(weights, quantized(weights.array(weights.head)))
     >>> [node.op_type for node in graph.proto().graph.node][-3:]

@@ -16,9 +16,9 @@ from typing import Any
 
 from t5accel.checks import as_count
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec
-from t5accel.graphs.manifest import Manifest
-from t5accel.graphs.recipes import recipe_of
+from t5accel.graphs.build.contract import DECODER, ENCODER, GraphSpec
+from t5accel.graphs.export.manifest import Manifest
+from t5accel.graphs.numbers.recipes import recipe_of
 
 Shape = tuple[int, ...]
 
@@ -147,7 +147,7 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
         InputError: the export's weights are integers, or its graphs were optimised for ONNX Runtime.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export.t5 import export_t5
     >>> with TemporaryDirectory() as folder:
     ...     decoder = plan(export_t5("mini", f"{folder}/mini")).graphs["decoder.onnx"]
     >>> decoder.profile["past_key_0"], decoder.dtypes["past_key_0"]

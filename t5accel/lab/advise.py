@@ -16,16 +16,17 @@ from typing import Any
 
 from t5accel import machine
 from t5accel.api import TUNED_FOR
-from t5accel.checkpoints import BUNDLED, HUB_ALIASES, T5Dims, allowed_names, data_folder
+from t5accel.checkpoints import BUNDLED, HUB_ALIASES, allowed_names, data_folder
 from t5accel.decoding.backend import as_count
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
-from t5accel.graphs.recipes import RECIPES
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from t5accel.lab.peers import REFERENCE as PEERS_REFERENCE
 from t5accel.lab.rows import aligned
 from t5accel.lab.techniques import REFERENCE
-from t5accel.lively import RANDOM_SIZES
+from t5accel.t5.lively import RANDOM_SIZES
 from t5accel.t5.roofline import decoder_weights_per_step
+from t5accel.t5.sizes import T5Dims
 
 METRICS = {"translation": "bleu", "summaries": "rougeL", "questions": "exact_match"}
 LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}

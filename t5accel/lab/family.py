@@ -13,21 +13,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t5accel import machine, quality, tasks
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import T5Dims, load_t5
+from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
-from t5accel.graphs.convert import convert_export
-from t5accel.graphs.export import export_t5
-from t5accel.graphs.recipes import as_recipe
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, chosen
 from t5accel.lab.scoring import backend_scores
 from t5accel.lab.techniques import bytes_of
 from t5accel.t5.roofline import decoder_weights_per_step
+from t5accel.t5.sizes import T5Dims
+from t5accel.text.tokenizer_file import TokenizerFile
 from t5accel.timing import Work
 
 Name = TypeVar("Name")

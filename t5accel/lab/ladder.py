@@ -13,13 +13,13 @@ from typing import Any
 from t5accel import machine, quality
 from t5accel.checkpoints import BUNDLED
 from t5accel.decoding.backend import as_count
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
 from t5accel.lab.bench import Job, as_way, sizes
 from t5accel.lab.harness import measured, ratio
 from t5accel.lab.rows import Row
 from t5accel.lab.scoring import generated_scores
 from t5accel.lab.techniques import LOOKUP, THROUGHPUT, WAYS, Generate, Subject, Technique
+from t5accel.text.tokenizer_file import TokenizerFile
 
 MODEL, STUDENT = "mini", "mini-d1"
 AT_ONCE = 32  # texts of a batch, where many are answered together

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from t5accel.errors import PeerError
-from t5accel.graphs.recipes import RECIPES
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, aligned
 from t5accel.timing import Work
@@ -47,7 +47,7 @@ class System:
     Attributes:
         name: what a reader calls it.
         engine: what ``scripts/peer_worker.py`` calls it.
-        environment: the name of its list of packages under ``peers/``; ours run in the project's own.
+        environment: the name of its list of packages under ``requirements/peers/``; ours run in the project's own.
         precision: of ours the recipe's name; of others that of the weights and of the arithmetic.
         cells: those that it takes part in.
     """

@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.checkpoints import T5Dims
+from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.contract import decoder_spec
+from t5accel.graphs.build.contract import decoder_spec
+from t5accel.t5.sizes import T5Dims
 from t5accel.timing import measure
 
 KERNEL = "_kernel_time"  # the end of the names of a node's own events; older releases (1.20) have others as well
@@ -75,7 +75,7 @@ def profile_graph(
         InputError: the feeds are not the graph's inputs, or another argument is wrong.
         MissingPackageError: onnxruntime is not installed, or not the one for this device.
 
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export.t5 import export_t5
     >>> with TemporaryDirectory() as folder:
     ...     feeds = step_feeds(export_t5("mini", f"{folder}/mini").dims)
     ...     profile = profile_graph(f"{folder}/mini/decoder.onnx", feeds, settings=SessionSettings(threads=1), runs=5)

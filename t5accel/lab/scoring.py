@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from t5accel import quality, tasks
-from t5accel.backends.ort import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.text import text_to_text
-from t5accel.decoding.tokenizer_file import TokenizerFile
 from t5accel.errors import InputError
-from t5accel.graphs.probe import Example, checked_example
+from t5accel.graphs.numbers.probe import Example, checked_example
 from t5accel.lab.rows import Row, scores
+from t5accel.text.text_to_text import text_to_text
+from t5accel.text.tokenizer_file import TokenizerFile
 
 LONGEST = 64  # tokens of an answer that is scored
 Score = Callable[[Path], dict[str, float]]
@@ -39,7 +39,7 @@ def text_quality(
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.checkpoints import load_t5
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export.t5 import export_t5
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_t5("mini", f"{folder}/mini")
     ...     scores = text_quality(names=["questions"], limit=4)(f"{folder}/mini")

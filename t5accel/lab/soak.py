@@ -51,7 +51,7 @@ def soak(
         InputError: a count below 1, no generation after the warm-up, or an operating system that does not tell.
 
     >>> from t5accel.backends.torch_eager import TorchEager
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> len(soak(TorchEager(model), generations=4, settled_after=2, longest_answer=2).resident_bytes)
     4

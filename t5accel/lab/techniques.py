@@ -18,10 +18,10 @@ from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
-from t5accel.graphs.export_cache import cached_export
-from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.recipes import RECIPES, Recipe
+from t5accel.graphs.build.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
+from t5accel.graphs.export.cache import cached_export
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.numbers.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,8 +145,8 @@ def _engine(
     subject: Subject, precision: str = "fp32", *, bound: bool = False, shortlist: bool = True,
     decode: Callable[..., Generated] = greedy,
 ) -> Generate:  # fmt: skip
-    from t5accel.backends.ort_bound import OrtBound, OrtNumpy
-    from t5accel.backends.ort_session import SessionSettings
+    from t5accel.backends.ort.bound import OrtBound, OrtNumpy
+    from t5accel.backends.ort.session import SessionSettings
 
     settings = SessionSettings(threads=subject.threads, shortlist=shortlist)
     return _decoding((OrtBound if bound else OrtNumpy)(subject.export(precision), settings=settings), decode)
@@ -161,7 +161,7 @@ def _behind_generate(subject: Subject) -> Generate:
 def _in(precision: str, student: str | None = None) -> Technique:
     """Our engine in these numbers, with the subject's own model or a student of it."""
     return Technique(
-        f"{student or 'ONNX Runtime'}, our loop, {precision}", "backends.ort",
+        f"{student or 'ONNX Runtime'}, our loop, {precision}", "backends.ort.numpy",
         lambda subject: _engine(subject, precision), lambda subject: graph_bytes(subject, precision), _ORT,
         RECIPES[precision], student,
     )  # fmt: skip
@@ -176,10 +176,10 @@ TECHNIQUES = (
     Technique("our loop with cache", _TORCH, lambda subject: _eager(subject, True), weight_bytes),
     Technique("ONNX Runtime, generate()", "backends.hf", _behind_generate, graph_bytes,
               ("onnxruntime", "torch", "transformers")),
-    Technique("ONNX Runtime, our loop, all logits", "backends.ort",
+    Technique("ONNX Runtime, our loop, all logits", "backends.ort.numpy",
               lambda subject: _engine(subject, shortlist=False), graph_bytes, _ORT),
-    Technique("ONNX Runtime, our loop, numpy feeds", "backends.ort", _engine, graph_bytes, _ORT),
-    Technique("ONNX Runtime, our loop, bound", "backends.ort_bound",
+    Technique("ONNX Runtime, our loop, numpy feeds", "backends.ort.numpy", _engine, graph_bytes, _ORT),
+    Technique("ONNX Runtime, our loop, bound", "backends.ort.bound",
               lambda subject: _engine(subject, bound=True), graph_bytes, _ORT),
     _in("int8"),
     _in("int4"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from t5accel.checkpoints import T5Dims
 from t5accel.checks import as_count
+from t5accel.t5.sizes import T5Dims
 
 _INT64, _FLOAT32 = 8, 4  # bytes
 

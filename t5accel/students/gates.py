@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from t5accel.errors import InputError
-from t5accel.narrow import parts
+from t5accel.t5.narrow import parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,7 +72,7 @@ class Gates(torch.nn.Module):
 def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
     """In the ``with`` block every head and neuron of the model is multiplied by its factor.
 
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> gates, ids = Gates(model), dict(input_ids=torch.tensor([[5, 1]]), decoder_input_ids=torch.tensor([[0, 7]]))
     >>> before = model(**ids).logits

@@ -9,8 +9,8 @@ import torch
 
 from t5accel.checks import as_count, is_number
 from t5accel.errors import InputError
-from t5accel.narrow import parts
 from t5accel.students.gates import Gates, gated
+from t5accel.t5.narrow import parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ Kept = dict[str, tuple[int, ...]]  # by the name of a module: the heads or neuro
 def magnitude(model: PreTrainedModel) -> Scores:
     """The Euclidean norm of all weights that a head or neuron would take with it.
 
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> {name: len(scores) for name, scores in magnitude(model).items() if name.startswith("encoder")}
     {'encoder.block.0.layer.0.SelfAttention': 2, 'encoder.block.0.layer.1.DenseReluDense': 16}

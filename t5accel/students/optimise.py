@@ -85,7 +85,7 @@ def new_optimizers(
         matrix_learning_rate: Muon's peak; with ``None`` AdamW trains everything.
         encoder_share: what multiplies the rates of the encoder and of the embedding that it reads.
 
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> adamw, muon = new_optimizers(model, learning_rate=0.1, matrix_learning_rate=0.2, encoder_share=0.5)
     >>> [group["peak_lr"] for group in adamw.param_groups + muon.param_groups]

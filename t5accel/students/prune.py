@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from t5accel.errors import InputError
-from t5accel.narrow import parts, resize, widths
 from t5accel.students.batches import Mixture, steps_from
 from t5accel.students.distill import DistillConfig, Validate, train_student
 from t5accel.students.examples import Rows, as_mixture
@@ -22,6 +21,7 @@ from t5accel.students.gates import Gates, gated
 from t5accel.students.importance import WAYS, Kept, Scores, alike, choose, magnitude, movement, taylor
 from t5accel.students.objectives import as_objective, student_loss
 from t5accel.students.resumable import require_device
+from t5accel.t5.narrow import parts, resize, widths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ def remove(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     Raises:
         InputError: a module is missing, or an index is none of its heads or neurons, or none is left.
 
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> small = remove(model, choose(magnitude(model), heads=0.9, neurons=0.9))
     >>> widths(small)["decoder_heads"], widths(small)["decoder_ff"], widths(model)["decoder_ff"]

@@ -15,8 +15,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from t5accel.errors import InputError
-from t5accel.graphs.integers import in_blocks
-from t5accel.graphs.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
+from t5accel.graphs.numbers.integers import in_blocks
+from t5accel.graphs.numbers.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
 from t5accel.students.batches import TaskBatch
 from t5accel.students.optimise import new_optimizers, optimiser_step
 
@@ -78,7 +78,7 @@ def rounded_weights(model: PreTrainedModel, recipe: Recipe | str) -> Iterator[No
 
     Raises ``InputError`` if the recipe has no integers.
 
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> before = model.shared.weight.clone()
     >>> with rounded_weights(model, "int4"):
@@ -152,7 +152,7 @@ def fine_tune(
 
 
 def _scheme(name: str, module: torch.nn.Module, recipe: Recipe) -> Scheme | None:
-    """That of a module's weight, as `graphs.integer_graphs` would store it."""
+    """That of a module's weight, as `graphs.numbers.integer_graphs` would store it."""
     if isinstance(module, torch.nn.Embedding) and (name == "shared" or name.endswith("embed_tokens")):
         return recipe.scheme(EMBEDDING, "decoder")
     group = group_of(f"{name}.weight") if isinstance(module, torch.nn.Linear) else None

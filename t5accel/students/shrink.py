@@ -11,9 +11,9 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from t5accel.checkpoints import T5Dims
 from t5accel.checks import as_count
 from t5accel.errors import InputError
+from t5accel.t5.sizes import T5Dims
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ def shrink_decoder(teacher: PreTrainedModel, layers: int | Sequence[int]) -> Pre
         InputError: there are no such layers.
         NotT5Error: the model is of another kind.
 
-    >>> from t5accel.lively import random_t5
+    >>> from t5accel.t5.lively import random_t5
     >>> sizes = dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=2, num_decoder_layers=4, vocab_size=32)
     >>> T5Dims.of(shrink_decoder(random_t5(sizes), [0, 3])).decoder_layers
     2

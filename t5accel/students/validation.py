@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.text import text_to_text
 from t5accel.errors import InputError
 from t5accel.metrics import bleu, exact_match, rouge
 from t5accel.students.batches import packed
 from t5accel.students.examples import LONGEST, Rows, read_examples
 from t5accel.students.optimise import validation_losses
+from t5accel.text.text_to_text import text_to_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

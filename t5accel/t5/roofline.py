@@ -13,7 +13,7 @@ _WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5
 
 
 def decoder_weights_per_step(dims: Any) -> int:
-    """How many decoder weights one decoding step reads, for a `t5accel.checkpoints.T5Dims` or its look-alike.
+    """How many decoder weights one decoding step reads, for a `t5accel.t5.sizes.T5Dims` or its look-alike.
 
     Counted: self-attention q, k, v, o; cross-attention q and o; feed-forward wi (twice if gated) and wo; the norms;
     lm_head. Not counted: cross-attention k and v, which the encoder applies once per request; the embedding, of which a

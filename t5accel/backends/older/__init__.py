@@ -1,0 +1,1 @@
+"""Backends for the layouts of the past."""

@@ -1,0 +1,158 @@
+"""Write an ONNX graph node by node, in the words of the standard, with its weights inside or in a file beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+if TYPE_CHECKING:
+    from t5accel.graphs.build.contract import GraphSpec
+
+# The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
+OPSET = 20
+_SMALL = 1024  # bytes: shapes, axes and the like
+IR_VERSION = 9  # what ONNX 1.15 wrote, the first with opset 20: older readers refuse newer ones
+
+
+@dataclass
+class GraphBuilder:
+    """Nodes are added with `op`, which returns the name of the output, so that calls nest as the arithmetic does.
+
+    Attributes:
+        name: of the graph.
+        weights: by name, in the order of first use; one array that is added twice under one name is stored once.
+        opsets: the version of each set of operators; the standard one is called ``""``.
+
+    >>> graph = GraphBuilder("double")
+    >>> graph.input("x", "float32", ["N"])
+    'x'
+    >>> graph.output(graph.op("Mul", "x", graph.constant(np.float32(2)), output="y"), "float32", ["N"])
+    >>> [node.op_type for node in graph.proto().graph.node]
+    ['Mul']
+    """
+
+    name: str
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+    outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+    _constants: dict[tuple[str, tuple[int, ...], bytes], str] = field(default_factory=dict)
+    _used: dict[str, int] = field(default_factory=dict)
+    _taken: frozenset[str] = frozenset()  # names that a graph read from a file has
+
+    def input(self, name: str, dtype: str, shape: Sequence[str | int]) -> str:
+        """Declare an input; a text in ``shape`` is the name of a dimension that may vary."""
+        self.inputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
+        return name
+
+    def output(self, name: str, dtype: str, shape: Sequence[str | int]) -> None:
+        """Declare that the value called ``name`` leaves the graph."""
+        self.outputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
+
+    def declare(self, spec: GraphSpec) -> None:
+        """Declare all inputs and outputs of a graph at once."""
+        for tensor in spec.inputs:
+            self.input(tensor.name, tensor.dtype, tensor.shape)
+        for tensor in spec.outputs:
+            self.output(tensor.name, tensor.dtype, tensor.shape)
+
+    def op(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        """Add a node of one output and return that output's name, a fresh one unless ``output`` says another."""
+        name = output or self._fresh(kind)
+        self.nodes.append(helper.make_node(kind, inputs, [name], name=f"{kind}:{name}", **attributes))
+        if domain := attributes.get("domain"):
+            self.opsets.setdefault(domain, 1)
+        return name
+
+    def op_of_many(self, kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Add a node of several outputs, under these names."""
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}"))
+
+    def size(self, tensor: str, axis: int) -> str:
+        """One dimension as a number (a tensor of rank 0)."""
+        return self.op("Squeeze", self.op("Shape", tensor, start=axis, end=axis + 1))
+
+    def constant(self, value: Any) -> str:
+        """A small array or number; equal ones are stored once."""
+        array = np.asarray(value)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            self._constants[key] = name = self._fresh("constant")
+            self.weights[name] = array
+        return self._constants[key]
+
+    def weight(self, name: str, array: np.ndarray) -> str:
+        """A weight under a name of its own, which must mean the same array wherever it is used."""
+        self.weights.setdefault(name, array)
+        return name
+
+    def branch(self, name: str) -> GraphBuilder:
+        """One side of an ``If`` in this graph: it reads this graph's inputs, and adds its weights to this one's."""
+        return GraphBuilder(name, self.weights, _constants=self._constants, _used=self._used)
+
+    def choose(self, condition: str, then: GraphBuilder, otherwise: GraphBuilder, outputs: Sequence[str]) -> None:
+        """An ``If``: the outputs of the branch that the boolean ``condition`` decides for, under new names.
+
+        No name may stand in a branch and in this graph, ``outputs`` included.
+        """
+        branches = {"then_branch": then._graph(), "else_branch": otherwise._graph()}
+        self.nodes.append(helper.make_node("If", [condition], outputs, name=f"If:{outputs[0]}", **branches))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights."""
+        return sum(array.nbytes for array in self.weights.values())
+
+    def proto(self, external: dict[str, tuple[str, int, int]] | None = None) -> onnx.ModelProto:
+        """The finished model.
+
+        Args:
+            external: for weights that lie in another file, its name, offset and length in bytes; others are inside.
+        """
+        external = external or {}
+        tensors = [
+            _external_tensor(name, array, *external[name]) if name in external
+            else numpy_helper.from_array(np.ascontiguousarray(array), name)
+            for name, array in self.weights.items()
+        ]  # fmt: skip
+        opsets = [helper.make_opsetid(domain, version) for domain, version in self.opsets.items()]
+        model = helper.make_model(self._graph(tensors), opset_imports=opsets, producer_name="t5accel")
+        model.ir_version = IR_VERSION
+        return model
+
+    def skeleton(self) -> onnx.ModelProto:
+        """The model without its large weights, which are inputs in it: for whoever looks at nodes and shapes alone."""
+        small = {name: array for name, array in self.weights.items() if array.nbytes <= _SMALL}
+        others = [
+            helper.make_tensor_value_info(name, _onnx_type(array.dtype), array.shape)
+            for name, array in self.weights.items()
+            if name not in small
+        ]
+        return replace(self, weights=small, inputs=[*self.inputs, *others]).proto()
+
+    def _graph(self, tensors: Sequence[TensorProto] = ()) -> onnx.GraphProto:
+        return helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
+
+    def _fresh(self, kind: str) -> str:
+        while True:
+            self._used[kind] = number = self._used.get(kind, -1) + 1
+            if (name := f"{kind.lower()}_{number}") not in self._taken:
+                return name
+
+
+def _onnx_type(dtype: str) -> int:
+    return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+
+def _external_tensor(name: str, array: np.ndarray, location: str, offset: int, length: int) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=_onnx_type(array.dtype), dims=array.shape)
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor

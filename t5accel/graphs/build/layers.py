@@ -1,0 +1,377 @@
+"""T5's encoder and its decoder step as ONNX graphs, built from a checkpoint's weights, operator by operator.
+
+Nothing is traced: no exporter has to understand transformers' code, and the graphs are those that we mean. The encoder
+ends in the keys and values of cross-attention; the decoder takes one step (`contract`). Every layout's graphs are made
+of `T5Layers`.
+
+Methods take and return the names of values. Shapes: B sources, K rows per source, S source positions, T new and P past
+decoder positions, H heads. The decoder's layers take rows of their own axis, (B, K, T, …), or, as most exports have it,
+rows as the batch: (R, T, …) with R = B * K.
+"""
+
+from __future__ import annotations
+
+
+
+from collections.abc import Callable
+
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
+from t5accel.errors import NotT5Error
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.t5.rules import relative_position_bucket
+
+
+import numpy as np
+
+from t5accel.errors import NotT5Error
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.t5_weights import T5Weights
+
+
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.contract import GraphSpec, decoder_spec, encoder_spec
+from t5accel.graphs.build.t5_weights import T5Weights
+
+
+LOWEST = np.finfo(np.float32).min  # added to a score it makes the softmax ignore the position
+
+
+class AttentionBiases:
+    """The biases of one stack's self-attention, one for each layer, and of masks, as nodes of one graph.
+
+    Args:
+        graph: takes the nodes and the tables.
+        weights: of the model.
+        stack: ``"encoder"``, where all see all, or ``"decoder"``, where none sees what comes later.
+    """
+
+    def __init__(self, graph: GraphBuilder, weights: T5Weights, stack: str):
+        self.graph, self.weights, self.stack = graph, weights, stack
+
+    def of_mask(self, mask: str, axes: tuple[int, ...] = (1, 2)) -> str:
+        """A mask of 1 and 0 as a bias of 0 and the lowest number, with new axes of size 1 at ``axes``."""
+        graph = self.graph
+        padded = graph.op("Cast", graph.op("Sub", graph.constant(1), mask), to=TensorProto.FLOAT)
+        return graph.op("Unsqueeze", graph.op("Mul", padded, graph.constant(LOWEST)), graph.constant(list(axes)))
+
+    def among(self, tokens: str, mask: str | None = None) -> list[str]:
+        """Of positions 0 … n - 1 on each other, where token ids and mask are (B, n): for each layer (B, H, n, n).
+
+        Without a mask, (H, n, n).
+        """
+        graph = self.graph
+        positions = graph.op("Range", graph.constant(0), graph.size(tokens, 1), graph.constant(1))
+        masked = self.of_mask(mask) if mask else None
+        return self._by_layer(positions, positions, lambda bias: graph.op("Add", bias, masked) if masked else bias)
+
+    def on_past(self, *, rows: bool = False) -> list[str]:
+        """Of T new positions on P past ones and on each other: for each layer (R, H, T, P + T).
+
+        It reads ``input_ids`` (R, T) and ``past_mask`` (R, P). With ``rows``, R is two axes everywhere, B and K.
+        """
+        graph, axis = self.graph, 2 if rows else 1
+        past, new = graph.size("past_mask", axis), graph.size("input_ids", axis)
+        total, zero, one = graph.op("Add", past, new), graph.constant(0), graph.constant(1)
+        queries, keys = graph.op("Range", past, total, one), graph.op("Range", zero, total, one)
+        # Garbage in front of a shorter history is masked here, the future by the last entry of the tables of biases.
+        ones = numpy_helper.from_array(np.array([1], dtype=np.int64))
+        own = graph.op("ConstantOfShape", graph.op("Shape", "input_ids"), value=ones)
+        history = graph.op("Concat", "past_mask", own, axis=axis)
+        history_bias = self.of_mask(history, axes=(axis, axis + 1))  # (R, 1, 1, P + T)
+        return self._by_layer(queries, keys, lambda bias: graph.op("Add", bias, history_bias))
+
+    def _by_layer(self, queries: str, keys: str, finish: Callable[[str], str]) -> list[str]:
+        """For each layer the name of its biases (…, H, n, m), looked up by distance once where layers share them.
+
+        T5 has one table, in its first layer; a pruned layer takes the rows of the heads that it kept. UMT5 has a table
+        in every layer. The causal tables have one more entry, for the future: the lowest number.
+        """
+        graph, weights = self.graph, self.weights
+        dims, reach, causal = weights.dims, weights.max_distance, self.stack == "decoder"
+        distances = np.arange(-reach, (0 if causal else reach) + 1)
+        bucket = relative_position_bucket(
+            distances, bidirectional=not causal, buckets=weights.buckets, max_distance=reach
+        )
+        axis_0, axis_1 = graph.constant([0]), graph.constant([1])
+        distance = graph.op("Sub", graph.op("Unsqueeze", keys, axis_0), graph.op("Unsqueeze", queries, axis_1))
+        nearest = graph.op("Clip", distance, graph.constant(-reach), graph.constant(1 if causal else reach))
+        index = graph.op("Add", nearest, graph.constant(reach))
+        done: dict[str, str] = {}
+        biases, source = [], ""
+        for layer, heads in enumerate(dims.decoder_heads if causal else dims.encoder_heads):
+            own = f"{self.stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
+            source = own if own in weights.arrays else source
+            pruned = weights.pruned_heads.get(f"{self.stack}.{layer}", ())
+            table = weights.array(source)[bucket].T  # (H, distances)
+            kept = [head for head in range(len(table)) if head not in pruned]
+            if len(kept) != heads:
+                raise NotT5Error(
+                    f"{self.stack} layer {layer} has {heads} heads and {len(kept)} position biases: name the others "
+                    "as its pruned_heads."
+                )
+            name = f"{source}.by_distance{kept if pruned else ''}"
+            if name not in done:
+                table = table[kept]
+                if causal:
+                    table = np.concatenate([table, np.full((heads, 1), LOWEST)], axis=1)
+                looked_up = graph.op("Gather", graph.weight(name, table), index, axis=1)
+                done[name] = finish(looked_up)
+            biases.append(done[name])
+        return biases
+
+
+class T5Layers:
+    """The layers of the encoder or of the decoder, as nodes of one graph.
+
+    Args:
+        graph: takes the nodes and the weights.
+        weights: of the model.
+        stack: ``"encoder"`` or ``"decoder"``.
+
+    >>> from t5accel.graphs.export.t5 import t5_weights
+    >>> from t5accel.t5.lively import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> layers = T5Layers(GraphBuilder("embedding"), t5_weights(model), "encoder")
+    >>> layers.embed("input_ids"), layers.graph.weights["shared.weight"].shape
+    ('gather_0', (32, 8))
+    """
+
+    def __init__(self, graph: GraphBuilder, weights: T5Weights, stack: str):
+        self.graph, self.weights, self.stack = graph, weights, stack
+        self.biases = AttentionBiases(graph, weights, stack)
+
+    # Whole stacks
+
+    def embed(self, tokens: str = "input_ids") -> str:
+        """Token ids (…) -> (…, d_model). Encoder and decoder share the table, unless they were untied."""
+        own = f"{self.stack}.embed_tokens.weight"
+        return self.graph.op("Gather", self.weight(own if own in self.weights.arrays else "shared.weight"), tokens)
+
+    def encoder(self, output: str | None = None) -> str:
+        """``input_ids`` and ``attention_mask`` (B, S) -> the encoder's output (B, S, d_model), called ``output``."""
+        hidden = self.embed()
+        bias_of = self.biases.among("input_ids", "attention_mask")
+        for layer in range(self.weights.dims.encoder_layers):
+            hidden = self.self_attention(hidden, layer, bias_of[layer])
+            hidden = self.feed_forward(hidden, f"encoder.block.{layer}.layer.1")
+        return self.norm(hidden, "encoder.final_layer_norm.weight", output=output)
+
+    def cross_keys_and_values(self, encoded: str, prefix: str) -> None:
+        """The encoder's output (B, S, d_model) -> for each decoder layer ``prefix_key_i``, ``prefix_value_i``."""
+        for layer, heads in enumerate(self.weights.dims.cross_heads):
+            for name in ("key", "value"):
+                projection = f"decoder.block.{layer}.layer.1.EncDecAttention.{name[0]}.weight"
+                self.heads(encoded, projection, heads, output=f"{prefix}_{name}_{layer}")
+
+    def decoder(
+        self,
+        hidden: str,
+        bias_of: list[str],
+        source_bias: str,
+        *,
+        cross: str,
+        past: str | None = None,
+        present: str | None = None,
+        rows: bool = False,
+    ) -> str:
+        """The decoder's layers on embedded tokens (R, T, d_model), with ``rows`` (B, K, T, d_model).
+
+        The K rows of a source share its cross tensors: in cross-attention K and T fold into one axis of queries.
+
+        Args:
+            hidden: the embedded tokens.
+            bias_of: for each layer, of self-attention.
+            source_bias: of cross-attention.
+            cross: its keys and values are called ``cross_key_i`` … if this is ``"cross"``.
+            past: so are those of the history, in front of which the new ones are put; by default there is no history.
+            present: so shall those be called that self-attention has read, for the next step.
+            rows: K is an axis of its own.
+
+        Returns:
+            What the head reads, in the shape of ``hidden``: already scaled and normed.
+        """
+        graph, dims = self.graph, self.weights.dims
+        per_source = graph.op("Shape", "input_ids", start=1, end=2) if rows else None
+        for layer in range(dims.decoder_layers):
+            hidden = self.self_attention(hidden, layer, bias_of[layer], past=past, present=present, rows=rows)
+            hidden = self.cross_attention(hidden, layer, cross, source_bias, per_source)
+            hidden = self.feed_forward(hidden, f"decoder.block.{layer}.layer.2")
+        return self.norm(hidden, "decoder.final_layer_norm.weight", scale=self.weights.logit_scale)
+
+    def head(self, hidden: str, *, output: str, by_rows: bool = False) -> None:
+        """The decoder's output (…, T, d_model), normed and scaled -> logits (…, T, V)."""
+        self.graph.op("MatMul", hidden, self.head_weight(by_rows=by_rows), output=output)
+
+    def head_weight(self, *, by_rows: bool = False) -> str:
+        """The head's weight as a product takes it: (d_model, V).
+
+        With ``by_rows`` it is stored as (V, d_model) in any case, a row for each token: for who reads single ones.
+        """
+        if self.weights.dims.tied or by_rows:  # the embedding serves twice and is stored once
+            return self.graph.op("Transpose", self.weight(self.weights.head), perm=[1, 0])
+        return self.transposed(self.weights.head)
+
+    # Parts of a layer
+
+    def self_attention(
+        self, hidden: str, layer: int, bias: str, *, past: str | None = None, present: str | None = None,
+        rows: bool = False,
+    ) -> str:  # fmt: skip
+        """A layer's norm, self-attention and residual; names as of `decoder`."""
+        graph, dims, prefix = self.graph, self.weights.dims, f"{self.stack}.block.{layer}.layer.0"
+        heads = (dims.encoder_heads if self.stack == "encoder" else dims.decoder_heads)[layer]
+        normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
+        kept = {name: f"{present}_{name}_{layer}" if present else None for name in ("key", "value")}
+        query, key, value = (
+            self.heads(
+                normed, f"{prefix}.SelfAttention.{name[0]}.weight", heads, rows=rows,
+                output=None if past else kept.get(name),
+            )
+            for name in ("query", "key", "value")
+        )  # fmt: skip
+        if past:
+            key, value = (
+                graph.op("Concat", f"{past}_{name}_{layer}", new, axis=3 if rows else 2, output=kept[name])
+                for name, new in (("key", key), ("value", value))
+            )
+        merged = self.merge_heads(self.attend(query, key, value, bias, rows=rows), heads, rows=rows)
+        return graph.op("Add", hidden, self.output(merged, f"{prefix}.SelfAttention.o.weight", heads))
+
+    def cross_attention(
+        self, hidden: str, layer: int, cross: str, source_bias: str, per_source: str | None = None
+    ) -> str:
+        """The same with the source's keys and values, ``cross_key_i`` …; ``per_source`` is K, where it has an axis."""
+        graph, prefix = self.graph, f"decoder.block.{layer}.layer.1"
+        heads, d_kv = self.weights.dims.cross_heads[layer], self.weights.dims.d_kv
+        normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
+        query = self.heads(normed, f"{prefix}.EncDecAttention.q.weight", heads)  # (B, H, K * T, d)
+        attended = self.attend(query, f"{cross}_key_{layer}", f"{cross}_value_{layer}", source_bias)
+        if per_source:
+            shape = graph.op("Concat", graph.constant([0]), per_source, graph.constant([-1, heads * d_kv]), axis=0)
+            merged = graph.op("Reshape", graph.op("Transpose", attended, perm=[0, 2, 1, 3]), shape)
+        else:
+            merged = self.merge_heads(attended, heads)
+        return graph.op("Add", hidden, self.output(merged, f"{prefix}.EncDecAttention.o.weight", heads))
+
+    # Operators on a weight
+
+    def require_heads(self, name: str, heads: int, axis: int) -> None:
+        width, d_kv = self.weights.array(name).shape[axis], self.weights.dims.d_kv
+        if width != heads * d_kv:
+            raise NotT5Error(f"{name} is {width} wide; {heads} heads of d_kv = {d_kv} are {heads * d_kv}.")
+
+    def weight(self, name: str) -> str:
+        return self.graph.weight(name, self.weights.array(name))
+
+    def output(self, merged: str, name: str, heads: int) -> str:
+        """What the heads found, (…, H * d_kv) -> (…, d_model)."""
+        self.require_heads(name, heads, axis=1)
+        return self.linear(merged, name)
+
+    def linear(self, hidden: str, name: str, output: str | None = None) -> str:
+        """(…, in) -> (…, out): torch keeps a Linear's weight as (out, in), a product needs it as (in, out)."""
+        return self.graph.op("MatMul", hidden, self.transposed(name), output=output)
+
+    def transposed(self, name: str) -> str:
+        return self.graph.weight(f"{name}.T", self.weights.array(name).T)
+
+    def norm(self, hidden: str, name: str, scale: float = 1.0, output: str | None = None) -> str:
+        """x / rms(x) * weight, in the form that ONNX Runtime fuses into one node."""
+        graph = self.graph
+        square = graph.op("Pow", hidden, graph.constant(np.float32(2)))
+        mean = graph.op("ReduceMean", square, graph.constant([-1]), keepdims=1)
+        root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(np.float32(self.weights.norm_epsilon))))
+        weight = graph.weight(name, self.weights.array(name) * np.float32(scale))
+        return graph.op("Mul", graph.op("Div", hidden, root), weight, output=output)
+
+    def feed_forward(self, hidden: str, prefix: str) -> str:
+        graph, dense = self.graph, f"{prefix}.DenseReluDense"
+        normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
+        if self.weights.dims.gated:
+            inner = self.activation(self.linear(normed, f"{dense}.wi_0.weight"))
+            inner = graph.op("Mul", inner, self.linear(normed, f"{dense}.wi_1.weight"))
+        else:
+            inner = self.activation(self.linear(normed, f"{dense}.wi.weight"))
+        return graph.op("Add", hidden, self.linear(inner, f"{dense}.wo.weight"))
+
+    def activation(self, inner: str) -> str:
+        graph, kind = self.graph, self.weights.activation
+        if kind == "relu":
+            return graph.op("Relu", inner)
+        if kind in ("gelu", "gelu_new"):
+            return graph.op("Gelu", inner, approximate="tanh" if kind == "gelu_new" else "none")
+        if kind == "silu":
+            return graph.op("Mul", inner, graph.op("Sigmoid", inner))
+        raise NotT5Error(f"The activation is {kind!r}; there are relu, gelu, gelu_new and silu.")
+
+    def heads(self, hidden: str, name: str, heads: int, *, rows: bool = False, output: str | None = None) -> str:
+        """Project (B, …, d_model) to (B, H, n, d), all between folded into n; with ``rows`` to (B, K, H, T, d)."""
+        self.require_heads(name, heads, axis=0)
+        d_kv = self.weights.dims.d_kv
+        shape = [0, 0, 0, heads, d_kv] if rows else [0, -1, heads, d_kv]
+        split = self.graph.op("Reshape", self.linear(hidden, name), self.graph.constant(shape))
+        return self.graph.op("Transpose", split, perm=[0, 1, 3, 2, 4] if rows else [0, 2, 1, 3], output=output)
+
+    def merge_heads(self, attended: str, heads: int, *, rows: bool = False) -> str:
+        """(B, H, n, d) -> (B, n, H * d); with ``rows``: (B, K, H, T, d) -> (B, K, T, H * d)."""
+        together = self.graph.op("Transpose", attended, perm=[0, 1, 3, 2, 4] if rows else [0, 2, 1, 3])
+        shape = [0] * (3 if rows else 2) + [heads * self.weights.dims.d_kv]
+        return self.graph.op("Reshape", together, self.graph.constant(shape))
+
+    def attend(self, query: str, key: str, value: str, bias: str, *, rows: bool = False) -> str:
+        """softmax(q k' + bias) v. T5 does not divide by the root of d: its initialisation took that in."""
+        graph = self.graph
+        flipped = graph.op("Transpose", key, perm=[0, 1, 2, 4, 3] if rows else [0, 1, 3, 2])
+        scores = graph.op("Add", graph.op("MatMul", query, flipped), bias)
+        return graph.op("MatMul", graph.op("Softmax", scores, axis=-1), value)
+
+
+def encoder_graph(weights: T5Weights) -> GraphBuilder:
+    """``input_ids``, ``attention_mask`` (B, S) -> ``cross_key_i``, ``cross_value_i`` (B, H_i, S, d_kv)."""
+    graph = GraphBuilder("encoder")
+    graph.declare(encoder_spec(weights.dims))
+    layers = T5Layers(graph, weights, "encoder")
+    layers.cross_keys_and_values(layers.encoder(), "cross")
+    return graph
+
+
+def decoder_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBuilder:
+    """One step: new tokens, masks, the history and the cross tensors -> logits and the longer history.
+
+    Args:
+        weights: of the model.
+        head_by_rows: store the head's weight as (V, d_model), as `T5Layers.head_weight` explains.
+
+    >>> from t5accel.graphs.export.t5 import t5_weights
+    >>> from t5accel.t5.lively import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> [output.name for output in decoder_graph(t5_weights(model)).proto().graph.output]
+    ['logits', 'present_key_0', 'present_value_0']
+    """
+    layers, hidden = headless_decoder("decoder", weights, decoder_spec(weights.dims))
+    layers.head(hidden, output="logits", by_rows=head_by_rows)
+    return layers.graph
+
+
+def headless_decoder(name: str, weights: T5Weights, spec: GraphSpec) -> tuple[T5Layers, str]:
+    """A graph with the decoder's layers, to which a head is still to be added.
+
+    Args:
+        name: of the graph.
+        weights: of the model.
+        spec: the inputs and outputs, those of `contract.decoder_spec` among them.
+
+    Returns:
+        The layers, in their graph, and the name of what the head reads: (B, K, T, d_model), normed and scaled.
+    """
+    graph = GraphBuilder(name)
+    graph.declare(spec)
+    layers = T5Layers(graph, weights, "decoder")
+    hidden = layers.embed()  # (B, K, T, d_model)
+    bias_of = layers.biases.on_past(rows=True)
+    source_bias = layers.biases.of_mask("attention_mask")
+    hidden = layers.decoder(hidden, bias_of, source_bias, cross="cross", past="past", present="present", rows=True)
+    return layers, hidden

@@ -1,0 +1,52 @@
+"""What the graphs are built from: a checkpoint's weights as numpy arrays, its sizes and what else shapes a T5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from t5accel.t5.sizes import T5Dims
+from t5accel.errors import NotT5Error
+
+
+@dataclass(frozen=True)
+class T5Weights:
+    """What the graphs are built from.
+
+    Attributes:
+        arrays: by transformers' names (``decoder.block.0.layer.1.EncDecAttention.q.weight`` …), fp32.
+        dims: the sizes.
+        activation: ``"relu"``, ``"gelu_new"``, ``"gelu"`` or ``"silu"``.
+        norm_epsilon: of every layer norm.
+        buckets, max_distance: of the relative position biases.
+        logit_scale: what the decoder's output is multiplied by before the head.
+        pruned_heads: for decoder and encoder layers that lost heads, which: ``{"decoder.0": (1, 5)}``.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    dims: T5Dims
+    activation: str
+    norm_epsilon: float
+    buckets: int
+    max_distance: int
+    logit_scale: float
+    pruned_heads: Mapping[str, tuple[int, ...]]
+
+    @property
+    def head(self) -> str:
+        """The name of the output head's weight (V, d_model), which is the embedding where the two are tied."""
+        return "shared.weight" if self.dims.tied else "lm_head.weight"
+
+    def array(self, name: str) -> np.ndarray:
+        """The weight of that name; raises ``NotT5Error`` if there is none.
+
+        >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+        >>> arrays = {"shared.weight": np.zeros((300, 8), dtype=np.float32)}
+        >>> T5Weights(arrays, dims, "relu", 1e-6, 32, 128, 1.0, {}).array("shared.weight").shape
+        (300, 8)
+        """
+        if name not in self.arrays:
+            raise NotT5Error(f"There is no weight {name}: wrapped models have to be unwrapped, adapters merged first.")
+        return self.arrays[name]

@@ -1,0 +1,249 @@
+"""What an export says about itself: where it comes from, what goes in and out, and the hash of every file.
+
+It is written last and read first, so that a program in any language can run the graphs without reading our code, and so
+that a file which is missing, cut short or altered is noticed before it gives a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from t5accel.errors import ExportError
+from t5accel.graphs.build.contract import (
+    DECODER,
+    ENCODER,
+    MANIFEST,
+    SHORTLIST,
+    WEIGHTS,
+    GraphSpec,
+    TensorSpec,
+    as_folder,
+    decoder_spec,
+    encoder_spec,
+    shortlist_spec,
+)
+from t5accel.t5.sizes import T5Dims
+
+FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
+LAYOUT = "two graphs"
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
+TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
+# What an export may hold, for when its manifest cannot be asked any more.
+WRITTEN = {ENCODER, DECODER, SHORTLIST, WEIGHTS, MANIFEST, "config.json", "generation_config.json", "tokenizer.json",
+           "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An export's own description, the content of ``manifest.json``.
+
+    Attributes:
+        source: ``{"name", "sha256"}`` of the checkpoint; the hash covers its configuration and its weights.
+        dims: the model's sizes.
+        tokens: ``pad_token_id``, ``eos_token_id`` and ``decoder_start_token_id``.
+        recipe: how the weights are stored, ``{"name": "fp32"}``.
+        opset: of both graphs.
+        versions: of the libraries that wrote it.
+        shared: where in ``weights.data`` those weights lie that both graphs read, by name ``{"offset", "shape",
+            "dtype"}``: one mapping of them into memory serves both sessions.
+        optimized: how the graphs were optimised after they were built, and where that may run: see `portability`.
+            Empty if they were not, as in manifests from before there was such an entry.
+        shortlist: what goes into ``decoder_shortlist.onnx`` and out of it, ``"inputs"`` and ``"outputs"``; where in
+            ``weights.data`` the head's ``"rows"`` lie, as in ``shared``; and the ``"largest_row"`` and
+            ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph, as in manifests from before.
+        graphs: by file name what goes into the two graphs and out of them.
+        files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
+    """
+
+    source: Mapping[str, str]
+    dims: T5Dims
+    tokens: Mapping[str, int]
+    recipe: Mapping[str, Any]
+    opset: int
+    versions: Mapping[str, str]
+    shared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    optimized: Mapping[str, Any] = field(default_factory=dict)
+    shortlist: Mapping[str, Any] = field(default_factory=dict)
+    graphs: Mapping[str, GraphSpec] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(entry["size_bytes"] for entry in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        """Hash what is in ``folder`` and write ``manifest.json`` beside it."""
+        files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+        graphs = _specs(self.dims, self.recipe)
+        content = {"format": FORMAT, "layout": LAYOUT, **asdict(self)}
+        content |= {"graphs": {name: asdict(spec) for name, spec in graphs.items()}, "files": files}
+        (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """``{"sha256", "size_bytes"}`` of a file.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "empty"
+    ...     path.touch()
+    ...     describe_file(path)
+    {'sha256': 'e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855', 'size_bytes': 0}
+    """
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size_bytes": path.stat().st_size}
+
+
+def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
+    """Read an export's manifest and check every file against it.
+
+    Args:
+        folder: what `export.export_t5` wrote.
+        verify: hash every file (about a second per gigabyte); without it only their sizes are compared.
+
+    Raises:
+        ExportError: there is no export, it is of another format, or one of its files is missing, cut short or altered;
+            the file is named.
+        InputError: ``folder`` is no path.
+    """
+    folder = as_folder(folder)
+    again = "Export again with overwrite=True (t5accel export MODEL FOLDER --overwrite)."
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"{folder} holds no {MANIFEST}, so it is no export of t5accel: make one with t5accel export MODEL FOLDER."
+        ) from error
+    except OSError as error:
+        raise ExportError(f"{folder / MANIFEST} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # no JSON, or no text at all
+        raise ExportError(f"{folder / MANIFEST} is damaged ({error}). {again}") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ExportError(f"{folder / MANIFEST} has format {found!r}, and this t5accel reads {FORMAT}. {again}")
+    try:
+        manifest = _manifest(content)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another shape
+        raise ExportError(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}). {again}") from error
+    for name, entry in manifest.files.items():
+        _check_file(folder / name, entry, verify=verify, again=again)
+    return manifest
+
+
+def files_of_export(folder: Path) -> set[str]:
+    """The names of all that an export, whole or damaged, may have put into ``folder``; empty if there is none."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed = set(content["files"]) if {"format", "layout"} <= content.keys() else set()
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        listed = set()
+    damaged = os.path.isfile(folder / MANIFEST) and any(os.path.isfile(folder / name) for name in (ENCODER, DECODER))
+    return listed | WRITTEN if listed or damaged else set()
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    """Checked for the layout and for shapes: what a runtime is told to read has to lie where it says."""
+    files, sizes = content["files"], content["dims"]
+    flat = [number for size in sizes.values() for number in (size if isinstance(size, list) else [size])]
+    if not all(isinstance(number, int) for number in flat):
+        raise TypeError(f"its sizes are {sizes!r:.200}")
+    dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
+    keys = ("source", "recipe", "opset", "versions", "shared")
+    manifest = Manifest(
+        dims=dims,
+        tokens={name: content["tokens"][name] for name in TOKENS},
+        graphs={name: _graph(spec) for name, spec in content["graphs"].items()},
+        files=files,
+        optimized=content.get("optimized", {}),
+        shortlist=content.get("shortlist", {}),
+        **{key: content[key] for key in keys},
+    )
+    _require({"name": str, "sha256": str}, manifest.source)
+    _require({"name": str}, manifest.recipe)
+    if content["layout"] != LAYOUT or manifest.graphs != _specs(dims, manifest.recipe):
+        raise ValueError("its graphs are not those of its sizes")
+    if not {ENCODER, DECODER} <= files.keys() or any(name in ("", "..") or Path(name).name != name for name in files):
+        raise ValueError(f"its files are {list(files)}")
+    for entry in files.values():
+        _require({"sha256": str, "size_bytes": int}, entry)
+    for entry in manifest.shared.values():
+        _require_place(entry, files)
+    _require_optimized(manifest.optimized)
+    _require_shortlist(manifest.shortlist, dims, files)
+    return manifest
+
+
+def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
+    """What goes in and out: keys and values are of the recipe's floats."""
+    dtype = recipe.get("floats", "float32")
+    return {ENCODER: encoder_spec(dims, dtype), DECODER: decoder_spec(dims, dtype)}
+
+
+def _require_place(entry: Any, files: Mapping[str, Any]) -> None:
+    """That it says where in the file of weights something lies."""
+    numbers = [entry["offset"], *entry["shape"]]
+    if len(numbers) < 2 or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"a shared weight is described by {entry}")
+    if entry["offset"] + math.prod(entry["shape"]) * ELEMENT_BYTES[entry["dtype"]] > files[WEIGHTS]["size_bytes"]:
+        raise ValueError(f"a shared weight lies outside of {WEIGHTS}")
+
+
+def _require_shortlist(entry: Any, dims: T5Dims, files: Mapping[str, Any]) -> None:
+    _require({"shortlist": dict}, {"shortlist": entry})
+    if not entry:
+        return
+    _require({"rows": dict, "largest_row": float, "largest_error": float}, entry)
+    _require_place(entry["rows"], files)
+    bounds = entry["largest_row"], entry["largest_error"]
+    if entry["rows"]["shape"] != [dims.vocab_size, dims.d_model] or entry["rows"]["dtype"] != "float32":
+        raise ValueError(f"the rows of its shortlist are described by {entry['rows']}")
+    if SHORTLIST not in files or not all(math.isfinite(bound) and bound >= 0 for bound in bounds):
+        raise ValueError(f"its shortlist has no {SHORTLIST}, or the bounds {bounds}")
+    if _graph(entry) != shortlist_spec(dims):
+        raise ValueError("the graph of its shortlist is not that of its sizes")
+
+
+def _require_optimized(entry: Any) -> None:
+    _require({"optimized": dict}, {"optimized": entry})
+    if entry:
+        _require(OPTIMIZED, entry)
+        _require(dict.fromkeys(entry["machine"], str), entry["machine"])
+        _require(dict.fromkeys(range(len(entry["contrib_operators"])), str), entry["contrib_operators"])
+
+
+def _require(kinds: Mapping[Any, type], values: Any) -> None:
+    for name, kind in kinds.items():
+        if type(values[name]) is not kind:  # not isinstance: true is no number
+            raise TypeError(f"{name} is {values[name]!r:.80}")
+
+
+def _graph(content: Mapping[str, Any]) -> GraphSpec:
+    return GraphSpec(*(tuple(_tensor(tensor) for tensor in content[side]) for side in ("inputs", "outputs")))
+
+
+def _tensor(content: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(content["name"], content["dtype"], tuple(content["shape"]))
+
+
+def _check_file(path: Path, entry: Mapping[str, Any], *, verify: bool, again: str) -> None:
+    try:
+        size = path.stat().st_size
+        if size != entry["size_bytes"]:
+            raise ExportError(f"{path} has {size} bytes instead of {entry['size_bytes']}. {again}")
+        if verify and describe_file(path)["sha256"] != entry["sha256"]:
+            raise ExportError(f"{path} was altered: its hash is not the one in {MANIFEST}. {again}")
+    except FileNotFoundError as error:
+        raise ExportError(f"{path} is missing. {again}") from error
+    except ExportError:
+        raise
+    except (OSError, ValueError) as error:  # a ValueError: no name that a file can have
+        raise ExportError(f"{path} cannot be read: {error}. {again}") from error

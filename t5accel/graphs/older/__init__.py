@@ -1,0 +1,1 @@
+"""The layouts of the past, written to be compared with ours."""

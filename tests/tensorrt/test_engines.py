@@ -1,0 +1,135 @@
+"""Real TensorRT-RTX parses and builds the bundled model's graphs, and refuses what does not fit. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5accel.errors import ExportError, InputError
+from t5accel.graphs import tensorrt_engines
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.numbers.recipes import RECIPES
+from t5accel.graphs.tensorrt_engines import build_engine, cached_engines, load_tensorrt
+from t5accel.graphs.tensorrt_plan import GraphPlan, Plan, Range, Sizes, plan
+
+# A small range builds in seconds.
+SIZES = Sizes(B=Range(1, 1, 2), K=Range(1, 1, 2), S=Range(1, 16, 64), T=Range(1, 1, 2), P=Range(0, 8, 32))
+
+
+@pytest.fixture(scope="module")
+def trt() -> Any:
+    return load_tensorrt("tensorrt_rtx")  # not skipped where it is missing: then nothing would have been tested
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exports") / "fp32"
+    export_t5("mini", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp16(fp32: Path) -> Path:
+    convert_export(fp32, fp32.with_name("fp16"), RECIPES["fp16"])
+    return fp32.with_name("fp16")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
+    yield tmp_path / "exports"
+
+
+def planned(folder: Path) -> Plan:
+    return plan(read_manifest(folder), SIZES)
+
+
+@pytest.mark.parametrize("graph", ["encoder.onnx", "decoder.onnx"])
+def test_both_graphs_are_built_in_the_numbers_of_the_export(trt: Any, fp32: Path, fp16: Path, graph: str) -> None:
+    engines = [build_engine(folder / graph, planned(folder).graphs[graph], trt=trt) for folder in (fp32, fp16)]
+    sizes = [len(engine) for engine in engines]
+    weights = (fp32 / graph).stat().st_size
+    assert sizes[0] > 0.9 * weights, "an engine holds its graph's weights"
+    assert sizes[1] < 0.75 * sizes[0], "and in fp16 about half of their bytes"
+
+
+def test_engines_are_kept_and_a_failure_leaves_none(
+    trt: Any, fp32: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = Plan({"encoder.onnx": planned(fp32).graphs["encoder.onnx"]}, SIZES, "one")
+    built: list[bytes] = []
+    build = tensorrt_engines.build_engine
+    monkeypatch.setattr(tensorrt_engines, "build_engine", lambda *a, **k: (built.append(build(*a, **k)), built[-1])[1])
+    first = cached_engines(fp32, wanted, trt=trt, device="no GPU")
+    again = cached_engines(fp32, wanted, trt=trt, device="no GPU")
+    assert first == again and len(built) == 1 and first["encoder.onnx"].read_bytes() == built[0]
+    assert cached_engines(fp32, replace(wanted, source="two"), trt=trt, device="no GPU") != first and len(built) == 2
+
+    def fails(*_: Any, **__: Any) -> bytes:
+        raise ExportError("no")
+
+    monkeypatch.setattr(tensorrt_engines, "build_engine", fails)
+    before = sorted(cache.iterdir())
+    with pytest.raises(ExportError, match="no"):
+        cached_engines(fp32, replace(wanted, source="three"), trt=trt, device="no GPU")
+    assert [path for path in sorted(cache.iterdir()) if path.is_dir()] == [path for path in before if path.is_dir()]
+
+
+def test_another_precision_than_the_plans_is_refused(trt: Any, fp32: Path, fp16: Path) -> None:
+    with pytest.raises(ExportError, match="HALF in TensorRT; the plan says float32"):
+        build_engine(fp16 / "decoder.onnx", planned(fp32).graphs["decoder.onnx"], trt=trt)
+
+
+def test_another_models_plan_is_refused(trt: Any, fp32: Path, tmp_path: Path) -> None:
+    export_t5("mini-d1", tmp_path / "d1")
+    with pytest.raises(InputError, match="Only one of graph and profile has the inputs .*past_key_1"):
+        build_engine(fp32 / "decoder.onnx", planned(tmp_path / "d1").graphs["decoder.onnx"], trt=trt)
+
+
+def test_a_profile_that_misses_an_input_is_refused(trt: Any, fp32: Path) -> None:
+    right = planned(fp32).graphs["encoder.onnx"]
+    profile = {name: shapes for name, shapes in right.profile.items() if name != "attention_mask"}
+    with pytest.raises(InputError, match="inputs attention_mask"):
+        build_engine(fp32 / "encoder.onnx", GraphPlan(profile, right.dtypes), trt=trt)
+
+
+def test_an_unordered_profile_is_refused(trt: Any, fp32: Path) -> None:
+    right = planned(fp32).graphs["encoder.onnx"]
+    profile = dict.fromkeys(right.profile, ((2, 64), (1, 16), (1, 1)))
+    with pytest.raises(InputError, match="they have to rise"):
+        build_engine(fp32 / "encoder.onnx", GraphPlan(profile, right.dtypes), trt=trt)
+
+
+def test_a_fixed_axis_does_not_vary(trt: Any, fp32: Path) -> None:
+    right = planned(fp32).graphs["decoder.onnx"]
+    least, usual, most = right.profile["past_key_0"]
+    profile = {**right.profile, "past_key_0": (least, usual, (*most[:2], most[2] + 1, *most[3:]))}
+    with pytest.raises(InputError, match="past_key_0 is of shape .* in the graph"):
+        build_engine(fp32 / "decoder.onnx", GraphPlan(profile, right.dtypes), trt=trt)
+
+
+def test_what_is_no_graph_is_refused_in_tensorrts_words(trt: Any, fp32: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no graph at all")
+    with pytest.raises(ExportError, match="TensorRT cannot parse .*bad.onnx: ."):
+        build_engine(tmp_path / "bad.onnx", planned(fp32).graphs["encoder.onnx"], trt=trt)
+
+
+def test_products_of_fp32_keep_their_bits(trt: Any, fp32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFloat-32 is on by default: factors of 10 bits in what the export calls fp32."""
+    configs = []
+
+    class Builder(trt.Builder):
+        def create_builder_config(self) -> Any:
+            configs.append(super().create_builder_config())
+            return configs[-1]
+
+    monkeypatch.setattr(trt, "Builder", Builder)
+    build_engine(fp32 / "encoder.onnx", planned(fp32).graphs["encoder.onnx"], trt=trt)
+    (config,) = configs
+    assert not config.get_flag(trt.BuilderFlag.TF32)
