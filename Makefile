@@ -101,14 +101,14 @@ test-colab: ## Let a notebook install the last commit into an environment like C
 	@build/colab/venv/bin/python scripts/check_colab.py
 
 test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a real browser; screenshots in build/browser/
-	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests/browser
+	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests/with_browser
 
 test-tensorrt: .venv/.stamp $(TENSORRT)/.stamp ## Build TensorRT engines of the bundled model, which needs no GPU
-	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests/tensorrt
+	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests/with_tensorrt
 
 test-triton: .venv/.stamp $(TRITON)/.stamp ## Interpret our GPU kernel on the CPU, and compile it for GPUs that are not here
-	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests/triton
-	@PYTHONPATH=$(TRITON) $(VENV) -m pytest -q tests/triton
+	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests/with_triton
+	@PYTHONPATH=$(TRITON) $(VENV) -m pytest -q tests/with_triton
 
 wheelhouse: EXTRAS := cpu,course,optimum
 wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]

@@ -1,7 +1,7 @@
 """Measure our engine beside its peers on a grid of batches, sources and beams: `make peers` calls this.
 
-Each peer's environment lies in build/peers/NAME, made from requirements/peers/NAME.txt. What was measured is kept after every cell,
-so an interrupted run goes on where it stopped; ``data/results/peers-cpu.json`` is a recorded run.
+Each peer's environment lies in build/peers/NAME, made from requirements/peers/NAME.txt. What was measured is kept after
+every cell, so an interrupted run goes on where it stopped; ``data/results/peers-cpu.json`` is a recorded run.
 """
 
 from __future__ import annotations

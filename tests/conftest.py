@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from t5accel.checkpoints import load_t5
 from t5accel.t5.lively import random_t5
@@ -51,6 +50,8 @@ Tiny = Callable[..., Any]
 @pytest.fixture
 def random_state_put_back() -> Iterator[None]:
     """Training seeds torch; the tests around it keep their own chance."""
+    import torch
+
     before = torch.get_rng_state()
     yield
     torch.set_rng_state(before)

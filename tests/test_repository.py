@@ -93,7 +93,7 @@ def own_imports(module: str, *, with_types: bool = True) -> set[str]:
 
 
 def test_imports_run_downward() -> None:
-    for module, imported in ((module, imported) for module in MODULES for imported in own_imports(module)):
+    for module, imported in ((one, other) for one in MODULES for other in own_imports(one)):
         assert imported in MODULES, f"{module} imports {imported}, which does not exist"
         assert floor_of(imported) <= floor_of(module), (
             f"{module} (floor {floor_of(module)}) imports {imported} (floor {floor_of(imported)}): take a callable"

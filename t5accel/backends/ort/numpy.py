@@ -165,7 +165,6 @@ class OrtNumpy:
 
     def split(self, source: OrtSource) -> list[OrtSource]:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
-        self._check_source(source)
         arrays = [self._array(source.inputs[name]) for name in self.cross_names]
         rows = []
         for row, real in enumerate(source.mask.astype(bool)):
@@ -182,10 +181,6 @@ class OrtNumpy:
 
     def join(self, sources: Sequence[OrtSource]) -> OrtSource:
         """The rows of all of them as one new batch, padded on the right with zeros and masked there."""
-        for source in sources:
-            self._check_source(source)
-        if not sources:
-            raise InputError("There are no sources to join: give at least one.")
         batch, longest = sum(len(source.mask) for source in sources), max(source.mask.shape[1] for source in sources)
         mask = np.zeros((batch, longest), dtype=np.int64)
         cross = [self._zeros((batch, heads, longest, self.dims.d_kv)) for heads in self.cross_heads]
@@ -275,15 +270,7 @@ class OrtNumpy:
 
     def _source(self, cross: Sequence[Any], mask: np.ndarray) -> OrtSource:
         inputs = dict(zip(self.cross_names, cross, strict=True), attention_mask=self._hold(self._from_host(mask)))
-        return OrtSource(inputs, mask, self)
+        return OrtSource(inputs, mask)
 
     def _gathered(self, held: Any, axes: int, index: Any, shape: tuple[int, ...]) -> Any:
         return self._hold(self._take(self._array(held), axes, index, shape))
-
-    def _check_source(self, source: OrtSource) -> None:
-        if getattr(source, "owner", None) is not self:
-            raise InputError("This source was encoded by another backend: encode it with this one.")
-
-    def _check_state(self, state: OrtState) -> None:
-        if not isinstance(state, OrtState) or state.source.owner is not self:
-            raise InputError("This state was not started by this backend: give what its start() returned.")

@@ -19,12 +19,10 @@ class OrtSource:
         inputs: what the decoder is handed for it at every step, by name, as its backend holds tensors: keys and values
             of cross-attention, each (B, H_i, S, d_kv), and ``attention_mask`` (B, S).
         mask: (B, S) int64, on the host.
-        owner: the backend that encoded it.
     """
 
     inputs: dict[str, Any]
     mask: np.ndarray
-    owner: Any
 
 
 @dataclass
