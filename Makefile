@@ -32,7 +32,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DELETE_ON_ERROR:
 .SUFFIXES:
 .PHONY: help course course-v5 test test-v5 test-wheel test-binder test-colab test-browser test-tensorrt test-triton \
-	lab bench peers gpu-bundle lint format site \
+	release-check lab bench peers gpu-bundle lint format site \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -109,6 +109,11 @@ test-tensorrt: .venv/.stamp $(TENSORRT)/.stamp ## Build TensorRT engines of the 
 test-triton: .venv/.stamp $(TRITON)/.stamp ## Interpret our GPU kernel on the CPU, and compile it for GPUs that are not here
 	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests/with_triton
 	@PYTHONPATH=$(TRITON) $(VENV) -m pytest -q tests/with_triton
+
+release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
+	@.ci/run
+	@for target in test-binder test-colab course-v5 test-browser test-tensorrt test-triton; do \
+		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 
 wheelhouse: EXTRAS := cpu,course,optimum
 wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]

@@ -271,7 +271,7 @@ def test_a_figure_that_is_missing_or_fits_no_case_raises(
 
 
 @pytest.mark.parametrize(("how", "one", "other", "expected"), [
-    ("value", 3.0, None, "3.00"), ("value", [5.0, 3.0, 2.0], None, "3.00"), ("value", {"a": 1, "b": 2}, None, "3.00"),
+    ("value", 3.0, None, "3.00"), ("value", [5.0, 3.0, 2.0], None, "3.00"),
     ("inverse", 0.25, None, "4.00"), ("count", [7, 7, 7], None, "3.00"), ("quotient", 9.0, 2.0, "4.50"),
     ("difference", 9.0, 2.5, "+6.50"), ("pairwise", [8.0, 9.0, 100.0], [2.0, 3.0, 50.0], "3.00"),
     ("less", -9.0, 3.0, "4.00"),

@@ -282,7 +282,7 @@ def test_the_count_equals_the_weights_of_a_real_decoder():
         for name, weight in model.decoder.named_parameters()
         if not any(part in name for part in left_out)
     )  # fmt: skip
-    from t5accel.checkpoints import T5Dims  # here, for it imports torch
+    from t5accel.t5.sizes import T5Dims  # here, for it imports torch
 
     assert decoder_weights_per_step(T5Dims.of(model)) == counted + model.lm_head.weight.numel()
 

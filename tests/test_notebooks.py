@@ -12,7 +12,10 @@ from IPython.core.inputtransformer2 import TransformerManager
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BOOTSTRAP = (ROOT / "scripts" / "bootstrap_cell.py").read_text(encoding="utf-8")
-LONGEST_CELL = 25
+# The first thirteen are from before the rules of CONTRIBUTING were made stricter; newer ones keep those.
+FIRST_THIRTEEN = {f"{number:02}" for number in (*range(12), 15)}
+LONGEST_CELL, LONGEST_CELL_NOW, MEDIAN_CELL_NOW = 25, 20, 8  # lines
+MOST_OWN_NAMES, MOST_WORDS = 15, 2200
 LARGEST_FILE = 300_000
 # Guarded imports: optimum is absent on transformers 5.x, google.colab everywhere else than there.
 MAY_BE_ABSENT = {"optimum", "google"}
@@ -81,6 +84,52 @@ def test_code_cells_are_short(path: Path) -> None:
     for number, cell in enumerate(code_cells(path), 1):
         lines = len(cell.source.splitlines())
         assert lines <= LONGEST_CELL, f"code cell {number} has {lines} lines: move what others need into t5accel"
+
+
+def own_names(source: str) -> set[str]:
+    """What a cell imports from t5accel."""
+    tree = ast.parse(TransformerManager().transform_cell(source))
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name for node in froms if node.module.split(".")[0] == "t5accel" for alias in node.names}
+
+
+def beyond_the_rules(book: nbformat.NotebookNode) -> list[str]:
+    """What a notebook from now on may not have; its first code cell installs, and is not counted."""
+    code = [cell.source for cell in book.cells if cell.cell_type == "code"][1:]
+    lines = sorted(len(source.splitlines()) for source in code)
+    prose = [cell.source for cell in book.cells if cell.cell_type == "markdown" and "<details>" not in cell.source]
+    words, names = len(" ".join(prose).split()), set().union(*map(own_names, code))
+    found = []
+    if lines[-1] > LONGEST_CELL_NOW or lines[len(lines) // 2] > MEDIAN_CELL_NOW:
+        found.append(f"code cells of {lines[len(lines) // 2]} lines in the middle and {lines[-1]} at most")
+    if len(names) > MOST_OWN_NAMES:
+        found.append(f"{len(names)} names of our own")
+    if words > MOST_WORDS:
+        found.append(f"{words} words")
+    if not re.search(r"\]\(https?://", " ".join(prose)):
+        found.append("no source that is linked")
+    return found
+
+
+def test_newer_notebooks_keep_the_stricter_rules() -> None:
+    for path in NOTEBOOKS:
+        if path.stem[:2] not in FIRST_THIRTEEN:
+            assert not beyond_the_rules(read(path)), f"{path.name}: see CONTRIBUTING, Add a notebook"
+
+
+def test_the_stricter_rules_catch_what_they_are_for() -> None:
+    new = nbformat.v4
+    bad = new.new_notebook(cells=[
+        new.new_code_cell("bootstrap"), new.new_markdown_cell("word " * 2201),
+        new.new_code_cell("from t5accel.x import " + ", ".join(f"n{i}" for i in range(16))),
+        new.new_code_cell("\n".join(["1"] * 21)), new.new_code_cell("\n".join(["1"] * 21)),
+    ])  # fmt: skip
+    assert len(beyond_the_rules(bad)) == 4
+    good = new.new_notebook(cells=[
+        new.new_code_cell("\n".join(["bootstrap"] * 30)), new.new_markdown_cell("[a post](https://example.org)"),
+        new.new_code_cell("1"),
+    ])  # fmt: skip
+    assert beyond_the_rules(good) == []
 
 
 @each_notebook
