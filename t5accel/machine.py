@@ -68,6 +68,9 @@ def cpu_threads(root: str | os.PathLike[str] = "/") -> int:
     """How many threads can really run at once: the least of core affinity and the container's CPU quota, at least 1.
 
     A quota of 1.5 cores counts as 2 threads. `root` is the folder that holds `proc/` and `sys/` (for tests).
+
+    >>> 1 <= cpu_threads() <= os.cpu_count()
+    True
     """
     limits = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
     for folder in _cgroup_folders("cpu", Path(root)):

@@ -311,7 +311,7 @@ def test_a_session_that_fails_on_cuda_says_why_and_prints_nothing(exported, monk
 
 
 def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) -> None:
-    from t5accel.backends.ort.numpy import numpy as ort
+    from t5accel.backends.ort import numpy as ort
 
     monkeypatch.setattr(ort, "open_session", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -744,7 +744,7 @@ for name in ("torch", "transformers", "onnx", "safetensors", "tqdm", "filelock",
         continue
     raise AssertionError(f"{name} should be blocked")
 
-from t5accel.backends.RUNTIME_MODULE import RUNTIME
+from RUNTIME_MODULE import RUNTIME
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
 from t5accel.text.text_to_text import text_to_text
@@ -764,7 +764,7 @@ assert not heavy & {name.split(".")[0] for name in sys.modules}
 def test_translates_without_torch_and_transformers(runtime: type[OrtNumpy], exported_mini, mini) -> None:
     model, tokenizer = mini
     texts = ["translate English to German: The house is small.", "translate English to German: I do not know."]
-    program = PROGRAM_WITHOUT.replace("RUNTIME_MODULE", runtime.__module__.rpartition(".")[2])
+    program = PROGRAM_WITHOUT.replace("RUNTIME_MODULE", runtime.__module__)
     answer = subprocess.run(
         [sys.executable, "-c", program.replace("RUNTIME", runtime.__name__), exported_mini, *texts],
         cwd=ROOT,

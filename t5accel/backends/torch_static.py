@@ -198,7 +198,7 @@ class TorchStatic:
 
     def keep(self, state: StaticState, sources: np.ndarray) -> None:
         histories, kept = state.rows.kept(sources)
-        index = torch.as_tensor(kept, device=self.device)
+        index = torch.tensor(kept, device=self.device)
         source = StaticSource(state.source.cross.rows(index), state.source.mask[index])
         rows = histories.shape[1]
         self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.slot.width)
