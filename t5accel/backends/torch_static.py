@@ -276,9 +276,14 @@ class TorchStatic:
     def _compiled(self) -> Any:
         step = torch.compile(self.decoder.advance, **COMPILE)
 
+        compiled: set[tuple[int, ...]] = set()
+
         def run(slot: Slot) -> None:
+            if slot.shape in compiled:
+                return step(slot)
             with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
                 step(slot)
+            compiled.add(slot.shape)
 
         return run
 
