@@ -347,7 +347,7 @@ def on_gpus(
 
 
 def by_system(**more: Any) -> Seconds:
-    """Seconds by the name of a constant of `gpu.systems`; 1 for all others, and for transformers."""
+    """Seconds by the name of a constant of `lab.gpu.systems`; 1 for all others, and for transformers."""
     names = dict(FED=FED, BOUND=BOUND, CAPTURED=CAPTURED, TENSORRT=TENSORRT, GRAPH=GRAPH, RECOMPUTE=RECOMPUTE,
                  NAIVE=NAIVE)  # fmt: skip
     times = {names[name]: seconds for name, seconds in more.items()}

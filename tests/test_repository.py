@@ -45,6 +45,7 @@ FLOORS = {
     "__main__": 6,
 }
 MOST_LOOSE_MODULES = 16
+MOST_FOR_INFERENCE = 29
 HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}
 
 
@@ -146,6 +147,15 @@ def test_importing_the_package_is_light() -> None:
     seconds, modules = loaded_by("import t5accel")
     assert not HEAVY & modules, "import these in the module that needs them, not in t5accel/__init__.py"
     assert seconds < 0.3
+
+
+def test_inference_without_torch_loads_few_of_our_modules() -> None:
+    """The README's snippet; a few of these are folders with nothing but a sentence in them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^(from t5accel\.backends\.ort.*?)\n\n", readme, re.MULTILINE | re.DOTALL)
+    _, modules = loaded_by(snippet.replace("\n", "; "))
+    ours = {name for name in modules if name.split(".")[0] == "t5accel"}
+    assert len(ours) <= MOST_FOR_INFERENCE and not (HEAVY - {"onnxruntime"}) & modules
 
 
 # ---------------------------------------------------------------------------------------------------- tracked files

@@ -49,7 +49,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The range of every axis that varies, by the names of `graphs.contract`.
+    """The range of every axis that varies, by the names of `graphs.build.contract`.
 
     Attributes:
         B: sources at once.

@@ -2,7 +2,7 @@
 
 Forwards the rounded weights are used; backwards the rounding is left out, as if it were the identity: the
 straight-through estimator (Bengio, Léonard and Courville, 2013). What is trained stays in floats, and is rounded for
-good by `graphs.quantize` afterwards. What is multiplied by the weights is not rounded here.
+good by `graphs.numbers.quantize` afterwards. What is multiplied by the weights is not rounded here.
 """
 
 from __future__ import annotations
