@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
 
+from t5accel.backends.ort import captured as captured_module
 from t5accel.backends.ort.captured import MULTIPLE, OrtCaptured
 from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
@@ -169,6 +170,22 @@ def test_options_of_a_provider_reach_it(exported, monkeypatch) -> None:
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     open_session(exported() / DECODER, SessionSettings(), provider_options={"enable_cuda_graph": "1"})
     assert asked == [[{"enable_cuda_graph": "1"}]]
+
+
+def test_runs_are_queued_and_not_waited_for(exported, monkeypatch) -> None:
+    """By default ONNX Runtime waits for the device after every run: then the host cannot ask ahead."""
+    asked: dict[str, str] = {}
+    options = SimpleNamespace(add_run_config_entry=asked.__setitem__)
+    backend = OrtCaptured(exported(), settings=SessionSettings(threads=1))
+    backend._stream = "as on a GPU"
+    backend._captured = SimpleNamespace(io_binding=lambda: None, run_with_iobinding=lambda *_: None)
+    monkeypatch.setattr(backend, "_bind", lambda *_: None)
+    monkeypatch.setattr(onnxruntime, "RunOptions", lambda: options)
+    monkeypatch.setattr(captured_module, "captured", lambda *_: "a graph")
+    fixed = captured_module.Fixed(backend, 1, 1, 64, 64)
+    backend._prepare(fixed)
+    assert asked["disable_synchronize_execution_providers"] == "1" and "gpu_graph_id" in asked
+    assert (fixed.between, fixed.options) == ("a graph", options)
 
 
 @pytest.mark.parametrize(("given", "tf32"), [({}, "0"), ({"use_tf32": "1"}, "1")])
