@@ -61,7 +61,7 @@ def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | Non
     """All of the runs on one figure: `bars` of sizes, of runtimes and of other shapes; below them `by_length`."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(PANELS) + 1, 1, figsize=(9, 17), layout="constrained")
+    figure, axes = pyplot.subplots(len(PANELS) + 1, 1, figsize=(12, 17), layout="constrained")
     for axis, cells in zip(axes, PANELS, strict=False):
         bars(axis, cards, cells)
     by_length(axes[-1], cards, predicted)
@@ -89,7 +89,7 @@ def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
     axis.set_yticks([place + 0.4 - width / 2 for place in range(len(found))], list(found))
     axis.set(xlabel=f"times as fast as {REFERENCE}", ylim=(len(found) - 0.3, -0.3 - width / 2))
     axis.margins(x=0.12)
-    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(cards))
 
 
 def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> None:
