@@ -151,7 +151,7 @@ class Book:
             raise
 
     def keep(self, cell: Cell, found: list[Row]) -> None:
-        """list[Row] in place of those that the cell had, unless more of these failed; none leave what there was."""
+        """Rows in place of those that the cell had, unless more of these failed; none leave what there was."""
         had = self.of(cell)
         if found and (not had or _failures(found) <= _failures(had)):
             rows = [row | {"commit": self.about["commit"] or "unknown"} for row in found]
