@@ -329,9 +329,9 @@ def test_a_tokenizer_and_all_other_files_come_along(exported_mini, tmp_path: Pat
     for name in manifest.files.keys() - {ENCODER, DECODER}:
         assert (tmp_path / "mini" / name).read_bytes() == (exported_mini / name).read_bytes()
     text = "translate English to French: I am tired."
+    program = PROGRAM_WITHOUT.replace("RUNTIME_MODULE", OrtNumpy.__module__).replace("RUNTIME", "OrtNumpy")
     answer = subprocess.run(
-        [sys.executable, "-c", PROGRAM_WITHOUT.replace("RUNTIME_MODULE", OrtNumpy.__module__).replace("RUNTIME", "OrtNumpy"),
-         tmp_path / "mini", text],
+        [sys.executable, "-c", program, tmp_path / "mini", text],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
         capture_output=True, encoding="utf-8",
     )  # fmt: skip
