@@ -459,7 +459,7 @@ def test_the_bundle_alone_measures_with_torch_transformers_and_numpy(toy: str, t
     assert re.search(r"\d\.\d MB", said)
     program = f"""
 import importlib.util, sys, t5accel
-assert not [name for name in ("onnx", "onnxruntime", "datasets", "typer") if importlib.util.find_spec(name)]
+assert not [name for name in ("onnx", "onnxruntime", "datasets", "sacrebleu") if importlib.util.find_spec(name)]
 assert t5accel.__file__.startswith({str(bundle)!r}), t5accel.__file__
 from t5accel.lab.gpu.cells import Cell, RUNTIMES
 from t5accel.lab.gpu.systems import GRAPH, RECOMPUTE, REFERENCE, STATIC
