@@ -122,13 +122,3 @@ def check_vocabulary(ids: np.ndarray, vocab_size: int, name: str = "input_ids") 
     """
     if ids.view("uint64").max() >= vocab_size:  # one pass for both ends: read without a sign, a negative id is huge
         raise InputError(f"{name} must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
-
-
-def check_forbidden(token: int | None, vocab_size: int) -> None:
-    """Raise ``InputError`` for a forbidden token outside the vocabulary; ``None`` forbids nothing.
-
-    >>> check_forbidden(None, 300), check_forbidden(1, 300)
-    (None, None)
-    """
-    if token is not None and as_count(token, "forbidden", at_least=0) >= vocab_size:
-        raise InputError(f"forbidden is {token}; the vocabulary has {vocab_size} entries.")

@@ -18,7 +18,7 @@ from t5accel.errors import InputError
 from t5accel.lab.gpu.cells import Cell
 from t5accel.lab.gpu.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, Subject
 from t5accel.lab.harness import Way, measured, said
-from t5accel.lab.launches import kernels, operators, prices
+from t5accel.lab.launches import Prices, kernels, operators, prices
 from t5accel.lab.rows import Row
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.t5.roofline import roofline
@@ -207,7 +207,8 @@ def floor(cell: Cell, subject: Subject) -> Row:
             lacks.append(f"{part.__name__}: {said(error)}")
     if "replayed_s" in row:
         nodes = row.get("kernels", row["operators"])
-        row["floor_s"] = nodes * row["replayed_s"] + row["bytes_per_step"] / row["bytes_per_s"]
+        found = Prices(row["launch_s"], row["replayed_s"], row["bytes_per_s"])
+        row["floor_s"] = found.floor_s(nodes, row["bytes_per_step"])
     return row | ({"lacks": lacks} if lacks else {})
 
 
