@@ -108,6 +108,12 @@ def test_the_room_of_the_bundled_model_can_be_left_out() -> None:
     assert not users, "t5accel.cli_training imports it by name, when a command needs it; nothing else may"
 
 
+def test_every_folder_is_a_package() -> None:
+    """Python reads a folder without ``__init__.py`` all the same; Sphinx and packaging tools do not."""
+    folders = {path.parent for path in MODULES.values()}
+    assert not [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").is_file()]
+
+
 def test_no_import_circles() -> None:
     graph = {module: own_imports(module, with_types=False) & MODULES.keys() for module in MODULES}
     done: set[str] = set()
