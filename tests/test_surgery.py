@@ -68,7 +68,7 @@ def branches() -> GraphBuilder:
 def test_a_product_is_found(transposed: bool) -> None:
     graph = two_nodes(transposed)
     (found,) = products(graph)
-    assert found == Product(graph.nodes[-2], "w", transposed)
+    assert found == Product(graph.nodes[-2], ("w",), transposed)
     np.testing.assert_array_equal(run(graph, x=X)[0], -X @ WEIGHT)
 
 
