@@ -32,7 +32,7 @@ EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
     "ONNX Runtime, numpy and tokenizers alone": (
         "from t5accel.backends.ort.bound import OrtBound; from t5accel.decoding.greedy import greedy; "
-        "from t5accel.text.tokenizer_file import TokenizerFile; import onnxruntime, tokenizers",
+        "from t5accel.text.text_to_text import TokenizerFile; import onnxruntime, tokenizers",
         ("numpy", "onnxruntime", "tokenizers"),
     ),
     "torch and transformers": (

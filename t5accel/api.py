@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.build.contract import MANIFEST
+from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export.cache import checked_export
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe

@@ -20,9 +20,8 @@ from hypothesis.extra import numpy as hnp
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_batch, as_count, as_integers
-from t5accel.decoding.backend import Backend, Generated, right_aligned
+from t5accel.decoding.backend import Backend, Generated, Histories, right_aligned
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
 

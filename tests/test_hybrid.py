@@ -21,7 +21,7 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.graphs.build.contract import ENCODER
+from t5accel.graphs.contract import ENCODER
 from t5accel.graphs.older.layouts import export_layout
 from t5accel.graphs.older.row_graphs import LM_HEAD
 from t5accel.parity import parity

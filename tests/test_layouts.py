@@ -24,7 +24,7 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
 from t5accel.graphs.export.t5 import export_t5, t5_weights
 from t5accel.graphs.older import layouts
 from t5accel.graphs.older.layout_sizes import LayoutSizes, layout_sizes

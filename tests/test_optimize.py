@@ -37,7 +37,7 @@ from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError, MissingPackageError, T5AccelError
 from t5accel.graphs import optimize
-from t5accel.graphs.build.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import portability
 from t5accel.graphs.export.manifest import describe_file, read_manifest
 from t5accel.graphs.export.portability import LEVELS, require_runnable_here, this_machine

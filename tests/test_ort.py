@@ -748,7 +748,7 @@ from RUNTIME_MODULE import RUNTIME
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
 from t5accel.text.text_to_text import text_to_text
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 backend = RUNTIME(sys.argv[1], settings=SessionSettings(threads=1))
 translate = text_to_text(

@@ -37,7 +37,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER
+from t5accel.graphs.contract import DECODER, ENCODER
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.parity import ParityError, assert_varied, parity

@@ -27,7 +27,7 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
-from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
 from t5accel.graphs.export.cache import cached_export, list_exports
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.export.t5 import export_t5
@@ -43,7 +43,7 @@ from t5accel.graphs.optimize import optimize_export
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.lab.scoring import agreement
 from t5accel.parity import ParityError, parity, token_agreement
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [OrtNumpy, OrtBound]

@@ -45,7 +45,7 @@ FLOORS = {
     "__main__": 6,
 }
 MOST_LOOSE_MODULES = 16
-MOST_FOR_INFERENCE = 29
+MOST_FOR_INFERENCE = 22
 HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}
 
 

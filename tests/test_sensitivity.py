@@ -16,7 +16,7 @@ from test_quantize import Sensitive
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER
+from t5accel.graphs.contract import DECODER, ENCODER
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.numbers.probe import Example
 from t5accel.graphs.numbers.quantize import quantize, quantize_export

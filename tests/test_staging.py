@@ -32,7 +32,7 @@ from tqdm import tqdm
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, T5AccelError
-from t5accel.graphs.build.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.t5.lively import random_t5

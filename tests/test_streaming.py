@@ -22,7 +22,7 @@ from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream, stream_text
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ALGORITHMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

@@ -11,7 +11,7 @@ import pytest
 
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs import tensorrt_engines
-from t5accel.graphs.build.contract import decoder_spec, encoder_spec
+from t5accel.graphs.contract import decoder_spec, encoder_spec
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.numbers.recipes import RECIPES

@@ -22,7 +22,7 @@ from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, 
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.graphs.build.contract import MANIFEST, as_folder
+from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.export.staging import staged
 

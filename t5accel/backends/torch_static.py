@@ -19,7 +19,7 @@ import torch
 from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
-from t5accel.decoding.histories import Histories
+from t5accel.decoding.backend import Histories
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from t5accel.decoding.backend import Backend, Generated, State
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Step, Steps
+from t5accel.decoding.request import Request, Step, Steps
 
 AT_ONCE = 16  # steps between two looks at which rows have ended, where a backend takes several without the host
 

@@ -15,8 +15,7 @@ import numpy as np
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.drafts import Drafts, Likeliest, verified
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Steps
+from t5accel.decoding.request import Request, Steps
 from t5accel.errors import InputError
 
 LONGEST_RUN = 16  # tokens: how far back a match is followed, and the longest n-gram

@@ -10,8 +10,7 @@ import numpy as np
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Step, Steps
+from t5accel.decoding.request import Request, Step, Steps
 
 
 def sample(

@@ -16,9 +16,8 @@ from t5accel.decoding.backend import Backend, Generated, State
 from t5accel.decoding.distribution import Sampling, draw
 from t5accel.decoding.draft_model import Guesser, RandomGuesser, odds_after
 from t5accel.decoding.drafts import Drafts, Likeliest, verified, without_end
-from t5accel.decoding.request import Request
+from t5accel.decoding.request import Request, Step, Steps
 from t5accel.decoding.sampling import generators
-from t5accel.decoding.steps import Step, Steps
 from t5accel.errors import InputError
 
 _SAME = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from t5accel import machine
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.build.contract import DECODER, ENCODER, as_folder
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder
 from t5accel.graphs.export.folder import ALIGNMENT, ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.export.portability import as_level, import_onnxruntime, optimization_level, this_machine

@@ -14,9 +14,9 @@ from onnx import TensorProto
 
 from t5accel.errors import InputError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import NEAR_ONLY, shortlist_spec
 from t5accel.graphs.build.layers import T5Layers, headless_decoder
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import NEAR_ONLY, shortlist_spec
 from t5accel.graphs.export.folder import ALIGNMENT
 
 # 7 of the 8 bits. CPUs without VNNI add products of two neighbours in 16 bits, and saturate: with hidden states of 8

@@ -18,7 +18,7 @@ from t5accel.lab.harness import Way, measured, memory_alone
 from t5accel.lab.rows import Row
 from t5accel.lab.scoring import generated_scores
 from t5accel.lab.techniques import REFERENCE, WAYS, Generate, Subject, Technique, choose
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 from t5accel.timing import Work
 
 # From a way of generating and how many texts it gets at once to its tokens, (N, L) int64, padded with 0. It can be

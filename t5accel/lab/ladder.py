@@ -19,7 +19,7 @@ from t5accel.lab.harness import measured, ratio
 from t5accel.lab.rows import Row
 from t5accel.lab.scoring import generated_scores
 from t5accel.lab.techniques import LOOKUP, THROUGHPUT, WAYS, Generate, Subject, Technique
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 MODEL, STUDENT = "mini", "mini-d1"
 AT_ONCE = 32  # texts of a batch, where many are answered together

@@ -17,8 +17,7 @@ from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
 from t5accel.graphs.numbers.probe import Example, checked_example
 from t5accel.lab.rows import Row, scores
-from t5accel.text.text_to_text import text_to_text
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile, text_to_text
 
 LONGEST = 64  # tokens of an answer that is scored
 Score = Callable[[Path], dict[str, float]]

@@ -18,7 +18,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
 from t5accel.graphs.export.cache import cached_export
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe

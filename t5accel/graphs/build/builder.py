@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 if TYPE_CHECKING:
-    from t5accel.graphs.build.contract import GraphSpec
+    from t5accel.graphs.contract import GraphSpec
 
 # The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
 OPSET = 20

@@ -18,8 +18,8 @@ from onnx import TensorProto, numpy_helper
 
 from t5accel.errors import NotT5Error
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.t5.rules import relative_position_bucket
 
 LOWEST = np.finfo(np.float32).min  # added to a score it makes the softmax ignore the position

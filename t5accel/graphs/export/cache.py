@@ -15,7 +15,7 @@ from t5accel import machine
 from t5accel.checkpoints import BUNDLED, data_folder, load_t5
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import OPSET
-from t5accel.graphs.build.contract import MANIFEST
+from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export.manifest import FORMAT, Manifest, describe_file, read_manifest
 from t5accel.graphs.export.t5 import FP32, export_t5, source_hash, t5_weights
 from t5accel.graphs.numbers.convert import convert_export

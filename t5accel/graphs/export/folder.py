@@ -13,7 +13,7 @@ import numpy as np
 
 from t5accel.errors import ExportError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import WEIGHTS, as_folder
+from t5accel.graphs.contract import WEIGHTS, as_folder
 from t5accel.graphs.export.manifest import Manifest, files_of_export, read_manifest
 from t5accel.graphs.export.staging import locked, staged
 

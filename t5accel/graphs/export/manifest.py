@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.errors import ExportError
-from t5accel.graphs.build.contract import (
+from t5accel.graphs.contract import (
     DECODER,
     ENCODER,
     MANIFEST,

@@ -16,9 +16,9 @@ from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import OPSET
-from t5accel.graphs.build.contract import DECODER, ENCODER, SHORTLIST, shortlist_spec
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, shortlist_spec
 from t5accel.graphs.export.folder import LARGEST_INSIDE, ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.shortlist import head_for, shortlist_graph

@@ -11,7 +11,7 @@ from typing import Any
 from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, as_folder
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder
 from t5accel.graphs.export.folder import ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.numbers.recipes import Recipe

@@ -18,6 +18,7 @@ ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
 SHORTLIST = "decoder_shortlist.onnx"  # an optional third graph: the decoder with a second, smaller head
 STEP = "decoder_step.onnx"  # another: one new token on buffers that stay, in ONNX Runtime's fused operators
 NEAR_ONLY = ("hidden", "norm", "error")  # its outputs that only near logits come with
+NEAR = ("logits", *NEAR_ONLY)
 WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
 MANIFEST = "manifest.json"
 
