@@ -60,7 +60,7 @@ class Heads:
         head, graph = quantized(rows), GraphBuilder("heads")
         graph.input("decoded", "float32", ["B", "K", "T", rows.shape[1]])
         graph.input("exact", "bool", [])
-        add_heads(T5Layers(graph, weights, "decoder"), "decoded", head)
+        add_heads(T5Layers(graph, weights, "decoder"), "decoded", shortlist_spec(weights.dims), head)
         for tensor in shortlist_spec(dims).outputs[:4]:
             graph.output(tensor.name, tensor.dtype, tensor.shape)
         options = onnxruntime.SessionOptions()

@@ -123,8 +123,7 @@ class OrtNumpy:
         wanted = on_cpu and self._takes_shortlist and self.settings.shortlist
         self.shortlist = shortlist_of(self.folder, self.manifest, self._weights) if wanted else None
         # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
-        decoder = SHORTLIST if self.shortlist else DECODER
-        self.decoder = self._open(decoder)
+        self._open_decoder()
         self.encoder = self._open(ENCODER)
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
@@ -233,6 +232,9 @@ class OrtNumpy:
         return self.manifest.source["sha256"], json.dumps(self.manifest.recipe, sort_keys=True)
 
     # How tensors are held, and handed to the sessions: here as numpy arrays. What the siblings replace.
+
+    def _open_decoder(self) -> None:
+        self.decoder = self._open(SHORTLIST if self.shortlist else DECODER)
 
     def _open(self, graph: str) -> Any:
         return open_session(self.folder / graph, self.settings, self._weights)

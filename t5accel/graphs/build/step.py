@@ -17,9 +17,9 @@ from __future__ import annotations
 from onnx import TensorProto
 
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import step_spec
 from t5accel.graphs.build.layers import LOWEST, T5Layers
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import step_spec
 
 OWN = "com.microsoft"  # ONNX Runtime's own set of operators
 
@@ -36,7 +36,7 @@ def step_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBuilde
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> graph = step_graph(t5_weights(model))
     >>> len(graph.nodes), graph.nodes[-3].op_type
-    (44, 'SkipSimplifiedLayerNormalization')
+    (43, 'SkipSimplifiedLayerNormalization')
     """
     layers, hidden = headless_step("decoder_step", weights)
     layers.head(hidden, output="logits", by_rows=head_by_rows)

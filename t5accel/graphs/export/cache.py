@@ -101,14 +101,14 @@ def checked_export(
         key = source_hash(model, t5_weights(model))
     tokenizer_key = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
     made_by = machine.versions().get("t5accel")
-    how = f"{FP32} {FORMAT} {OPSET} {made_by} shortlist"
+    how = f"{FP32} {FORMAT} {OPSET} {made_by} shortlist step"
     digest = hashlib.sha256(f"{key} {how} {tokenizer_key}".encode()).hexdigest()[:16]
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
     in_fp32 = cache_folder() / f"{readable}-{FP32['name']}-{digest}"
 
     def exported() -> Manifest:
         return export_t5(
-            model, in_fp32, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None,
+            model, in_fp32, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None, step=True,
             overwrite=True, progress=progress,
         )  # fmt: skip
 

@@ -113,7 +113,7 @@ def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) 
     if (WEIGHTS in there.files) != external or (tokenizer and "tokenizer_config.json" not in there.files):
         return False
     deciding = [
-        (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel"), m.optimized, not m.shortlist)
+        (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel"), m.optimized, not m.shortlist, m.step)
         for m in (there, manifest)
     ]
     return deciding[0] == deciding[1]

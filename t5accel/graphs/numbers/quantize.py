@@ -155,10 +155,11 @@ def _converted(
     source: Fp32Export, target: Path, recipe: Recipe, ranges: Mapping[str, Ranges] | None, gate: Mapping[str, Any],
     overwrite: bool = False,
 ) -> Manifest:  # fmt: skip
-    graphs = source.graphs()
+    # What calibration has seen are values of the other two graphs.
+    graphs = source.graphs(step=all(scheme.method != "static" for scheme in recipe.schemes))
     integers = Integers(recipe, ranges or {})
-    for stack, graph in graphs.items():
-        integers.rewrite(graph, stack)
+    for part, graph in graphs.items():
+        integers.rewrite(graph, "decoder" if part == "step" else part)
     return source.write(target, graphs, recipe, {"gated": bool(gate), "gate": dict(gate)}, overwrite=overwrite)
 
 

@@ -127,8 +127,13 @@ class Recipe:
     @property
     def integers(self) -> bool:
         """Whether anything is stored as integers."""
+        return bool(self.schemes)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All that are used somewhere."""
         schemes = (self.encoder, self.decoder, self.head, self.embedding, *dict(self.overrides).values())
-        return any(scheme is not None for scheme in schemes)
+        return [scheme for scheme in schemes if scheme is not None]
 
     @property
     def hash(self) -> str:
