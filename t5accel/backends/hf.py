@@ -254,23 +254,20 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
         Args:
             folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
-            backend: the class that runs it; by default, on ONNX Runtime, `OrtNumpy` on a CPU, where binding saves
-                nothing, and `OrtPointers` if ``settings`` name another device.
+            backend: the class that runs it; by default, on ONNX Runtime, `OrtStatic` on a CPU, and `OrtPointers` if
+                ``settings`` name another device.
             tokenizer: for a folder that holds none; its own comes first.
             options: of the backend.
 
         Raises:
             ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
         """
-        from t5accel.backends.ort.numpy import OrtNumpy
-
         folder = as_folder(folder)
         if backend is None:
-            backend = OrtNumpy
-            if getattr(options.get("settings"), "device", "cpu") != "cpu":
-                from t5accel.backends.ort.pointers import OrtPointers
-
-                backend = OrtPointers
+            if getattr(options.get("settings"), "device", "cpu") == "cpu":
+                from t5accel.backends.ort.static import OrtStatic as backend
+            else:
+                from t5accel.backends.ort.pointers import OrtPointers as backend
         running = backend(folder, **options)
         if not (folder / _FILES[0]).is_file():
             raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")

@@ -27,6 +27,7 @@ from t5accel.errors import ExportError
 from t5accel.graphs.contract import NEAR, STEP
 
 COLUMNS, MOST_COLUMNS = 64, 512  # of the first buffers: at least, and at most where spare memory has place for more
+LACKING = ("is not a registered", "NOT_IMPLEMENTED")  # what older releases say of an operator that they do not have
 Take = Callable[["StaticState", np.ndarray], np.ndarray]
 ONE_BY_ONE = 8  # the longest beginning that is read token by token: opening the other graph takes longer
 
@@ -102,16 +103,17 @@ class OrtStatic(OrtNumpy):
         self._opening = threading.Lock()
         self._buffers, self._results, self._logits = Pool(), Pool(), Pool()
         if not self.manifest.step:
-            self.why_portable = f"the export has no {STEP}"
-            if self.manifest.recipe.get("floats", "float32") != "float32":
-                self.why_portable += ", whose operators compute in float32"
-            return
-        try:
-            self.fused = self._open(STEP)
-        except ExportError as error:
-            if "is not a registered" not in str(error) and "NOT_IMPLEMENTED" not in str(error):
-                raise
-            self.why_portable = f"this onnxruntime lacks an operator of {STEP}"
+            half = self.manifest.recipe.get("floats", "float32") != "float32"
+            self.why_portable = f"the export has no {STEP}" + ", whose operators compute in float32" * half
+        else:
+            try:
+                self.fused = self._open(STEP)
+            except ExportError as error:
+                if not any(text in str(error) for text in LACKING):
+                    raise
+                self.why_portable = f"this onnxruntime lacks an operator of {STEP}"
+        if self.why_portable:
+            super()._open_decoder()
 
     @property
     def decoder(self) -> Any:
