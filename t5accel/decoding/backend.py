@@ -42,6 +42,9 @@ class Backend(Protocol):
       there, in new memory.
     - ``source_bytes(source) -> int``: the memory that it takes, on whichever device.
     - ``fingerprint() -> Hashable``: compares unequal to an earlier one if the encoder's weights were changed since.
+
+    For serving there is, beside ``keep``, by which rows leave a running state, ``admit(state, source) -> None``: the
+    sources of another batch join it, behind those that are there, with K rows each that have no history yet.
     """
 
     vocab_size: int
@@ -190,6 +193,15 @@ class Histories:
     def kept(self, sources: np.ndarray) -> tuple[Histories, np.ndarray]:
         """Only these sources (n,) stay, in this order; returns the histories, and ``sources`` to gather by."""
         return self._with_padding(self.padding[sources]), sources
+
+    def joined(self, sources: int) -> Histories:
+        """So many more sources, whose rows have no history yet.
+
+        >>> Histories.empty(batch=1, rows_per_source=1).appended(2).joined(1).mask().tolist()
+        [[[1, 1]], [[0, 0]]]
+        """
+        new = np.full((sources, self.shape[1]), self.width)
+        return self._with_padding(np.concatenate([self.padding, new]))
 
     def trimmed(self, accepted: np.ndarray) -> tuple[Histories, np.ndarray | None]:
         """Of the last step keep the first ``accepted[b, k]`` positions.

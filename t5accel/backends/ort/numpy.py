@@ -193,6 +193,15 @@ class OrtNumpy:
         source = self._source(cross, state.source.mask[kept])
         state.source, state.rows, state.past, state.binding = source, histories, past, None
 
+    def admit(self, state: OrtState, source: OrtSource) -> None:
+        joined, histories = self.join([state.source, source]), state.rows.joined(len(source.mask))
+        past = []
+        for heads, held in zip(self.past_heads, state.past, strict=True):
+            longer = self._zeros((*histories.shape, heads, histories.width, self.dims.d_kv))
+            longer[: len(state.rows.padding)] = self._array(held)
+            past.append(self._hold(longer))
+        state.source, state.rows, state.past, state.binding = joined, histories, past, None
+
     def split(self, source: OrtSource) -> list[OrtSource]:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
         arrays = [self._array(source.inputs[name]) for name in self.cross_names]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from t5accel.graphs.contract import NEAR, STEP
 COLUMNS, MOST_COLUMNS = 64, 512  # of the first buffers: at least, and at most where spare memory has place for more
 LACKING = ("is not a registered", "NOT_IMPLEMENTED")  # what older releases say of an operator that they do not have
 Take = Callable[["StaticState", np.ndarray], np.ndarray]
+Move = tuple[np.ndarray, Any, np.ndarray]
 ONE_BY_ONE = 8  # the longest beginning that is read token by token: opening the other graph takes longer
 
 
@@ -37,28 +38,30 @@ class Buffers:
     """The keys and values of R rows, M columns each, and what else is bound.
 
     Attributes:
-        groups: (n, R, H, M, d_kv) float32, the n arrays of all layers with H heads, keys and values in turn.
+        groups: by H, (n, R, H, M, d_kv) float32, the n arrays of all layers with H heads, keys and values in turn.
+        room: the same with all rows that there is memory for.
         mask: (R, M) int32, 0 in front of a row's history.
         tokens: (R, 1) int64, of the next step.
         length: (1,) int32, the column that it writes.
         results: by name, what is computed to find the next token.
-        moves: what is still to be written: a group, its rows, their first and last column, and what comes there.
+        moves: what is still to be written: an array, where in it, and what.
         bindings: by what is computed.
     """
 
     groups: dict[int, np.ndarray]
+    room: dict[int, np.ndarray]
     mask: np.ndarray
     tokens: np.ndarray
     length: np.ndarray
     results: dict[str, np.ndarray]
-    moves: list[tuple[np.ndarray, np.ndarray, int, int, np.ndarray]] = field(default_factory=list, repr=False)
+    moves: list[Move] = field(default_factory=list, repr=False)
     bindings: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict, repr=False)
 
     def settle(self) -> None:
         """Write what is to be moved. It may be cut short and begun again."""
         while self.moves:
-            group, rows, first, last, new = self.moves[-1]
-            group[:, rows, :, first:last] = new
+            array, where, new = self.moves[-1]
+            array[where] = new
             self.moves.pop()
 
 
@@ -70,11 +73,16 @@ class StaticState(OrtState):
         shared: (B, K, K) int64, how many columns two rows of a source have in common, from the first one on: rows that
             come from one another are not copied there.
         single: whether the next single token goes to the buffers.
+        cross: of a state that sources have joined, its own keys and values of cross-attention, with room for more
+            sources and longer ones: (B', H_i, S', d_kv).
+        laid_anew_bytes: how much of them was copied because what joined was longer, or more.
     """
 
     buffers: Buffers | None = None
     shared: np.ndarray | None = None
     single: bool = True
+    cross: list[np.ndarray] | None = None
+    laid_anew_bytes: int = 0
 
 
 class OrtStatic(OrtNumpy):
@@ -168,14 +176,47 @@ class OrtStatic(OrtNumpy):
         if state.buffers is None:
             super().keep(state, sources)
             return
+        state.buffers.settle()
         histories, kept = state.rows.kept(sources)
-        cross = [self._gathered(state.source.inputs[name], 1, kept, kept.shape) for name in self.cross_names]
-        source, shared = self._source(cross, state.source.mask[kept]), state.shared[kept]
+        moves = []
+        if state.cross is None:
+            cross = [self._gathered(state.source.inputs[name], 1, kept, kept.shape) for name in self.cross_names]
+        else:
+            cross = [array[: kept.size] for array in state.cross]
+            changed = np.flatnonzero(kept != np.arange(kept.size))
+            moves = [(array, changed, array[kept[changed]]) for array in state.cross]
         rows = np.arange(state.rows.padding.size).reshape(state.rows.shape)[kept].ravel()
-        moves = self._moves(state, rows, 0)
-        buffers = self._around({heads: group[:, : rows.size] for heads, group in state.buffers.groups.items()})
+        unused = int(histories.padding.min())  # columns that are masked for all who stay
+        unused *= 3 * unused >= histories.width
+        moves += self._moves(state, rows, 0, unused)
+        buffers = self._around(state.buffers.room, rows.size)
         buffers.moves = moves
+        histories = replace(histories, padding=histories.padding - unused, width=histories.width - unused)
+        source, shared = self._source(cross, state.source.mask[kept]), np.maximum(state.shared[kept] - unused, 0)
         state.source, state.rows, state.shared, state.buffers = source, histories, shared, buffers
+
+    def admit(self, state: StaticState, source: OrtSource) -> None:
+        """No key and no value of self-attention is copied, unless there is no memory for so many rows yet."""
+        if state.buffers is None and (state.past or self.why_portable):
+            super().admit(state, source)
+            return
+        if state.buffers is None:
+            self._enter_buffers(state)
+        histories, width = state.rows.joined(len(source.mask)), state.rows.width
+        (there, per_source), (total, _) = state.rows.shape, histories.shape
+        state.buffers.settle()
+        room = state.buffers.room
+        if next(iter(room.values())).shape[1] < histories.padding.size:
+            room = self._new_buffers(histories.padding.size, state.buffers.mask.shape[1] - 1).room
+            for heads, group in state.buffers.groups.items():
+                room[heads][:, : there * per_source, :, :width] = group[:, :, :, :width]
+        for group in room.values():
+            group[:, there * per_source : total * per_source, :, :width] = 0  # masked, but NaN would be seen
+        cross, mask, anew = self._cross_with(state, source)
+        shared = np.concatenate([state.shared, np.full((total - there, per_source, per_source), width)])
+        buffers = self._around(room, histories.padding.size)
+        state.source, state.rows, state.shared, state.buffers = self._source(cross, mask), histories, shared, buffers
+        state.cross, state.laid_anew_bytes = [array.base for array in cross], state.laid_anew_bytes + anew
 
     # One token
 
@@ -317,23 +358,47 @@ class OrtStatic(OrtNumpy):
             columns *= 2
         columns = max(columns, min(there, MOST_COLUMNS))
         shapes = [(self.past_heads.count(heads), rows, heads, columns, self.dims.d_kv) for heads in kinds]
-        return self._around(dict(zip(kinds, self._buffers.arrays(shapes, np.float32), strict=True)))
+        return self._around(dict(zip(kinds, self._buffers.arrays(shapes, np.float32), strict=True)), rows)
 
-    def _around(self, groups: dict[int, np.ndarray]) -> Buffers:
-        _, rows, _, columns, _ = next(iter(groups.values())).shape
+    def _around(self, room: dict[int, np.ndarray], rows: int) -> Buffers:
+        """Buffers of the first ``rows`` of those that there is memory for."""
+        groups = {heads: group[:, :rows] for heads, group in room.items()}
+        columns = next(iter(groups.values())).shape[3]
         shapes = [(rows, 1, self.vocab_size), (rows, 1, self.dims.d_model), (rows, 1), (rows, 1)]
         results = dict(zip(NEAR, self._results.arrays(shapes, np.float32), strict=True))
         tokens, length = np.zeros((rows, 1), dtype=np.int64), np.zeros(1, dtype=np.int32)
-        return Buffers(groups, np.ones((rows, columns), dtype=np.int32), tokens, length, results)
+        return Buffers(groups, room, np.ones((rows, columns), dtype=np.int32), tokens, length, results)
 
     def _arrays(self, buffers: Buffers) -> list[np.ndarray]:
         """Layer by layer, (R, H_i, M, d_kv)."""
         parts = {heads: iter(group) for heads, group in buffers.groups.items()}
         return [next(parts[heads]) for heads in self.past_heads]
 
-    def _moves(self, state: StaticState, rows: np.ndarray, first: int) -> list[Any]:
-        """That each row becomes the one numbered ``rows``, from column ``first`` on; nothing is written yet."""
+    def _moves(self, state: StaticState, rows: np.ndarray, first: int, shift: int = 0) -> list[Move]:
+        """That each row becomes the one numbered ``rows`` from column ``first`` on, and moves left; not yet written."""
         state.buffers.settle()
-        changed, last = np.flatnonzero(rows != np.arange(rows.size)), state.rows.width
-        groups = state.buffers.groups.values()
-        return [(group, changed, first, last, group[:, rows[changed], :, first:last]) for group in groups]
+        changed = np.arange(rows.size) if shift else np.flatnonzero(rows != np.arange(rows.size))
+        last, columns = state.rows.width, np.s_[:, changed, :, first : state.rows.width - shift]
+        groups = state.buffers.room.values()
+        return [(group, columns, group[:, rows[changed], :, first + shift : last]) for group in groups]
+
+    def _cross_with(self, state: StaticState, source: OrtSource) -> tuple[list[np.ndarray], np.ndarray, int]:
+        """Cross-attention's tensors and mask with those of another source behind, and how many bytes were laid anew.
+
+        They are laid out anew if what comes is longer, or more, than there is room for. Both have some to spare then.
+        """
+        old = [state.source.inputs[name] for name in self.cross_names]
+        (there, longest), (count, length) = state.source.mask.shape, source.mask.shape
+        room, total = state.cross or [], there + count
+        if not room or len(room[0]) < total or room[0].shape[2] < length:
+            longest = -(-max(longest, length) // COLUMNS) * COLUMNS
+            rows = max(total, len(room[0]) if room else 0)
+            room = [np.zeros((rows, heads, longest, self.dims.d_kv), np.float32) for heads in self.cross_heads]
+            for array, before in zip(room, old, strict=True):
+                array[:there, :, : before.shape[2]] = before
+        anew = sum(array.nbytes for array in old) if state.cross is None or room[0] is not state.cross[0] else 0
+        mask = np.zeros((total, room[0].shape[2]), dtype=np.int64)
+        mask[:there, : state.source.mask.shape[1]], mask[there:, :length] = state.source.mask, source.mask
+        for array, name in zip(room, self.cross_names, strict=True):
+            array[there:total, :, :length], array[there:total, :, length:] = source.inputs[name], 0
+        return [array[:total] for array in room], mask, anew
