@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,12 @@ from t5accel.backends.ort.memory import Pool
 from t5accel.backends.ort.numpy import OrtNumpy, OrtSource, OrtState
 from t5accel.decoding.backend import Histories, right_aligned
 from t5accel.decoding.greedy import likeliest
-from t5accel.errors import ExportError
 from t5accel.graphs.contract import NEAR, STEP
+from t5accel.graphs.export.portability import import_onnxruntime
 
 COLUMNS, MOST_COLUMNS = 64, 512  # of the first buffers: at least, and at most where spare memory has place for more
-LACKING = ("is not a registered", "NOT_IMPLEMENTED")  # what older releases say of an operator that they do not have
+# Before, the operator computed nonsense of an empty history, and wrote beyond its buffers.
+OLDEST = (1, 31)  # onnxruntime
 Take = Callable[["StaticState", np.ndarray], np.ndarray]
 Move = tuple[np.ndarray, Any, np.ndarray]
 ONE_BY_ONE = 8  # the longest beginning that is read token by token: opening the other graph takes longer
@@ -85,6 +87,17 @@ class StaticState(OrtState):
     laid_anew_bytes: int = 0
 
 
+def version_of(onnxruntime: ModuleType) -> tuple[int, int]:
+    """Of a release, the first two numbers.
+
+    >>> from types import SimpleNamespace
+    >>> version_of(SimpleNamespace(__version__="1.31.1"))
+    (1, 31)
+    """
+    major, minor, *_ = onnxruntime.__version__.split(".")
+    return int(major), int(minor)
+
+
 class OrtStatic(OrtNumpy):
     """A `Backend` like `OrtNumpy`, with the same arguments, on the fused step of an export that has one.
 
@@ -113,15 +126,12 @@ class OrtStatic(OrtNumpy):
         if not self.manifest.step:
             half = self.manifest.recipe.get("floats", "float32") != "float32"
             self.why_portable = f"the export has no {STEP}" + ", whose operators compute in float32" * half
-        else:
-            try:
-                self.fused = self._open(STEP)
-            except ExportError as error:
-                if not any(text in str(error) for text in LACKING):
-                    raise
-                self.why_portable = f"this onnxruntime lacks an operator of {STEP}"
+        elif version_of(import_onnxruntime()) < OLDEST:
+            self.why_portable = f"{STEP} needs onnxruntime {'.'.join(map(str, OLDEST))} or later"
         if self.why_portable:
             super()._open_decoder()
+        else:
+            self.fused = self._open(STEP)
 
     @property
     def decoder(self) -> Any:
