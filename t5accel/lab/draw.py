@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.lab.ladder import fastest, inside, way_to
-from t5accel.lab.rows import aligned
+from t5accel.lab.rows import aligned, step_ms
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ _SCORES = {"BLEU": _or_dash("bleu", "{:.1f}"), "ROUGE-L": _or_dash("rougeL", "{:
 BOARD: Columns = {
     "technique": lambda row: row["system"],
     "precision": lambda row: row["precision"],
-    "ms/token": lambda row: f"{median(row['latency_s']) / row['new_tokens'] * 1e3:.2f}",
+    "ms/token": lambda row: f"{step_ms(row):.2f}",
     "tokens/s": _or_dash("tokens_per_s", "{:.0f}"),
     "ratio": _or_dash("ratio", "{:.2f}x"),
     **_SIZES, **_SCORES,

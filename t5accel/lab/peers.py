@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from t5accel.errors import PeerError
 from t5accel.graphs.numbers.recipes import RECIPES
-from t5accel.lab.harness import Way, measured
-from t5accel.lab.rows import Row, aligned
+from t5accel.lab.harness import Way, measured, pairwise
+from t5accel.lab.rows import Row, aligned, step_ms
 from t5accel.timing import Work
 
 REFERENCE = "transformers 4.57"
@@ -173,19 +172,6 @@ def cell_of(row: Mapping[str, Any]) -> Work:
     return Work(*(row[name] for name in ("batch", "source_tokens", "new_tokens", "beams")))
 
 
-def pairwise(rows: Sequence[Mapping[str, Any]], ours: str, peer: str) -> float | None:
-    """The median over rounds of the peer's time over ours, in one cell's rows; ``None`` if one of them has no times.
-
-    >>> rows = [{"system": "a", "latency_s": [1.0, 2.0]}, {"system": "b", "latency_s": [2.0, 6.0]}]
-    >>> pairwise(rows, ours="a", peer="b")
-    2.5
-    """
-    times = {row["system"]: row["latency_s"] for row in rows if "latency_s" in row}
-    if ours not in times or peer not in times:
-        return None
-    return median(theirs / mine for mine, theirs in zip(times[ours], times[peer], strict=True))
-
-
 @dataclass(frozen=True)
 class Standing:
     """How we stand in a cell: the peer that comes nearest, and its time over ours (above 1 we are faster)."""
@@ -251,4 +237,4 @@ def _per_step(row: Mapping[str, Any]) -> str:
     if "latency_s" not in row:
         return "!" if "failed" in row else "–"  # alone, a system is not timed
     mark = "*" if row["precision"] == "fp32" and row["equal"] < row["of"] else ""
-    return f"{mark}{median(row['latency_s']) / row['new_tokens'] * 1e3:.2f}"
+    return f"{mark}{step_ms(row):.2f}"

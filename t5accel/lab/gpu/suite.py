@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -29,7 +28,7 @@ from t5accel.lab.gpu.cells import Cell, cells_for
 from t5accel.lab.gpu.measure import PRECISIONS, failed, let_go, measure
 from t5accel.lab.gpu.systems import NAIVE, REFERENCE, Subject
 from t5accel.lab.harness import said
-from t5accel.lab.rows import Row, aligned, at_path, here, rows_so_far, write_rows
+from t5accel.lab.rows import Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
@@ -232,10 +231,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             after = "never" if steps is None else f"after {steps:,.0f} steps"
             notes.append(f"{row['cell']}: {row['compile_s']:.0f} s to compile, won back {after}")
         elif "latency_s" in row:
-            step = median(row["latency_s"]) / row["new_tokens"] * 1e3
-            lines.append(
-                (row["cell"], row["system"], f"{step:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
-            )
+            speed = (f"{step_ms(row):.2f}", f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
+            lines.append((row["cell"], row["system"], *speed))
     shown = aligned(lines, left=(0, 1)) if len(lines) > 1 else []
     return "\n".join([*notes, *([""] if notes and shown else []), *shown])
 
