@@ -156,13 +156,13 @@ def test_greedy_gives_the_tokens_of_the_others(opened, exported, tiny_t5, kind: 
 
 def test_the_graphs_have_to_be_the_models(laid_out, tiny_t5) -> None:
     for other in (tiny_t5("gated-untied"), tiny_t5(seed=2), tiny_t5(eos_token_id=7)):
-        with pytest.raises(InputError, match="written from 'T5ForConditionalGeneration' with other weights"):
+        with pytest.raises(InputError, match="other weights"):
             HybridOnnxT5(laid_out(), other, settings=ONE_THREAD)
     changed = copy.deepcopy(tiny_t5())
     HybridOnnxT5(laid_out(), changed, settings=ONE_THREAD)
     with torch.no_grad():
         changed.decoder.block[2].layer[2].DenseReluDense.wo.weight[3, 4] += 1
-    with pytest.raises(InputError, match="write them again with export_layout"):
+    with pytest.raises(InputError, match="export_layout"):
         HybridOnnxT5(laid_out(), changed, settings=ONE_THREAD)
 
 
@@ -173,7 +173,7 @@ def test_no_model_no_folder_and_no_settings(laid_out, tiny_t5, tmp_path: Path) -
     with pytest.raises(ExportError, match="holds no whole layout"):
         HybridOnnxT5(tmp_path, tiny_t5())
     export_layout(tiny_t5(), tmp_path / "other", "whole")
-    with pytest.raises(ExportError, match="is of the layout 'whole'; wanted is onnxt5"):
+    with pytest.raises(ExportError, match="'whole'.*onnxt5"):
         HybridOnnxT5(tmp_path / "other", tiny_t5())
     for wrong in ("cpu", {"threads": 1}):
         with pytest.raises(InputError, match="SessionSettings"):

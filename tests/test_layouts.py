@@ -425,7 +425,7 @@ def test_a_folder_that_holds_something_is_kept(tiny_t5, layout: str, tmp_path: P
     (tmp_path / "full" / "note.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for name in ("full", "file"):
-        with pytest.raises(ExportError, match=rf"{name} is not empty, so it is kept: give another folder"):
+        with pytest.raises(ExportError, match=rf"{name} is not empty"):
             export_layout(tiny_t5(), tmp_path / name, layout)
     assert beside(tmp_path) == {"full", "file"} and (tmp_path / "file").read_text() == "mine"
     assert beside(tmp_path / "full") == {"note.txt"}
@@ -456,7 +456,7 @@ def test_a_failed_export_leaves_nothing(tiny_t5, layout: str, tmp_path: Path, mo
 
 def test_another_layout_is_refused(laid_out, runtime, exported) -> None:
     for other in LAYOUTS.keys() - {runtime.layout}:
-        with pytest.raises(ExportError, match=rf"is of the layout '{other}'; wanted is {runtime.layout}"):
+        with pytest.raises(ExportError, match=rf"'{other}'.*{runtime.layout}"):
             runtime(laid_out(other))
     with pytest.raises(ExportError, match="holds no whole layout"):
         runtime(exported())

