@@ -13,13 +13,10 @@ import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
 from test_encoder_cache import logits_of
-from test_greedy import check_equals_generate
 
 from t5accel.backends.older.hybrid import HybridOnnxT5
-from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.contract import ENCODER
 from t5accel.graphs.older.layouts import export_layout
@@ -40,17 +37,6 @@ def laid_out(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         return folder
 
     return export
-
-
-@pytest.fixture(scope="module")
-def opened(laid_out, tiny_t5) -> Callable[..., HybridOnnxT5]:
-    """``opened(kind)``: the backend over it. Shared: patch one of your own."""
-
-    @cache
-    def open_(kind: str = "deeper-decoder", **sizes: Any) -> HybridOnnxT5:
-        return HybridOnnxT5(laid_out(kind, **sizes), tiny_t5(kind, **sizes), settings=ONE_THREAD)
-
-    return open_
 
 
 @pytest.fixture
@@ -142,13 +128,6 @@ def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> 
 
 
 # Tokens
-
-
-def test_greedy_gives_the_tokens_of_the_others(opened, exported, tiny_t5, kind: str, padded_batch) -> None:
-    options = dict(min_new_tokens=16, max_new_tokens=16)
-    check_equals_generate(opened(kind), tiny_t5(kind), *padded_batch, **options)
-    ours = greedy(OrtNumpy(exported(kind), settings=ONE_THREAD), *padded_batch, **options)
-    np.testing.assert_array_equal(greedy(opened(kind), *padded_batch, **options).sequences, ours.sequences)
 
 
 # Bad input

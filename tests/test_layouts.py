@@ -15,13 +15,11 @@ import onnx
 import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
-from test_greedy import check_equals_generate
 
 from t5accel.backends.hf import OrtT5ForConditionalGeneration
 from t5accel.backends.older.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
-from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
@@ -233,14 +231,6 @@ def test_cross_attention_of_another_layer_is_caught(laid_out, runtime, tiny_t5, 
 
 
 # Tokens
-
-
-def test_greedy_gives_the_tokens_of_the_others(opened, runtime, exported, tiny_t5, kind: str, padded_batch) -> None:
-    options = dict(min_new_tokens=16, max_new_tokens=16)
-    backend = opened(runtime, kind)
-    check_equals_generate(backend, tiny_t5(kind), *padded_batch, **options)
-    ours = greedy(OrtNumpy(exported(kind), settings=ONE_THREAD), *padded_batch, **options)
-    np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, ours.sequences)
 
 
 def test_beams_behind_generate(opened, runtime, tiny_t5, padded_batch) -> None:

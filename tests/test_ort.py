@@ -27,7 +27,6 @@ from t5accel.backends.ort.numpy import OrtNumpy, OrtSource, of_each_head
 from t5accel.backends.ort.pointers import OrtPointers, bind_tensor
 from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.backend import Backend
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
@@ -71,12 +70,6 @@ def as_numpy(backend: OrtNumpy, tensors: list[Any]) -> list[np.ndarray]:
     return [
         np.array(array.numpy() if isinstance(array, torch.Tensor) else array) for array in map(backend._array, tensors)
     ]
-
-
-def test_satisfies_the_protocol(opened, runtime, exported) -> None:
-    backend = opened(runtime)
-    assert isinstance(backend, Backend)
-    assert backend.folder == exported("deeper-decoder") and backend.settings == ONE_THREAD
 
 
 # Logits under teacher forcing
@@ -374,13 +367,6 @@ def test_splitting_and_joining_make_new_memory(opened, runtime, padded_batch) ->
     assert len(own) == 7 and not any(own & addresses(part) for part in parts)
     single = backend.encode(*(array[:1] for array in padded_batch))
     assert not addresses(single) & (addresses(backend.join([single])) | addresses(backend.split(single)[0]))
-
-
-def test_fingerprints(opened, runtime, exported) -> None:
-    backend = opened(runtime)
-    assert backend.fingerprint() == runtime(exported("deeper-decoder"), settings=ONE_THREAD).fingerprint()
-    assert hash(backend.fingerprint()) != hash(opened(runtime, seed=4).fingerprint())
-    assert backend.fingerprint() != opened(runtime, seed=4).fingerprint()
 
 
 # Greedy search, threads

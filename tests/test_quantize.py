@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from programs import logits_after_all
 from silence import quiet
 from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
@@ -195,15 +196,8 @@ def test_what_is_rounded_anew_depends_on_the_batch_by_no_more_than_the_rounding(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_histories_are_reordered_and_trimmed_as_in_fp32(quantized, fp32, padded_batch, runtime: Any) -> None:
-    new, found = histories(6, 2, 5), []
-    for folder in (quantized(WEIGHTS_ALONE), fp32()):
-        backend = runtime(folder, settings=ONE_THREAD)
-        state = backend.start(backend.encode(*padded_batch), 2)
-        backend.step(state, new)
-        backend.trim(state, np.arange(12).reshape(6, 2) % 6)
-        backend.reorder(state, np.array([[1, 0]] * 6))
-        backend.keep(state, np.array([4, 0, 5]))
-        found.append(backend.step(state, new[:3]))
+    found = [logits_after_all(runtime(folder, settings=ONE_THREAD), *padded_batch, histories(6, 2, 5))
+             for folder in (quantized(WEIGHTS_ALONE), fp32())]  # fmt: skip
     assert lost(*found)[0] < LADDER["weights"][1]
 
 
