@@ -96,23 +96,23 @@ def beam_search(
 
     state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
     order, first_rows = np.arange(beams), np.arange(0, batch * beams, beams)[:, None]
-    active = np.arange(batch)  # which source each one in the state is
+    active = np.arange(batch)  # (n,) which source each one in the state is
     scores = np.zeros((batch, 1), dtype=np.float32)  # one column: before the first step all rows of a source are equal
     nodes = np.full((batch, 1), START)  # in the tree, of the first row of each source; those of the others follow it
-    step_input, length = np.repeat(request.prefix[:, None], beams, axis=1), 0
+    step_input, length = np.repeat(request.prefix[:, None], beams, axis=1), 0  # (B, K, T)
     while True:
-        logits = backend.step(state, step_input)[:, : scores.shape[1], -1]
+        logits = backend.step(state, step_input)[:, : scores.shape[1], -1]  # (n, K, V), (B, 1, V) at first
         forbidden = end if length < request.min_new_tokens else None
         # Twice K, because each beam may end and K have to go on.
-        scores, rows, tokens = continuations.best(logits, scores, 2 * beams, forbidden=forbidden)
+        scores, rows, tokens = continuations.best(logits, scores, 2 * beams, forbidden=forbidden)  # (n, 2K) each
         del logits  # so that the runtime can use their memory for the next ones
-        parents = nodes + rows
+        parents = nodes + rows  # (n, 2K)
         length += 1
         ends = tokens == end
         if length == longest:
             ends[:] = True
         if ends.any():
-            ended = ends[:, :beams] & answers.is_open[active, None]
+            ended = ends[:, :beams] & answers.is_open[active, None]  # (n, K)
             if ended.any():
                 leaves = tree.grow(parents[:, :beams], tokens[:, :beams])
                 found = np.where(ended, scores[:, :beams], -np.inf)
@@ -121,10 +121,10 @@ def beam_search(
             scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
         if length == longest:
             break
-        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]
-        nodes = tree.grow(parents[:, :beams], tokens) + first_rows[: len(active)]
+        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
+        nodes = tree.grow(parents[:, :beams], tokens) + first_rows[: len(active)]  # (n, 1)
         if answers.close(active, scores[:, 0], length):
-            kept = np.flatnonzero(answers.is_open[active])
+            kept = np.flatnonzero(answers.is_open[active])  # (n',)
             if not kept.size:
                 break
             if 4 * kept.size <= 3 * len(active):
@@ -132,8 +132,9 @@ def beam_search(
                 active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
         if length > 1 and (rows != order).any():  # after the first step all rows still have one history
             backend.reorder(state, rows)
-        step_input = tokens[:, :, None]
+        step_input = tokens[:, :, None]  # (n, K, 1)
 
+    # (B * N, L)
     new = tree.sequences(answers.nodes[:, :returned].ravel(), pad_token_id=backend.pad_token_id)
     given = np.repeat(request.prefix[:, 1:], returned, axis=0)
     sequences = np.concatenate([given, new], axis=1)
