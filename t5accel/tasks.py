@@ -175,7 +175,7 @@ def references(name: str, row: dict[str, Any]) -> list[str]:
 def half(row: dict[str, Any]) -> str | None:
     """``"seen"`` or ``"unseen"``: were the row's names and topics part of the bundled model's training? From its id.
 
-    Translations have no halves: None.
+    ``None`` for translations, which have no halves.
 
     Raises:
         InputError: a row without an id.
@@ -216,7 +216,7 @@ def _field(row: dict[str, Any], field: str, kind: type) -> Any:
 
 
 def _problem(name: str, row: Any) -> str | None:
-    """What is wrong with a row, in words; None for a good one."""
+    """What is wrong with a row, in words; ``None`` for a good one."""
     texts, listed = ("id", *_TEXT_FIELDS[name]), _LIST_FIELD[name]
     if not isinstance(row, dict) or set(row) != {*texts, listed}:
         return f"expected exactly the fields {', '.join((*texts, listed))}"

@@ -42,20 +42,15 @@ def beam_search(
     order changes.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
         num_beams: K, less than the vocabulary. 1 is greedy search, as in transformers.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many; equal to ``max_new_tokens`` it forces the length.
         length_penalty: an answer of n new tokens scores the sum of their log-probabilities over
             ``n ** length_penalty``: above 0 this favours long answers, below 0 short ones.
         early_stopping: when a source that has K answers stops. ``True``: at once. ``False``: when its best beam would
             not be one of them if it ended now. ``"never"``: the same, but with a ``length_penalty`` above 0 when it
             would not be one of them even if it reached ``max_new_tokens`` without losing any likelihood.
         num_return_sequences: N, at most K.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; it is part of the
-            returned sequences (without the start token), neither counted as new nor scored.
+        decoder_input_ids: as of `greedy.greedy`; it is not scored.
 
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source, best first, then those of the next, and their

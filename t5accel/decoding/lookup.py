@@ -40,8 +40,7 @@ def lookup(
     """Greedy search that guesses from the source and from what it has written itself.
 
     The last tokens of a row, the longest n-gram first, are searched in the row's source and in its output. What
-    followed there, the last time, is the draft; one call of the decoder verifies it. At the very start there is nothing
-    to look up, and nothing is guessed.
+    followed there, the last time, is the draft; one call of the decoder verifies it.
 
     How many tokens are guessed depends on what they promise. A guess is right with probability p, and the i-th guess of
     a draft counts only if all before it are right: it brings p^i tokens. All rows read as many tokens as the longest
@@ -58,23 +57,19 @@ def lookup(
     Looking takes time for every row, and in a batch a single row's match hardly pays. So after looks in vain as many
     calls are made without one, one fewer than there are rows at most.
 
-    Nothing is timed: the same batch is guessed the same, always.
+    Nothing is timed: the same batch is always guessed the same.
 
-    The tokens are those of `greedy.greedy`, whatever is guessed: lossless up to the rounding of floats, by which a call
-    that reads several tokens differs from one that reads a single token. Two tokens whose logits are equal to the last
-    bits can change places. Precisions that also round activations are not lossless: "int8-dynamic" rounds a whole call
-    together, and for "int8" and "int4" ONNX Runtime multiplies a single token by another kernel than several, unless
-    their ``accuracy_level`` is 1. Their answers are as good, and mostly the same.
+    The tokens are those of `greedy.greedy`, whatever is guessed, up to the rounding of floats: a call that reads
+    several tokens rounds otherwise than one that reads a single token, so nearly equal logits can change places.
+    Precisions that round activations, too, are not lossless: "int8-dynamic" rounds a whole call together, and for
+    "int8" and "int4" ONNX Runtime has another kernel for a single token, unless their ``accuracy_level`` is 1. Their
+    answers are as good, and mostly the same.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
         max_ngram: the longest n-gram that is searched.
         max_draft: upper bound on the guesses of a row for one call.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; also searched.
+        decoder_input_ids: as of `greedy.greedy`; also searched.
 
     Returns:
         ``sequences`` (B, L) int64, how many tokens were ``drafted``, and how many of them ``accepted``. Rows that end

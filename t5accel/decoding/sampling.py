@@ -35,16 +35,10 @@ def sample(
     rounding of logits.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids: as of `greedy.greedy`.
         sampling: what is changed in the distribution; by default nothing.
         seed: at least 0.
         num_return_sequences: K.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many; equal to ``max_new_tokens`` it forces the length.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; it is part of the
-            returned sequences (without the start token) and not counted as new.
         options: the fields of `Sampling` by name, in place of one: ``sample(…, temperature=0.7, top_p=0.9)``.
 
     Returns:

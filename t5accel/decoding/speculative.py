@@ -52,16 +52,11 @@ def speculative(
     further one, and keeps of them what was accepted.
 
     Args:
-        backend: any runtime that satisfies `Backend`; its model decides.
-        draft: one of a model with the same vocabulary, which guesses.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids: as of `greedy.greedy`.
+        draft: a backend of a model with the same vocabulary, which guesses; the model of ``backend`` decides.
         sampling: how to draw; ``None`` takes the likeliest token.
         seed: at least 0, of the draws; each row has a generator of its own, made of the seed and its place.
         max_draft: upper bound on the guesses for one call.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front.
 
     Returns:
         ``sequences`` (B, L) int64; ``decoder_calls`` of ``backend``, not of the draft; how many tokens were ``drafted``

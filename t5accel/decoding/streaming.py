@@ -28,9 +28,7 @@ def stream(
     is; whoever stops asking stops the generation.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask: as of `greedy.greedy`.
         algorithm: "greedy", "sample", "lookup" or "speculative".
         options: of that algorithm, by name: ``stream(…, algorithm="speculative", draft=small, max_new_tokens=40)``.
 

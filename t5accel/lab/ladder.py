@@ -18,7 +18,7 @@ from t5accel.lab.bench import Job, as_way, sizes
 from t5accel.lab.harness import measured, ratio
 from t5accel.lab.rows import Row
 from t5accel.lab.scoring import generated_scores
-from t5accel.lab.techniques import LOOKUP, THROUGHPUT, WAYS, Generate, Subject, Technique
+from t5accel.lab.techniques import LOOKUP, NAMED, THROUGHPUT, Generate, Subject, Technique
 from t5accel.text.text_to_text import TokenizerFile
 
 MODEL, STUDENT = "mini", "mini-d1"
@@ -56,12 +56,12 @@ class Rung:
         return self.technique.recipe.name == "fp32" and self.model is None
 
 
-_LOOP, _INT8 = "ONNX Runtime, our loop", WAYS["ONNX Runtime, our loop, int8"]
+_LOOP, _INT8 = "ONNX Runtime, our loop", NAMED["ONNX Runtime, our loop, int8"]
 _BELOW = (
-    Rung("naive", "the naive loop", None, WAYS["transformers without cache"]),
-    Rung("cache", "a cache of keys and values", "naive", WAYS["transformers with cache"]),
-    Rung("onnx", "our graphs, ONNX Runtime", "cache", WAYS["ONNX Runtime, generate()"]),
-    Rung("loop", "our own loop", "onnx", WAYS[f"{_LOOP}, all logits"]),
+    Rung("naive", "the naive loop", None, NAMED["transformers without cache"]),
+    Rung("cache", "a cache of keys and values", "naive", NAMED["transformers with cache"]),
+    Rung("onnx", "our graphs, ONNX Runtime", "cache", NAMED["ONNX Runtime, generate()"]),
+    Rung("loop", "our own loop", "onnx", NAMED[f"{_LOOP}, all logits"]),
 )
 
 
@@ -73,10 +73,10 @@ def forced_rungs() -> tuple[Rung, ...]:
     """
     return (
         *_BELOW,
-        Rung("shortlist", "a shortlist for the head", "loop", WAYS[f"{_LOOP}, numpy feeds"]),
-        Rung("bound", "bound buffers", "shortlist", WAYS[f"{_LOOP}, bound"]),
+        Rung("shortlist", "a shortlist for the head", "loop", NAMED[f"{_LOOP}, numpy feeds"]),
+        Rung("bound", "bound buffers", "shortlist", NAMED[f"{_LOOP}, bound"]),
         Rung("int8", "8 bits", "shortlist", _INT8),
-        Rung("int4", "4 bits in place of 8", "int8", WAYS[f"{_LOOP}, int4"]),
+        Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
     )
 
 
@@ -95,7 +95,7 @@ def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
     rungs = [
         *_BELOW,
         Rung("int8", "8 bits", "loop", _INT8),
-        Rung("int4", "4 bits in place of 8", "int8", WAYS[f"{_LOOP}, int4"]),
+        Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
         Rung("lookup", "drafts copied from the source", "int8", LOOKUP),
         Rung("naive, batches", f"{AT_ONCE} texts at once, naive", "naive", _BELOW[0].technique, batch=AT_ONCE),
         Rung("batches", f"{AT_ONCE} texts at once", "int8", _INT8, batch=AT_ONCE),

@@ -57,8 +57,8 @@ def export_t5(
         shortlist: write ``decoder_shortlist.onnx``, too, with which a backend on a CPU finds the likeliest token faster
             (`shortlist`); ``None``: where it pays. All weights then lie in the file beside the graphs, whatever
             ``external_threshold_bytes`` is, and a quarter of the head's bytes is added.
-        overwrite: replace another export that is there. A folder that is none, or that holds other files too, is never
-            replaced.
+        overwrite: replace another export that is there. A folder that is no export, or that holds other files, too, is
+            never replaced.
         progress: show a bar on standard error.
 
     Raises:
