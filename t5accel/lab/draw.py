@@ -194,9 +194,7 @@ def plot_ladders(ladders: Mapping[str, Rows], path: str | os.PathLike[str] | Non
     The axis is logarithmic, so equal factors are bars of equal length. Colours tell what is on the way to the fastest
     rung, what was tried beside it, what answers many texts at once, and what is outside the gate.
 
-    Raises:
-        InputError: no ladders, or rows of several in one.
-        MissingPackageError: matplotlib is not installed.
+    Raises ``InputError`` without ladders, and for rows of several in one.
 
     >>> rows = [dict(cell="toy", rung="naive", adds="naive", batch=1, inside=True, ratio=1.0, ratio_samples=[1.0]),
     ...         dict(cell="toy", rung="cache", adds="cache", on="naive", batch=1, inside=True, factor=2.5, ratio=2.5,
@@ -301,14 +299,9 @@ def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
 
 
 def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:
-    """Held-out loss of a training run by step, a line for each task; saved if ``path`` is given.
+    """Held-out loss of a training run by step, in nats per token, a line for each task; saved if ``path`` is given.
 
-    Args:
-        rows: with ``step`` and, for each task, nats per token. Where ``stage`` changes, a line says so.
-        path: of the picture.
-
-    Raises:
-        InputError: there are no rows.
+    Where ``stage`` changes, a line says so. Raises ``InputError`` without rows.
 
     >>> rows = [{"step": step, "translation": 3.0, "summaries": 2.0, "questions": 1.0} for step in (1, 2)]
     >>> [line.get_label() for line in plot_losses(rows).axes[0].lines]

@@ -124,14 +124,9 @@ def climb(
 
     Args:
         rungs: the first one is what all are compared with; each stands on one before it.
-        job: what every rung does.
-        model: of the ladder, as `checkpoints.load_t5` knows it.
+        job, model, rounds, threads, limit, peak_memory: as of `bench.bench`.
         ladder: the rows' ``cell``; by default the model.
-        rounds: of the timing.
-        threads: of torch and ONNX Runtime; by default those that this process may use.
         max_loss: points that a rung may lose, by the names of `quality.MAIN_SCORES`; others are not looked at.
-        limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
-        peak_memory: measure it too, each rung in a process of its own.
         on_rung: is called with the name of each rung that was built and checked.
 
     Raises:
@@ -200,12 +195,7 @@ def with_quality_of(rows: Rows, scored: Rows, *, max_loss: Mapping[str, float] =
     """The rows, each with the quality of the same recipe on another ladder's model, and how it stands in a gate.
 
     For random weights, which write nothing that could be scored: the recipe is the same, by its hash, the model is not,
-    and ``quality_of`` says whose quality it is. A recipe that was not scored there is left as it is.
-
-    Args:
-        rows: of `climb`.
-        scored: rows of `climb` on a model with a tokenizer; those that only add a recipe are looked at.
-        max_loss: as of `climb`.
+    and ``quality_of`` says whose quality it is. A recipe that was not ``scored`` there is left as it is.
 
     >>> whole = dict(system="loop", recipe_hash="a", model="mini", batch=1, exact=True, bleu=28.6)
     >>> coarse = dict(system="int8", recipe_hash="b", model="mini", batch=1, exact=False, bleu=28.0)
@@ -246,14 +236,7 @@ def inside(rows: Rows, *, at_once: bool) -> list[Mapping[str, Any]]:
 
 
 def fastest(rows: Rows, *, at_once: bool = False) -> Mapping[str, Any]:
-    """The row of the highest ratio among those inside the gate.
-
-    Args:
-        rows: of one ladder.
-        at_once: look at rungs that answer many texts at once, instead of those that answer one at a time.
-
-    Raises:
-        InputError: there is no such rung.
+    """The row of the highest ratio among those `inside` the gate; raises ``InputError`` where there is no such rung.
 
     >>> rows = [dict(rung=name, batch=1, inside=inside, ratio=ratio)
     ...         for name, inside, ratio in (("naive", True, 1.0), ("int8", True, 20.0), ("student", False, 40.0))]

@@ -144,16 +144,8 @@ def measure_cell(
 ) -> list[Row]:  # fmt: skip
     """A row for each system in one cell; one that fails, before or while it is timed, has no time and says why.
 
-    Args:
-        cell: what every system does.
-        systems: what takes part; the first one is the reference.
-        rounds: each system generates once in each; every second round goes backwards.
-        model, threads: what the rows say of them.
-        seed: of the sources.
-
-    Raises:
-        InputError: ``rounds`` is below 1, or the reference's output is degenerate.
-        PeerError: the reference fails.
+    The first of ``systems`` is the reference: where it fails, ``PeerError`` is raised. ``seed`` draws the sources; else
+    as `harness.measured`.
     """
     ids = np.random.default_rng(seed).integers(3, 32_000, (cell.batch, cell.source_tokens))
 
@@ -190,10 +182,7 @@ def standings(
 ) -> Iterator[Standing]:
     """For each measured cell the best peer of this precision, whether it is behind us or ahead.
 
-    Args:
-        rows: of `measure_cell`, of any number of cells.
-        ours: the system that stands for us, in each cell.
-        peers: only these; by default all systems that are not ours.
+    ``ours`` stands for us, in all cells or by cell; ``peers`` are by default all systems that are not ours.
     """
     mine = {system.name for system in SYSTEMS if system.ours}
     for cell in dict.fromkeys(map(cell_of, rows)):

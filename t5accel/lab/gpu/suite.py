@@ -26,7 +26,7 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from t5accel.lab.gpu.cards import slug
 from t5accel.lab.gpu.cells import Cell, cells_for
 from t5accel.lab.gpu.measure import PRECISIONS, failed, let_go, measure
-from t5accel.lab.gpu.systems import NAIVE, REFERENCE, Subject
+from t5accel.lab.gpu.systems import NAIVE, REFERENCE, ModelOnDevice
 from t5accel.lab.harness import said
 from t5accel.lab.rows import Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
 
@@ -90,7 +90,7 @@ def run_suite(
     again = [cell for cell in chosen if any("failed" in row for row in book.of(cell))]
     todo = [cell for cell in chosen if not book.of(cell)] + again
     with TemporaryDirectory() as scratch, caches_in(scratch):
-        subject: Subject | None = None
+        subject: ModelOnDevice | None = None
         for cell in todo:
             refused = unequal(book.rows, cell.dtype)
             if cell in again and cell.measured != "equality" and not _may_change(book.of(cell), refused):
@@ -101,7 +101,7 @@ def run_suite(
             if subject is None or (subject.name, subject.dtype) != (cell.model, cell.dtype):
                 subject = None  # before the next one is there
                 let_go(device)
-                subject = Subject(cell.model, cell.dtype, device, Path(scratch))
+                subject = ModelOnDevice(cell.model, cell.dtype, device, Path(scratch))
             begun = perf_counter()
             with book.open(cell):
                 try:
