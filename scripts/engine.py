@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -24,9 +26,10 @@ from t5accel.backends.ort.bound import OrtBound
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.graphs.export.t5 import export_t5
+from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.soak import soak
-from t5accel.parity import parity
+from t5accel.timing import Work
 
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
@@ -119,19 +122,25 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
         "greedy()": lambda: greedy(model.backend, ids, np.ones_like(ids), **bounds).sequences,
         "generate()": lambda: model.generate(**tensors, do_sample=False, num_beams=1, **bounds)[:, 1:].numpy(),
     }
-    samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loops}
-    outputs = {name: run() for name, run in loops.items()}  # also the warm-up
-    parity(outputs["generate()"], outputs["greedy()"], atol=0)
-    for _ in range(rounds):
-        for name, run in loops.items():
+    inner: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+
+    def watched(name: str) -> Callable[[], np.ndarray]:
+        def run() -> np.ndarray:
+            nonlocal forward
             session.seconds = forward = 0.0
-            started = time.perf_counter()
-            run()
-            samples[name].append((time.perf_counter() - started, session.seconds, forward))
+            found = loops[name]()
+            inner[name].append((session.seconds, forward))
+            return found
+
+        return run
+
+    ways = [Way(name, partial(watched, name)) for name in loops]
     rows = []
-    for name, measured in samples.items():
-        parts = ("in all", "in the decoder session", "in our forward")
-        for cell, column in zip(parts, zip(*measured, strict=True), strict=True):
+    for row in measured(ways, Work(1, 64, tokens), rounds=rounds):
+        name = row["system"]
+        parts = {"in all": row["latency_s"]}
+        parts["in the decoder session"], parts["in our forward"] = zip(*inner[name][-rounds:], strict=True)
+        for cell, column in parts.items():
             if any(column):  # our loop has no forward
                 micros = round(median(column) / tokens * 1e6)
                 rows.append({"measured": "overhead", "cell": cell, "system": name, "model": "random:t5-small",

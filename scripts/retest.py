@@ -46,7 +46,7 @@ from t5accel.lab.profile_graph import step_feeds
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import backend_scores
 from t5accel.text.unigram import UnigramTokenizer
-from t5accel.timing import Candidate, Work, compare
+from t5accel.timing import Work
 
 SIZE, BUNDLED = "random:t5-small", "mini"
 WITH_CACHE, NO_CACHE = "transformers with cache", "transformers without cache"
@@ -354,13 +354,14 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
     work = Work(1, ids.shape[1], 32, threads=threads)
     for engine, backend in engines.items():
         runs = {"generating": our_loop(backend, ids, 32), **around}
-        found = compare(*(Candidate(name, run, work) for name, run in runs.items()), rounds=rounds)
-        generating_s = found.latencies["generating"].median_s
+        ways = [Way(name, lambda run=run: run) for name, run in runs.items()]
+        found = {row["system"]: median(row["latency_s"]) for row in measured(ways, work, rounds=rounds, atol=None)}
+        generating_s = found["generating"]
         about = {"measured": "speed", "cell": "tokenizer share", "backend": engine, "model": BUNDLED,
                  "source_tokens": ids.shape[1], "new_tokens": 32}  # fmt: skip
         yield {**about, "system": "generating", "seconds": generating_s}
         for kind in around:
-            own_s = found.latencies[kind].median_s / 10
+            own_s = found[kind] / 10
             yield {**about, "system": kind, "seconds": own_s, "share": own_s / (own_s + generating_s)}
 
 

@@ -369,7 +369,7 @@ def test_rows_that_no_source_has(pair, batch, rows: list[int]) -> None:
 
 def test_encoder_outputs_with_another_mask(pair, batch) -> None:
     encoded = pair[1].encoder(**batch)
-    with pytest.raises(InputError, match="attention_mask is not that of"):
+    with pytest.raises(InputError, match="attention_mask"):
         pair[1].generate(encoder_outputs=encoded, attention_mask=torch.ones_like(batch["input_ids"]), **SHORT)
 
 
@@ -587,7 +587,7 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
     _, ours = pair
     cache = ours(**batch, decoder_input_ids=decoder_ids(6, 3)).past_key_values
     ours(decoder_input_ids=decoder_ids(6, 2), past_key_values=cache)
-    with pytest.raises(InputError, match="goes back by 3 positions"):
+    with pytest.raises(InputError, match="by 3 positions"):
         cache.crop(-3)
     cache.crop(-5)
     assert cache.get_seq_length() == 0
@@ -595,7 +595,7 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
         tokens = decoder_ids(6, length)
         ours(**ours.prepare_inputs_for_generation(tokens, past_key_values=cache))
     cache.reorder_cache(torch.arange(6))
-    with pytest.raises(InputError, match="goes back by 2 positions"):
+    with pytest.raises(InputError, match="by 2 positions"):
         cache.crop(-2)  # the rows of the tokens that were seen may be others now
 
 

@@ -58,7 +58,7 @@ def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tin
             return real(0).integers(low, 300, size)
 
     monkeypatch.setattr(script.np.random, "default_rng", lambda seed: Small())
-    rows = [checked(row) for row in script.overhead_rows(tokens=6, rounds=1)]
+    rows = [checked(row) for row in script.overhead_rows(tokens=12, rounds=1)]
     parts = [(row["system"], row["cell"]) for row in rows]
     assert parts == [("greedy()", "in all"), ("greedy()", "in the decoder session"), ("generate()", "in all"),
                      ("generate()", "in the decoder session"), ("generate()", "in our forward")]  # fmt: skip

@@ -511,7 +511,7 @@ def test_odd_examples(exported, padded_batch, tmp_path: Path, odd: str) -> None:
 
 def test_what_cannot_be_probed(exported, half, padded_batch, tmp_path: Path) -> None:
     example = Example(*padded_batch, histories(6, 1, 4)[:, 0])
-    with pytest.raises(InputError, match="no examples: give at least one"):
+    with pytest.raises(InputError, match="no examples"):
         probe(exported(), [])
     with pytest.raises(InputError, match="is in fp16 already"):
         probe(half(), [example])
@@ -546,7 +546,7 @@ def test_rescaled_it_computes_the_same(tiny_t5, padded_batch, kind: str, factor:
 
 @pytest.mark.parametrize("factor", [0, -1, float("inf"), float("nan"), "2", None, True])
 def test_no_factor(tiny_t5, factor: Any) -> None:
-    with pytest.raises(InputError, match="factor is .*give a number above 0"):
+    with pytest.raises(InputError, match="^factor"):
         rescaled(tiny_t5(), factor)
 
 

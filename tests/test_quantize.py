@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from programs import logits_after_all
 from silence import quiet
 from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
@@ -195,15 +196,8 @@ def test_what_is_rounded_anew_depends_on_the_batch_by_no_more_than_the_rounding(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_histories_are_reordered_and_trimmed_as_in_fp32(quantized, fp32, padded_batch, runtime: Any) -> None:
-    new, found = histories(6, 2, 5), []
-    for folder in (quantized(WEIGHTS_ALONE), fp32()):
-        backend = runtime(folder, settings=ONE_THREAD)
-        state = backend.start(backend.encode(*padded_batch), 2)
-        backend.step(state, new)
-        backend.trim(state, np.arange(12).reshape(6, 2) % 6)
-        backend.reorder(state, np.array([[1, 0]] * 6))
-        backend.keep(state, np.array([4, 0, 5]))
-        found.append(backend.step(state, new[:3]))
+    found = [logits_after_all(runtime(folder, settings=ONE_THREAD), *padded_batch, histories(6, 2, 5))
+             for folder in (quantized(WEIGHTS_ALONE), fp32())]  # fmt: skip
     assert lost(*found)[0] < LADDER["weights"][1]
 
 
@@ -590,14 +584,14 @@ def test_an_export_that_was_there_survives_what_does_not_pass(fp32, temporary: P
                                       {"bleu": float("inf")}], ids=str)  # fmt: skip
 def test_no_limits(fp32, tmp_path: Path, max_loss: Any) -> None:
     score = Sensitive()
-    with pytest.raises(InputError, match="max_loss is .*give the names of scores"):
+    with pytest.raises(InputError, match="^max_loss"):
         quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss=max_loss)
     assert not score.asked and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("scores", [None, {}, 5, "bleu", {"rougeL": 1.0}, [("bleu", 1.0)]], ids=str)
 def test_no_scores(fp32, temporary: Path, tmp_path: Path, scores: Any) -> None:
-    with pytest.raises(InputError, match="score returned .*; max_loss names bleu"):
+    with pytest.raises(InputError, match="max_loss"):
         quantize(fp32(), tmp_path / "new", "int8", score=lambda _: scores, max_loss={"bleu": 1})
     assert not list(tmp_path.iterdir())
 
@@ -736,7 +730,7 @@ def test_wrong_precisions(tiny_t5) -> None:
         with pytest.raises(InputError, match="precision is"):
             accelerate(tiny_t5(), precision=junk, progress=False)
     for junk in ("speed", None, "", 1, ["latency"]):
-        with pytest.raises(InputError, match="tuned_for is .*give one of latency, throughput"):
+        with pytest.raises(InputError, match="^tuned_for"):
             accelerate(tiny_t5(), tuned_for=junk, progress=False)
 
 

@@ -286,7 +286,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             save_directory: a folder that is new or empty, and not inside the export.
 
         Raises:
-            InputError: the backend came from no folder, or the one given is none of these.
+            InputError: the backend came from no folder, or ``save_directory`` is no such folder.
             ExportError: the disk is full, or refuses.
         """
         refuse({name: value for name, value in unsupported.items() if name != "safe_serialization"})

@@ -107,7 +107,7 @@ class Generated:
 
     Attributes:
         sequences: (N, L) int64, without the decoder's start token, right-padded with the pad id.
-        scores: (N,) float, for beams the numbers of transformers' ``sequences_scores``; ``None`` where there are none.
+        scores: (N,) float, for beams the numbers of transformers' ``sequences_scores``; ``None`` without scores.
         decoder_calls: how often the decoder ran.
         drafted: how many tokens were guessed before the decoder saw them, by `lookup` or `speculative`.
         accepted: how many of these turned out right.

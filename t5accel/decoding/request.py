@@ -6,8 +6,9 @@ handed out as they come they are a stream.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,3 +138,21 @@ class Steps:
         """For each step the new tokens of every row: N arrays (n,) int64, empty where a row got none."""
         for step in self.steps:
             yield [step.tokens[step.rows == row] for row in range(len(self.given))]
+
+
+def from_steps(steps: Callable[..., Steps]) -> Callable[..., Generated]:
+    """Decorate an algorithm that returns `Steps`: it returns their `Generated`, and ``.steps`` is what it was.
+
+    >>> @from_steps
+    ... def forty_two(backend):
+    ...     return Steps(np.zeros((1, 0), dtype=np.int64), 0, iter([Step(np.array([0]), np.array([42]))]))
+    >>> forty_two(None).sequences.tolist(), forty_two.steps(None).pad_token_id
+    ([[42]], 0)
+    """
+
+    @wraps(steps)
+    def generate(*arguments: Any, **options: Any) -> Generated:
+        return steps(*arguments, **options).generated()
+
+    generate.steps = steps
+    return generate

@@ -91,12 +91,11 @@ def optimize_export(
 
     Args:
         folder: an export of two graphs that is not optimised.
-        out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
+        out, overwrite: as of `numbers.fp16.half_export`.
         level: one of `portability.LEVELS`.
         tool: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX
             Runtime optimise at ``level`` (it knows no "layout"). Below "extended" it looks for the norms by itself, and
             fails in that if numpy is 2.4 or newer.
-        overwrite: replace another export that is in ``out``.
 
     Raises:
         ExportError: there is no export, it is damaged, the tool failed, or ``out`` is taken or cannot be written;

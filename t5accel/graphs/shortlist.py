@@ -179,8 +179,8 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
     """The quantised head of a model if it is ``wanted``; for ``None``, if it pays and can be had.
 
     Raises:
-        InputError: ``wanted`` is none of these; it is true, and the head is so small that it lies inside the graphs; or
-            what `quantized` says.
+        InputError: ``wanted`` is something else; or it is true, and the head is so small that it lies inside the
+            graphs; or as `quantized`.
 
     >>> from types import SimpleNamespace
     >>> head_for(SimpleNamespace(head="lm_head.weight", array=lambda name: np.ones((300, 8), np.float32)), None)

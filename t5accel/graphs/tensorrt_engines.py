@@ -29,7 +29,7 @@ def load_tensorrt(name: str | None = None) -> ModuleType:
     """The module ``tensorrt`` or ``tensorrt_rtx``: the one that is named, or the first that is installed.
 
     Raises:
-        MissingPackageError: there is none.
+        MissingPackageError: TensorRT is not installed.
         InputError: it is called otherwise.
 
     >>> load_tensorrt("onnxruntime")

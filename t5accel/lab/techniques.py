@@ -193,7 +193,7 @@ LOOKUP = replace(_in("int8"), name="ONNX Runtime, lookup, int8", backend="decodi
                  build=lambda subject: _engine(subject, "int8", decode=lookup))  # fmt: skip
 
 
-WAYS = {technique.name: technique for technique in (*TECHNIQUES, LOOKUP, THROUGHPUT)}  # found by name elsewhere
+NAMED = {technique.name: technique for technique in (*TECHNIQUES, LOOKUP, THROUGHPUT)}  # found by name elsewhere
 
 
 def choose(parts: Sequence[str], *, model: str = "mini") -> tuple[Technique, ...]:

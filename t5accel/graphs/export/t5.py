@@ -62,8 +62,8 @@ def export_t5(
         step: write ``decoder_step.onnx``, too: the decoder for one new token on buffers that stay, in ONNX Runtime's
             fused operators (`graphs.build.step`), which `backends.ort.static` runs. All weights lie in the file beside
             the graphs, and none is added.
-        overwrite: replace another export that is there. A folder that is none, or that holds other files too, is never
-            replaced.
+        overwrite: replace another export that is there. A folder that is no export, or that holds other files, too, is
+            never replaced.
         progress: show a bar on standard error.
 
     Raises:

@@ -41,7 +41,7 @@ class Fp32Export:
         """Check an export, every file of it.
 
         Raises:
-            ExportError: there is none, or it is damaged.
+            ExportError: there is no export, or it is damaged.
             InputError: it is optimised, or in other numbers already.
         """
         folder = as_folder(folder)

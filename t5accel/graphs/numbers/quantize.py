@@ -67,16 +67,12 @@ def quantize_export(
     where the logits are of 8 bits.
 
     Args:
-        folder: an export in fp32 that is not optimised.
-        out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
+        folder, out, overwrite: as of `fp16.half_export`.
         recipe: one with integers.
         ranges: for "static" schemes, by graph (`probe.ranges`).
-        overwrite: replace another export that is in ``out``.
 
     Raises:
-        ExportError: there is no export, it is damaged, or ``out`` is taken or cannot be written; nothing is left of the
-            attempt.
-        InputError: another argument is wrong, or a weight holds infinity or NaN.
+        ExportError, InputError: as of `fp16.half_export`; or a weight holds infinity or NaN.
 
     >>> from t5accel.graphs.export.t5 import export_t5
     >>> with TemporaryDirectory() as folder:

@@ -71,11 +71,11 @@ def rebuild(graph: GraphBuilder, change: Callable[[GraphBuilder, onnx.NodeProto]
     for node in before:
         if not change(graph, node):
             graph.nodes.append(node)
-    prune(graph)
+    drop_unused(graph)
     check(graph)
 
 
-def prune(graph: GraphBuilder) -> None:
+def drop_unused(graph: GraphBuilder) -> None:
     """Drop nodes whose outputs nobody reads, and weights likewise."""
     wanted = {output.name for output in graph.outputs}
     kept = []

@@ -118,7 +118,7 @@ def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
         layouts: those that are wanted; by default any.
 
     Raises:
-        ExportError: there is none, it is damaged, or it is of another layout.
+        ExportError: there is no layout, it is damaged, or it is of another layout.
         InputError: ``folder`` is no path.
     """
     folder = as_folder(folder)
