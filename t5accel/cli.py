@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from t5accel.cli_training import training
-from t5accel.errors import InputError, T5AccelError
+from t5accel.errors import InputError, ModelUnavailableError, T5AccelError
 
 
 class _Group(typer.core.TyperGroup):
@@ -121,6 +121,41 @@ def export(
             manifest = convert_export(Path(temporary) / "fp32", folder, recipe, overwrite=overwrite)
     size = f"{manifest.size_bytes / 1e6:.0f} MB in {len(manifest.files)} files"
     typer.echo(f"{folder}: {size}, {manifest.recipe['name']}")
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="mini, a folder, a hub id, or an export in fp32.")],
+    folder: Annotated[Path, typer.Argument(help="Takes the export in integers; made if it is missing.")],
+    eval_: Annotated[Path, typer.Option("--eval", help='JSON Lines, {"source": …, "target": …}, to score on.')],
+    max_loss: Annotated[float, typer.Option(help="What the score may lose against fp32, in points of the metric.")],
+    precision: Annotated[str, typer.Option(help="int8, int8-dynamic or int4.")] = "int8",
+    metric: Annotated[str, typer.Option(help="bleu, chrf, rougeL or exact_match, each from 0 to 100.")] = "bleu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export that is there.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
+) -> None:
+    """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
+    from t5accel.graphs.build.contract import MANIFEST
+    from t5accel.graphs.export.cache import cached_export
+    from t5accel.graphs.numbers.quantize import quantize as behind_a_gate
+    from t5accel.graphs.numbers.recipes import as_recipe
+    from t5accel.lab.scoring import text_quality
+    from t5accel.text.tokenizer_file import tokenizer_of
+
+    if not as_recipe(precision).integers:
+        raise InputError(f"--precision is {precision}; give int8, int8-dynamic or int4: the others have no integers.")
+    score = text_quality(eval_, metric, threads=threads)
+    in_fp32 = Path(model) if (Path(model) / MANIFEST).is_file() else cached_export(model, progress=True)
+    try:
+        tokenizer_of(in_fp32)
+    except ModelUnavailableError as error:
+        raise InputError(f"{model} has no tokenizer: save one beside it, the gate reads texts.") from error
+    report = behind_a_gate(
+        in_fp32, folder, precision, score=score, max_loss={metric: max_loss}, overwrite=overwrite
+    )  # fmt: skip
+    before, after = report.baseline[metric], report.chosen.scores[metric]
+    typer.echo(f"{folder}: {report.manifest.size_bytes / 1e6:.0f} MB, {report.chosen.recipe.name}")
+    typer.echo(f"{metric} {after:.2f}, in fp32 {before:.2f}: loses {before - after:.2f}, and {max_loss:g} is allowed")
 
 
 @cache.command("list")

@@ -23,7 +23,9 @@ WeightOption = Annotated[
 EvalOption = Annotated[
     Path | None, typer.Option("--eval", help="Rows to score on, never trained on, in the same format.")
 ]
-MetricOption = Annotated[str | None, typer.Option(help="loss, bleu, rougeL or exact_match, on --eval. Default: loss.")]
+MetricOption = Annotated[
+    str | None, typer.Option(help="loss, bleu, chrf, rougeL or exact_match, on --eval. Default: loss.")
+]
 BatchOption = Annotated[int, typer.Option(help="Of a step: padded tokens of sources and targets together.")]
 LongestOption = Annotated[int, typer.Option(help="The most tokens that a source or a target may have.")]
 OutOption = Annotated[Path, typer.Option(help="Folder for checkpoints, log and the finished model.")]

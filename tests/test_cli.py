@@ -20,15 +20,23 @@ import t5accel.lab.bench
 import t5accel.lab.course
 import t5accel.mini.train as training
 import t5accel.mini.validate as validate
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
+from t5accel.decoding.greedy import greedy
 from t5accel.doctor import Check
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.lab.advise import Advice, Need
 from t5accel.lab.bench import Forced
 from t5accel.lab.course import NotebookError, NotebookRun
 from t5accel.lab.draw import board
+from t5accel.lab.scoring import text_quality
 from t5accel.lab.techniques import REFERENCE, choose
 from t5accel.mini.validate import HeldOutQuality
+from t5accel.tasks import rows, source_text
+from t5accel.text.text_to_text import text_to_text
+from t5accel.text.tokenizer_file import TokenizerFile
 
 ROOT = Path(__file__).resolve().parent.parent
 CALLBACKS = {command.callback.__name__: command.callback
@@ -66,7 +74,7 @@ def refused(*arguments: object) -> str:
 
 
 def test_these_are_the_commands():
-    others = {"distill", "doctor", "evaluate", "export", "prune", "run", "train"}
+    others = {"distill", "doctor", "evaluate", "export", "prune", "quantize", "run", "train"}
     assert {"advise", "bench", "course", *others} <= set(COMMANDS)
 
 
@@ -163,6 +171,74 @@ def test_export_refuses_bad_models_and_numbers(tmp_path):
     threshold = ("--external-threshold-bytes", -1)
     assert "external_threshold_bytes is -1" in refused("export", "mini", tmp_path / "x", *threshold)
     assert not list(tmp_path.iterdir())
+
+
+# --- quantize ---------------------------------------------------------------------------------------------------------
+
+
+INT4 = ("--precision", "int4", "--metric", "exact_match", "--threads", 1)
+
+
+@pytest.fixture
+def dev(tmp_path, exported_mini):
+    """What the bundled model writes in fp32 to thirty sentences: there it scores 100."""
+    backend, tokenizer = OrtNumpy(exported_mini), TokenizerFile(exported_mini)
+    answer = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=40).sequences)
+    sources = [source_text("translation", row) for row in rows("translation", limit=10)]
+    file = tmp_path / "dev.jsonl"
+    pairs = zip(sources, answer(sources), strict=True)
+    file.write_text("".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in pairs), encoding="utf-8")
+    return file
+
+
+def test_a_model_passes_the_gate_on_the_users_rows_and_runs(tmp_path, exported_mini, dev):
+    out = tmp_path / "int8"
+    result = call("quantize", exported_mini, out, "--eval", dev, *INT4, "--max-loss", 80)
+    first, second = result.stdout.splitlines()
+    assert result.exit_code == 0 and re.fullmatch(rf"{re.escape(str(out))}: \d+ MB, int4", first)
+    score = text_quality(dev, "exact_match", threads=1)(out)["exact_match"]
+    assert 20 <= score < 100
+    assert second == f"exact_match {score:.2f}, in fp32 100.00: loses {100 - score:.2f}, and 80 is allowed"
+    recipe = read_manifest(out).recipe
+    assert recipe["gated"] and recipe["gate"]["max_loss"] == {"exact_match": 80}
+    assert recipe["gate"]["baseline"] == {"exact_match": 100}
+    assert call("run", TEXT, "--model", out).stdout.strip()
+
+
+def test_a_model_that_loses_more_is_refused_in_a_sentence_and_nothing_is_left(tmp_path, exported_mini, dev):
+    quantize_export(exported_mini, tmp_path / "other", "int4")
+    lost = 100 - text_quality(dev, "exact_match", threads=1)(tmp_path / "other")["exact_match"]
+    assert lost > 1
+    line = refused("quantize", exported_mini, tmp_path / "above" / "int4", "--eval", dev, *INT4, "--max-loss", 1)
+    assert f"lost exact_match {lost:.3g} (allowed 1). Nothing was written: allow more" in line and "--max-loss" in line
+    assert not (tmp_path / "above").exists()
+
+
+def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monkeypatch, exported_mini, dev, tiny_t5):
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
+    out, wrong = tmp_path / "out", tmp_path / "wrong.jsonl"
+    for text, what in (
+        ("", "holds no rows"),
+        ('{"source": "a", "text": "b"}\n', "line 1: no 'target' among its fields"),
+    ):
+        wrong.write_text(text)
+        line = refused("quantize", "mini", out, "--eval", wrong, "--max-loss", 1)
+        assert what in line and str(wrong) in line
+    options = ("--eval", dev, "--max-loss", 1)
+    assert "missing.jsonl cannot be read" in refused(
+        "quantize", "mini", out, "--eval", "missing.jsonl", "--max-loss", 1
+    )
+    assert "metric is 'luck'; give one of bleu" in refused("quantize", "mini", out, *options, "--metric", "luck")
+    assert "have no integers" in refused("quantize", "mini", out, *options, "--precision", "fp16")
+    assert "precision is 'int2'" in refused("quantize", "mini", out, *options, "--precision", "int2")
+    assert not (tmp_path / "cache").exists()
+    tiny_t5().save_pretrained(tmp_path / "mute")
+    assert "mute has no tokenizer" in call("quantize", tmp_path / "mute", out, *options).stderr.splitlines()[-1]
+    out.mkdir()
+    (out / "letter.txt").write_text("a letter")
+    monkeypatch.setattr("t5accel.lab.scoring._opened", lambda *given: pytest.fail("scored for nothing"))
+    assert "so it is kept" in refused("quantize", exported_mini, out, *options, "--overwrite")
+    assert [path.name for path in out.iterdir()] == ["letter.txt"]
 
 
 # --- bench ------------------------------------------------------------------------------------------------------------
