@@ -12,14 +12,14 @@ from t5accel import machine
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.build.contract import MANIFEST
-from t5accel.graphs.export.cache import checked_export
-from t5accel.graphs.export.manifest import Manifest, read_manifest
+from t5accel.graphs.export.cache import checked_export, checked_manifest
+from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from t5accel.backends.hf import OrtT5ForConditionalGeneration
+    from t5accel.backends.hf import AcceleratedT5
 
 # By what it is tuned for, the recipe in place of another.
 TUNED_FOR = {"latency": {}, "throughput": {"int8": "int8-dynamic"}}
@@ -37,7 +37,7 @@ def accelerate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_source_tokens: int | None = None,
     progress: bool = True,
-) -> OrtT5ForConditionalGeneration:
+) -> AcceleratedT5:
     """Run a T5 where it is fast, as the model that transformers knows: on a CPU that is ONNX Runtime.
 
     Args:
@@ -72,7 +72,7 @@ def accelerate(
     >>> model.tokenizer.batch_decode(model.generate(**batch, max_new_tokens=20), skip_special_tokens=True)
     ['Je suis fatigué.']
     """
-    from t5accel.backends.hf import OrtT5ForConditionalGeneration
+    from t5accel.backends.hf import AcceleratedT5
 
     settings = SessionSettings(threads=threads, device=device)
     recipe = tuned(as_recipe(precision), tuned_for)
@@ -99,9 +99,7 @@ def accelerate(
         from t5accel.backends.tensorrt import TensorRT
 
         options = {"backend": TensorRT, "verify": False}
-    return OrtT5ForConditionalGeneration.from_pretrained(
-        folder, tokenizer=tokenizer, max_source_tokens=max_source_tokens, **options
-    )
+    return AcceleratedT5.from_pretrained(folder, tokenizer=tokenizer, max_source_tokens=max_source_tokens, **options)
 
 
 def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: bool) -> str:
@@ -144,7 +142,7 @@ def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
 
 def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
     """The manifest of a given export, if that is of the precision that was asked for, or nobody asked for one."""
-    manifest = read_manifest(folder)
+    manifest = checked_manifest(folder)
     there = manifest.recipe["name"]
     if recipe.name not in ("fp32", there):
         raise InputError(
@@ -154,11 +152,11 @@ def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
     return manifest
 
 
-def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> OrtT5ForConditionalGeneration:
+def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> AcceleratedT5:
     """On a GPU with captured steps; on a CPU transformers' own model, for bf16."""
     import torch
 
-    from t5accel.backends.hf import OrtT5ForConditionalGeneration
+    from t5accel.backends.hf import AcceleratedT5
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.backends.torch_static import TorchStatic
     from t5accel.checkpoints import in_floats, load_t5
@@ -169,7 +167,7 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
     torch.set_num_threads(settings.threads or machine.cpu_threads())
     moved = in_floats(model, recipe.floats, settings.device)
     backend = TorchEager(moved) if settings.device == "cpu" else TorchStatic(moved)
-    return OrtT5ForConditionalGeneration(backend, model.config, model.generation_config, tokenizer)
+    return AcceleratedT5(backend, model.config, model.generation_config, tokenizer)
 
 
 @cache
