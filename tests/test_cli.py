@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 from test_draw import ROWS
 from typer.testing import CliRunner
 
-import t5accel.checkpoints
+import t5accel.cli
 import t5accel.doctor
 import t5accel.lab.advise
 import t5accel.lab.bench
@@ -25,6 +27,7 @@ from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
 from t5accel.decoding.greedy import greedy
 from t5accel.doctor import Check
+from t5accel.errors import InputError
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.lab.advise import Advice, Need
@@ -42,6 +45,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CALLBACKS = {command.callback.__name__: command.callback
              for group in (app, training_commands) for command in group.registered_commands}  # fmt: skip
 COMMANDS = sorted(CALLBACKS)
+
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+
 TEXT = "translate English to French: I am tired."
 
 
@@ -113,8 +119,7 @@ def test_the_package_runs_as_a_module_in_a_process_of_its_own(tmp_path):
 def test_the_answer_alone_is_on_standard_output_and_its_length_is_bounded():
     result = call("run", TEXT, "--max-new-tokens", 1)
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
-    (line,) = said(result)
-    assert line.startswith("(1 tokens in ")
+    assert said(result)[-1].startswith("(1 tokens in ")
 
 
 def test_an_unknown_model_is_one_sentence_that_says_what_is_allowed():
@@ -122,31 +127,147 @@ def test_an_unknown_model_is_one_sentence_that_says_what_is_allowed():
     assert "random:t5-small" in refused("run", TEXT, "--model", "random:t5-tiny")
 
 
-def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp_path, tiny_t5):
     assert "config.json" in refused("run", TEXT, "--model", tmp_path)
+    assert call("run", TEXT).exit_code == 0
     assert "max_new_tokens is 0" in refused("run", TEXT, "--max-new-tokens", 0)
-    model, _ = t5accel.checkpoints.load_t5("mini")
-    monkeypatch.setattr(t5accel.checkpoints, "load_t5", lambda name: (model, None))
-    assert "no tokenizer" in refused("run", TEXT, "--model", "random:t5-small")
+    tiny_t5().save_pretrained(tmp_path / "mute")
+    for _ in range(2):
+        result = call("run", TEXT, "--model", tmp_path / "mute")
+        assert result.exit_code == 2 and "no tokenizer" in said(result)[-1]
 
 
-def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
-    def broken(name):
-        raise ZeroDivisionError("a bug")
+@pytest.fixture(scope="module")
+def answer(mini):
+    """What transformers' own model says."""
+    batch = mini[1]([TEXT], return_tensors="pt")
+    return mini[1].decode(mini[0].generate(**batch, max_new_tokens=64)[0], skip_special_tokens=True)
 
-    monkeypatch.setattr(t5accel.checkpoints, "load_t5", broken)
-    assert isinstance(call("run", TEXT).exception, ZeroDivisionError)
 
-
-def test_the_answer_of_onnx_is_the_same_and_the_export_is_kept(tmp_path, monkeypatch):
+def test_every_precision_and_runtime_answers_and_the_fast_engine_is_the_default(tmp_path, monkeypatch, answer):
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
-    answers = [call("run", TEXT, "--runtime", runtime) for runtime in ("torch", "onnx")]
-    assert answers[0].stdout == answers[1].stdout != ""
-    assert "torch with cache" in answers[0].stderr and "ONNX Runtime" in answers[1].stderr
+    for options, what in (
+        ((), "ONNX Runtime, fp32"), (("--precision", "int8"), "ONNX Runtime, int8"),
+        (("--precision", "bf16"), "torch with cache, bf16"), (("--runtime", "torch"), "torch with cache, fp32"),
+        (("--runtime", "onnx", "--precision", "fp16"), "ONNX Runtime, fp16"),
+    ):  # fmt: skip
+        for more in ((), ("--stream",)):
+            result = call("run", TEXT, *options, *more)
+            assert (result.exit_code, result.stdout) == (0, f"{answer}\n"), result.output
+            assert re.fullmatch(r"\(5 tokens in \d+ ms, " + re.escape(what) + r"\)", said(result)[-1])
+        assert len(said(result)) == 1, "the second time it just answers"
+    assert "'int8' runs on onnx, not on torch" in refused("run", TEXT, "--runtime", "torch", "--precision", "int8")
+    assert "precision is 'int2'" in refused("run", TEXT, "--precision", "int2")
     listed = call("cache", "list").stdout
-    assert "(mini)" in listed and f"1 exports, 36 MB, in {tmp_path}" in listed
-    assert call("cache", "clear").stdout == "1 exports deleted, 36 MB freed\n"
+    assert "(mini)" in listed and re.search(rf"3 exports, \d+ MB, in {tmp_path}", listed)
+    assert call("cache", "clear").stdout.startswith("3 exports deleted, ")
     assert call("cache", "list").stdout.startswith("0 exports, 0 MB")
+
+
+def test_a_warm_run_needs_neither_torch_nor_transformers(tmp_path):
+    assert call("run", TEXT).exit_code == 0
+    program = (
+        "import sys; from t5accel.cli import app\n"
+        f"try: app(['run', {TEXT!r}])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-W", "always", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["Je suis fatigué.", "[]"], done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("(5 tokens in ")
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+def test_lines_of_standard_input_are_answered_one_by_one(answer, options):
+    given = f"{TEXT}\n\n  \r\n{TEXT}".encode()
+    result = CliRunner().invoke(app, ["run", "-", *options], input=given)
+    assert (result.exit_code, result.stdout) == (0, f"{answer}\n\n\n{answer}\n")
+    assert said(result)[-1].startswith("(4 texts, 10 tokens in ")
+    assert CliRunner().invoke(app, ["run", "-"], input=b"").stdout == ""
+    result = CliRunner().invoke(app, ["run", "-", *options], input=TEXT.encode() + b"\n\xff\n")
+    assert (result.exit_code, result.stdout) == (2, f"{answer}\n")
+    assert "Line 2 of standard input is not UTF-8" in said(result)[-1]
+
+
+def test_a_line_is_answered_and_its_words_are_printed_before_more_comes(tmp_path):
+    """Through pipes, to a process of its own: an answer stands there while standard input is still open."""
+    assert call("run", TEXT).exit_code == 0
+    command = [sys.executable, "-m", "t5accel", "run", "-", "--stream"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(TEXT.encode() + b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline().decode() == "Je suis fatigué.\n"
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_words_are_printed_as_they_come(monkeypatch):
+    printed, steps = [], []
+    own, step = t5accel.cli.typer.echo, OrtNumpy.next_tokens
+    monkeypatch.setattr(OrtNumpy, "next_tokens", lambda *given, **named: steps.append(1) or step(*given, **named))
+    monkeypatch.setattr(
+        t5accel.cli.typer, "echo", lambda *given, **named: printed.append(len(steps)) or own(*given, **named)
+    )
+    assert call("run", "translate English to French: Where is my bag?", "--stream").exit_code == 0
+    assert len({*printed}) > 2 and printed == sorted(printed), "some words stand there before the last step"
+
+
+# --- nothing of Python's on the screen --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (ZeroDivisionError("a bug\nand more"), 1, "unexpected ZeroDivisionError: a bug (T5ACCEL_TRACEBACK=1"),
+        (PermissionError(13, "Permission denied", "a/file"), 2, "a/file: Permission denied."),
+        (OSError(28, "No space left on device"), 2, "No space left on device."),
+        (OSError("torn"), 2, "unexpected OSError: torn"), (RuntimeError(), 1, "RuntimeError: nothing more is known"),
+        (InputError("of two\nlines"), 2, "of two lines"), (KeyboardInterrupt(), 130, "interrupted. Nothing is half"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_whatever_goes_wrong_is_a_sentence(monkeypatch, error, code, sentence):
+    def broken(*_, **__):
+        warnings.warn("a warning", stacklevel=1)
+        raise error
+
+    monkeypatch.setattr("t5accel.api.open_backend", broken)
+    result = call("run", TEXT)
+    (line,) = said(result)
+    assert result.exit_code == code and line.startswith("t5accel: ") and sentence in line
+    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
+    monkeypatch.setenv("T5ACCEL_TRACEBACK", "1")
+    with pytest.warns(UserWarning, match="a warning"):
+        found = call("run", TEXT).exception
+    assert type(found) is (SystemExit if isinstance(error, KeyboardInterrupt) else type(error))
+
+
+def test_no_command_shows_a_warning_and_filters_are_put_back(monkeypatch):
+    def warns(*_, **__):
+        warnings.simplefilter("always")
+        warnings.warn("a library's", FutureWarning, stacklevel=1)
+        return t5accel.doctor._python()
+
+    monkeypatch.setattr(t5accel.doctor, "CHECKS", (warns,))
+    before, shows = warnings.filters[:], warnings.showwarning
+    result = call("doctor")
+    assert result.exit_code == 0 and said(result) == []
+    assert warnings.filters == before and warnings.showwarning is shows
+
+
+def test_an_interrupted_process_says_so_in_a_sentence(tmp_path):
+    command = [sys.executable, "-m", "t5accel", "run", "-"]
+    assert call("run", TEXT).exit_code == 0
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdin.write(TEXT + "\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it is at work
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "t5accel: interrupted." in told and "Traceback" not in told
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -156,7 +277,7 @@ def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
     result = call("export", "mini", tmp_path / "one", "--external-threshold-bytes", 0)
     assert result.exit_code == 0 and re.search("36 MB in [78] files, fp32", result.stdout)  # one less on 5.x
     assert (tmp_path / "one" / "weights.data").is_file() and "exporting mini" in result.stderr
-    assert call("run", TEXT, "--runtime", "onnx", "--model", tmp_path / "one").exit_code == 0
+    assert call("run", TEXT, "--model", tmp_path / "one").exit_code == 0
     (tmp_path / "one" / "manifest.json").write_text("{}")
     assert "--overwrite" in refused("export", "mini", tmp_path / "one")
     assert call("export", "mini", tmp_path / "one", "--overwrite").exit_code == 0

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -79,7 +80,7 @@ def cached_export(
         model: a T5-like model, or a name that `checkpoints.load_t5` knows.
         precision: a recipe, or the name of one of `recipes.RECIPES`.
         tokenizer: as of `export.export_t5`.
-        progress: show a bar when it is made.
+        progress: when it is made, say where it is kept, and show a bar, on standard error.
 
     Raises:
         ExportError: the cache cannot be written.
@@ -119,6 +120,8 @@ def checked_export(
         def exported() -> Manifest:
             if manifest := hashes.kept(in_fp32):
                 return manifest
+            if progress:
+                _say(f"{label} is exported once, and kept in {cache_folder()} (t5accel cache clear empties that).")
             made = export_t5(
                 model, in_fp32, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None,
                 overwrite=True, progress=progress,
@@ -130,7 +133,13 @@ def checked_export(
         if manifest := hashes.kept(folder):
             return folder, manifest
         exported()
+        if progress:
+            _say(f"{label} is kept in {recipe.name}, too. Its quality was not measured: t5accel quantize does that.")
         return folder, hashes.remember(folder, convert_export(in_fp32, folder, recipe, overwrite=True))
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def checked_manifest(folder: str | os.PathLike[str]) -> Manifest:
