@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,7 +224,7 @@ def _facts(path: Path) -> list[int]:
 def _folder_of(label: str, key: str, tokenizer: PreTrainedTokenizerBase | None, recipe: Recipe) -> Path:
     """Where the export of a model by its key is kept; a tokenizer that was given makes it another."""
     vocabulary = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
-    how = f"{FP32} {FORMAT} {OPSET} {machine.versions().get('t5accel')} shortlist"
+    how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} shortlist"
     digest = hashlib.sha256(f"{key} {how} {vocabulary}".encode()).hexdigest()[:16]
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
     suffix = "" if recipe == RECIPES["fp32"] else f"-{recipe.hash}"
@@ -264,7 +264,7 @@ def _key_of_name(name: str, hashes: KnownHashes) -> str | None:
     Of a published model the hub's cache knows the hashes: each file there is a link to one that is named by its hash.
     """
     if name.startswith("random:"):
-        installed = machine.versions()  # that draw the weights
+        installed = _versions()  # that draw the weights
         return " ".join([name, *(f"{package} {installed.get(package)}" for package in _DRAWN_BY)])
     folder = data_folder() / BUNDLED[name] if name in BUNDLED else hub_snapshot(name) or Path(name)
     if not os.path.isdir(folder):
@@ -272,6 +272,12 @@ def _key_of_name(name: str, hashes: KnownHashes) -> str | None:
     patterns = ("*.json", "*.safetensors", "*.bin", "*.model")
     files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     return " ".join(f"{path.name} {_blob(path) or hashes.sha256(path)}" for path in files)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Read once: it takes longer than all else where nothing has to be hashed."""
+    return machine.versions()
 
 
 def _blob(path: Path) -> str | None:
