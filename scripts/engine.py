@@ -1,6 +1,7 @@
-"""Measure what the engine costs besides time per token: export, memory over many generations, loops, imports, disk.
+"""Measure what the engine costs besides time per token: export, warm starts, memory, loops, imports, disk.
 
 Run by `make bench`; `data/results/engine.json` is a recorded run. Each row says what was measured and in which unit.
+``--only "warm start"`` measures a part.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from t5accel.api import accelerate
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
+from t5accel.graphs.export.cache import cached_export
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
@@ -43,6 +45,16 @@ WAYS = {  # what each way of running the bundled model has to import, and the pa
         ("torch", "transformers"),
     ),
 }
+STARTS = {  # a warm start, once all that it needs is imported: that is in `WAYS`
+    "accelerate()": (
+        "from t5accel.api import accelerate; import t5accel.backends.hf, t5accel.backends.ort.numpy, onnxruntime",
+        "accelerate(name)",
+    ),
+    "open_backend(), without torch": (
+        "from t5accel.api import open_backend; import t5accel.backends.ort.numpy, onnxruntime, tokenizers",
+        "open_backend(name)",
+    ),
+}
 
 
 def export_rows() -> list[Row]:
@@ -57,6 +69,23 @@ def export_rows() -> list[Row]:
         rows.append(
             {"measured": "export", "model": name, "seconds": round(seconds, 2), "size_bytes": manifest.size_bytes}
         )
+    return rows
+
+
+def start_rows(names: tuple[str, ...] = ("mini", "random:t5-small"), repeats: int = 5) -> list[Row]:
+    """Seconds of a program's own work until a model answers whose export is kept, beyond imports; medians.
+
+    By the clock, and of the processor, which other programs beside it change little.
+    """
+    rows = []
+    for name in names:
+        cached_export(name)
+        for system, (imports, start) in STARTS.items():
+            for cell, clock in (("by the clock", "perf_counter"), ("of the processor", "process_time")):
+                program = f"{imports}; name = {name!r}; from time import {clock} as now; t = now(); {start}; "
+                seconds = [_printed_seconds(program + "print(now() - t)") for _ in range(repeats + 1)][1:]
+                rows.append({"measured": "warm start", "cell": cell, "system": system, "model": name,
+                             "seconds": round(median(seconds), 3)})  # fmt: skip
     return rows
 
 
@@ -160,7 +189,10 @@ def footprint_row(way: str) -> Row:
 
 
 def _import_seconds(imports: str) -> float:
-    program = f"import time; before = time.perf_counter(); {imports}; print(time.perf_counter() - before)"
+    return _printed_seconds(f"import time; t = time.perf_counter(); {imports}; print(time.perf_counter() - t)")
+
+
+def _printed_seconds(program: str) -> float:
     return round(float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout), 4)
 
 
@@ -189,8 +221,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--generations", type=int, default=2000)
+    parts = {
+        "export": export_rows, "warm start": start_rows, "soak": lambda: [soak_row(options.generations)],
+        "overhead": overhead_rows, "footprint": lambda: [*map(footprint_row, WAYS)],
+    }  # fmt: skip
+    parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
-    rows = [*export_rows(), soak_row(options.generations), *overhead_rows(), *map(footprint_row, WAYS)]
+    chosen = [options.only] if options.only else [*parts]
+    rows = [row for name in chosen for row in parts[name]()]
     write_rows(options.json, rows, command=f"python scripts/engine.py --generations {options.generations}")
     for row in rows:
         shown = {key: value for key, value in row.items() if not isinstance(value, list)}

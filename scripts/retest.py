@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from t5accel import machine, tasks
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.older.hybrid import HybridOnnxT5
 from t5accel.backends.older.past_layouts import ThreeGraphs, WholeGraph
 from t5accel.backends.ort.numpy import OrtNumpy
@@ -115,7 +115,7 @@ def layout_rows(model: PreTrainedModel, name: str, rounds: int, source: int = 64
             for layout, backend in backends.items():
                 runs[f"{layout}, our loop"] = our_loop(backend, ids, tokens, beams)
                 if layout in ("onnxt5", "fastt5"):  # which were made to be called so
-                    wrapped = OrtT5ForConditionalGeneration(backend, model.config, model.generation_config)
+                    wrapped = AcceleratedT5(backend, model.config, model.generation_config)
                     runs[f"{layout}, generate()"] = their_loop(wrapped, ids, tokens, beams)
             yield from race("layout", runs, work, rounds, model=name)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
 
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.older.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
@@ -238,7 +238,7 @@ def test_beams_behind_generate(opened, runtime, tiny_t5, padded_batch) -> None:
     ids, mask = (torch.as_tensor(array) for array in padded_batch)
     expected = model.generate(input_ids=ids, attention_mask=mask, **options)
     assert len(np.unique(expected)) > 8
-    ours = OrtT5ForConditionalGeneration(opened(runtime, "shallower-decoder"), model.config)
+    ours = AcceleratedT5(opened(runtime, "shallower-decoder"), model.config)
     np.testing.assert_array_equal(ours.generate(input_ids=ids, attention_mask=mask, **options), expected)
 
 

@@ -63,3 +63,15 @@ def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tin
     assert parts == [("greedy()", "in all"), ("greedy()", "in the decoder session"), ("generate()", "in all"),
                      ("generate()", "in the decoder session"), ("generate()", "in our forward")]  # fmt: skip
     assert all(row["us_per_token"] > 0 for row in rows)
+
+
+def test_warm_starts_are_timed_in_processes_of_their_own_beyond_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("engine")
+    assert len(script.STARTS) == 2
+    (way,) = ways = [name for name in script.STARTS if "without torch" in name]
+    imports, start = script.STARTS[way]
+    monkeypatch.setattr(script, "STARTS", {way: (imports, start)})
+    rows = [checked(row) for row in script.start_rows(names=("mini",), repeats=1)]
+    assert [(row["system"], row["cell"]) for row in rows] == [(*ways, "by the clock"), (*ways, "of the processor")]
+    whole = script._printed_seconds(f"import time; {imports}; name = 'mini'; {start}; print(time.process_time())")
+    assert 0 < rows[1]["seconds"] < whole and rows[0]["seconds"] > 0

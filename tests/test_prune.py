@@ -30,7 +30,7 @@ from test_gates import some_kept
 from test_narrow import generated, narrowed
 
 import t5accel.students.prune as module
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
@@ -250,7 +250,7 @@ def test_histories_of_unequal_heads_are_trimmed_and_left(pruned, padded_batch) -
 
 def test_generate_of_transformers_runs_it(pruned, padded_batch) -> None:
     model, folder = pruned
-    accelerated = OrtT5ForConditionalGeneration.from_pretrained(folder)
+    accelerated = AcceleratedT5.from_pretrained(folder)
     ids, mask = map(torch.as_tensor, padded_batch)
     for beams in (1, 3):
         found = accelerated.generate(ids, attention_mask=mask, do_sample=False, num_beams=beams, max_new_tokens=8)

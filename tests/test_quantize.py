@@ -659,38 +659,21 @@ def test_a_folder_is_not_loaded_again(cache_of_its_own, tiny_t5, tmp_path: Path,
     assert cached_export(str(tmp_path / "model"), precision="int8") == first
 
 
-MODULE = sys.modules["t5accel.api"]
-
-
-def said(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [warning for warning in caught if "quality" in str(warning.message)]
-
-
-@pytest.fixture
-def unsaid() -> Iterator[None]:
-    """As in a process in which nothing was said yet."""
-    MODULE._say_ungated.cache_clear()
-    yield
-    MODULE._say_ungated.cache_clear()
-
-
-def test_that_quality_was_not_measured_is_said_once(cache_of_its_own, unsaid, tiny_t5) -> None:
-    assert not said(lambda: accelerate(tiny_t5(), progress=False))
-    (warning,) = said(lambda: accelerate(tiny_t5(), precision="int8", progress=False))
-    assert "t5accel.graphs.numbers.quantize" in str(warning.message) and "gated: false" in str(warning.message)
-    assert Path(warning.filename) == Path(__file__), "where it was called"
-    again = ("int8", "int4", "fp16")
-    assert not said(lambda: [accelerate(tiny_t5(), precision=name, progress=False) for name in again])
-
-
-@pytest.fixture
-def spoken() -> Iterator[None]:
+def test_that_quality_was_not_measured_is_said_where_it_is_made(cache_of_its_own, tiny_t5, capfd) -> None:
+    """A sentence for each export when it is made, then silence; no warning of Python's, which shows source lines."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        warnings.simplefilter("error")
+        for name in ("fp32", "int8", "int4", "fp16"):
+            accelerate(tiny_t5(seed=29), precision=name)
+            told = capfd.readouterr()
+            assert ("is exported once, and kept in" in told.err and "t5accel cache clear" in told.err) == (
+                name == "fp32"
+            )
+            assert (f"kept in {name}, too. Its quality was not measured" in told.err) == (name != "fp32")
+            accelerate(tiny_t5(seed=29), precision=name)
+            assert (told.out, *capfd.readouterr()) == ("", "", "")
+        accelerate(tiny_t5(seed=30), precision="int8", progress=False)
+        assert (*capfd.readouterr(),) == ("", "")
 
 
 @pytest.mark.parametrize(("precision", "tuned_for", "name"), [
@@ -699,7 +682,7 @@ def spoken() -> Iterator[None]:
     (RECIPES["int8"].without(["lm_head"]), "throughput", "int8+1"),
 ])  # fmt: skip
 def test_precision_in_one_line(
-    cache_of_its_own, spoken, tiny_t5, padded_batch, precision: Any, tuned_for: str, name: str
+    cache_of_its_own, tiny_t5, padded_batch, precision: Any, tuned_for: str, name: str
 ) -> None:
     model = tiny_t5(seed=24)
     accelerated = accelerate(model, precision=precision, tuned_for=tuned_for, threads=1, progress=False)
@@ -715,9 +698,10 @@ def test_precision_in_one_line(
     np.testing.assert_array_equal(tokens[:, 1:].numpy(), expected)
 
 
-def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, unsaid) -> None:
+def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, capfd) -> None:
     folder = quantized(RECIPES["int8"])
-    assert not said(lambda: accelerate(folder, progress=False)), "who made it knows"
+    accelerate(folder)
+    assert (*capfd.readouterr(),) == ("", ""), "who made it knows"
     for precision in ("fp32", "int8", RECIPES["int8"]):
         assert accelerate(folder, precision=precision, progress=False).backend.folder == folder
     for given, precision in ((folder, "int4"), (folder, "fp16"), (fp32(), "int8")):
@@ -741,7 +725,7 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_bf16_runs_in_torch(same_threads, unsaid, tiny_t5, padded_batch) -> None:
+def test_bf16_runs_in_torch(same_threads, tiny_t5, padded_batch) -> None:
     model = tiny_t5()
     accelerated = accelerate(model, precision="bf16", threads=1, progress=False)
     backend = accelerated.backend

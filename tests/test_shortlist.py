@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_encoder_cache import in_threads
 from test_greedy import check_equals_generate, generate
 
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.pointers import OrtPointers
@@ -438,7 +438,7 @@ def test_the_cache_adds_it_where_it_pays(tiny_t5, tmp_path: Path, monkeypatch) -
 
 def test_a_copy_keeps_it(shortlisted, opened, tmp_path: Path) -> None:
     folder = shortlisted()
-    OrtT5ForConditionalGeneration.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
+    AcceleratedT5.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
     assert read_manifest(tmp_path / "copy").shortlist == read_manifest(folder).shortlist
 
 

@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,10 +35,12 @@ from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, T5AccelError
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export.manifest import Manifest, read_manifest
+from t5accel.graphs.export.staging import locked
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.t5.lively import random_t5
 from t5accel.t5.sizes import T5Dims
 
+ROOT = Path(__file__).resolve().parents[1]
 AGAIN = r"overwrite=True"
 Snapshot = dict[str, Any]
 
@@ -486,23 +489,45 @@ def hexadecimal(digit: str) -> str:
     return digit * 32
 
 
-def test_remnants_are_cleared_and_those_of_neighbours_are_not(tiny_t5, tmp_path: Path) -> None:
+def test_remnants_are_cleared_and_those_of_living_neighbours_are_not(tiny_t5, tmp_path: Path) -> None:
     ours = [tmp_path / f".model.{hexadecimal(digit)}.partial" for digit in "0f"]
-    others = [
-        ".model.v2.{}.partial",
-        ".model2.{}.partial",
-        "model.{}.partial",
-        ".model.{}.partial.x",
-        ".other.{}.partial",
-    ]
-    theirs = [tmp_path / name.format(hexadecimal("a")) for name in others] + [tmp_path / ".model.notes.partial"]
-    for options in ({}, {}, dict(overwrite=True)):  # new, kept, and again
-        for folder in ours + theirs:
-            folder.mkdir(exist_ok=True)
-            (folder / ENCODER).write_bytes(b"cut sho")
-        export_t5(tiny_t5(seed=2 if options else 1), tmp_path / "model", **options)
-        assert beside(tmp_path) == {"model", *(folder.name for folder in theirs)}
-        assert all((folder / ENCODER).exists() for folder in theirs)
+    dead = [tmp_path / f".{name}.{hexadecimal('a')}.partial" for name in ("model.v2", "model2", "a\nb")]
+    living = [tmp_path / f".{name}.{hexadecimal('a')}.partial" for name in ("other", "model.v3")]
+    names = ["model.{}.partial", ".model.{}.partial.x", ".model.{}0.partial", ".model.notes.partial", "{}.partial"]
+    strangers = [tmp_path / name.format(hexadecimal("a")) for name in names]
+    pushed_aside = tmp_path / f".replaced.{hexadecimal('b')}.old"
+    with locked(tmp_path / "other"), locked(tmp_path / "model.v3"):
+        for options in ({}, {}, dict(overwrite=True)):  # new, kept, and again
+            for folder in [*ours, *dead, *living, *strangers, pushed_aside]:
+                folder.mkdir(exist_ok=True)
+                (folder / ENCODER).write_bytes(b"cut sho")
+            export_t5(tiny_t5(seed=2 if options else 1), tmp_path / "model", **options)
+            assert beside(tmp_path) == {"model", "replaced", *(folder.name for folder in living + strangers)}
+            assert all((folder / ENCODER).exists() for folder in [*living, *strangers, tmp_path / "replaced"])
+    export_t5(tiny_t5(seed=2), tmp_path / "model")
+    assert beside(tmp_path) == {"model", "replaced", *(folder.name for folder in strangers)}, "they are dead now"
+
+
+WRITING = """
+import sys, time
+from pathlib import Path
+from t5accel.graphs.export.staging import locked, staged
+with locked(Path(sys.argv[1])), staged(Path(sys.argv[1])) as folder:
+    (folder / "graph").write_bytes(b"cut sho")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_export_beside_it(tiny_t5, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITING, str(tmp_path / "other")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        remnant = Path(process.stdout.readline().strip())
+        export_t5(tiny_t5(), tmp_path / "model")
+        assert (remnant / "graph").read_bytes() == b"cut sho", "its process lives"
+        process.kill()
+    export_t5(tiny_t5(), tmp_path / "second")
+    assert not remnant.exists() and beside(tmp_path) == {"model", "second"}
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,19 @@ class TokenizerFile:
         return [_tidied(text) for text in texts] if self._is_tidied else texts
 
 
+def tokenizer_of(folder: str | os.PathLike[str]) -> Any:
+    """The tokenizer in the folder of a model or export; without transformers, where there is a ``tokenizer.json``.
+
+    Raises:
+        ModelUnavailableError: there is none, or it is damaged.
+    """
+    if not os.path.isfile(Path(folder) / "tokenizer.json") and os.path.isfile(Path(folder) / "tokenizer_config.json"):
+        from transformers import AutoTokenizer  # ByT5's, for one, is no file but code
+
+        return AutoTokenizer.from_pretrained(folder)
+    return TokenizerFile(folder)
+
+
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where there is no such file."""
     if not path.is_file():

@@ -104,6 +104,12 @@ def is_occupied(target: Path) -> bool:
         raise ExportError(f"{target} cannot be read: {error}") from error
 
 
+def require_place(target: Path) -> None:
+    """Raise ``ExportError`` if something lies there that an export may never replace, before hours go into one."""
+    if is_occupied(target):
+        _refuse_unless_replaceable(target, overwrite=True)
+
+
 def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) -> bool:
     """Whether an export of this very model lies there, whole, and with all that is asked for."""
     try:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from t5accel.errors import GateError, InputError
+from t5accel.graphs.export.folder import require_place
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.fp32_export import Fp32Export
 from t5accel.graphs.numbers.integer_graphs import Integers, Ranges
@@ -116,6 +117,7 @@ def quantize(
     """
     source, recipe = Fp32Export.read(folder), _with_integers(recipe)
     target = source.target(out)
+    require_place(target)
     limits, order, tried = _limits(max_loss), list(groups or ()), []
     recipe.without(order, instead=instead)  # what is no group is refused before anything is scored
     baseline = _scores(score, source.folder, limits)
@@ -138,7 +140,8 @@ def quantize(
         lost = ", ".join(f"{name} {closest.losses[name]:.3g} (allowed {limits[name]:g})" for name in limits)
         raise GateError(
             f"Recipe {recipe.name} does not pass the gate. The closest, {closest.recipe.name}, lost {lost}. Nothing "
-            "was written: allow more, quantise less, or give more groups that may stay in floats."
+            "was written: allow more (max_loss, --max-loss), take a gentler recipe (int8 for int4), or name groups of "
+            "weights that may stay in floats (quantize(…, groups=…))."
         )
     chosen = next(one for one in tried if one.recipe == candidate_of(count))
     tried.append(tried.pop(tried.index(chosen)))
