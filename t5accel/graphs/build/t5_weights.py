@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from t5accel.t5.sizes import T5Dims
 from t5accel.errors import NotT5Error
+from t5accel.t5.sizes import T5Dims
 
 
 @dataclass(frozen=True)
