@@ -17,7 +17,6 @@ from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -194,9 +193,9 @@ def peak_memory_bytes() -> int | None:
     return getattr(psutil.Process().memory_info(), "peak_wset", None) if psutil else None
 
 
-def _median_s(run: Callable[[], Any]) -> float:
+def _best_s(run: Callable[[], Any]) -> float:
     run()  # the first call touches fresh pages and starts threads
-    return median(timeit.repeat(run, number=1, repeat=5))
+    return min(timeit.repeat(run, number=1, repeat=9))
 
 
 def read_rates(size_bytes: int = 256 << 20, passes: int = 9) -> list[float]:
@@ -233,7 +232,7 @@ def bandwidth_bytes_per_s(size_bytes: int = 256 << 20) -> float:
 
 
 def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
-    """Rate of an (n, n) x (n, n) matrix product on the CPU, measured now: 2 n^3 operations over the median of five.
+    """Rate of an (n, n) x (n, n) matrix product on the CPU, measured now: 2 n^3 operations over the best of nine.
 
     Uses torch with its own thread count where it is installed, else numpy. Raises InputError for another `dtype` than
     float32, float64, float16 and bfloat16 or `n` < 1; MissingPackageError for the 16-bit ones without torch.
@@ -246,8 +245,8 @@ def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
         torch = import_module("torch")
         matrix = torch.ones(n, n, dtype=getattr(torch, dtype))
         out: Any = torch.empty_like(matrix)
-        return 2 * n**3 / _median_s(lambda: torch.mm(matrix, matrix, out=out))
+        return 2 * n**3 / _best_s(lambda: torch.mm(matrix, matrix, out=out))
     if dtype in ("float16", "bfloat16"):
         raise MissingPackageError(f"dtype {dtype!r} needs torch: numpy has no fast 16-bit product; pip install torch")
     square = np.ones((n, n), dtype)
-    return 2 * n**3 / _median_s(lambda: square @ square)
+    return 2 * n**3 / _best_s(lambda: square @ square)
