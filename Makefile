@@ -21,6 +21,8 @@ ON_COLAB := torch transformers numpy ipykernel
 PEERS := transformers4 transformers5 optimum openvino ctranslate2
 QUICK :=
 
+TEXT := Where is my bag?
+
 # For badges; they are given on the command line, never taken from the environment.
 REPO :=
 BRANCH := main
@@ -31,12 +33,15 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-triton \
+.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-triton \
 	release-check lab bench peers gpu-bundle lint format site \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+translate: .venv/.stamp ## Translate a sentence into French with the bundled model [TEXT="I am tired."]
+	@$(VENV) -m t5accel run "translate English to French: $(TEXT)"
 
 course: .venv/.stamp ## Run every notebook on the bundled model; scoreboard and executed copies in build/course/
 	@$(VENV) -m t5accel course

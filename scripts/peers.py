@@ -7,6 +7,7 @@ every cell, so an interrupted run goes on where it stopped; ``data/results/peers
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -25,6 +26,7 @@ from t5accel.lab.draw import plot_standings
 from t5accel.lab.peers import (
     GRID,
     OPTIMUM,
+    OURS_EXACT,
     OURS_GENERATE,
     QUICK,
     REFERENCE,
@@ -101,7 +103,11 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", help="some systems alone, by name; the reference is one in any case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs per cell (3)")
     parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this (60)")
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="draw recorded files, and measure nothing")
     args = parser.parse_args()
+    if args.draw:
+        draw(args.draw, args.plot or Path("docs/peers-cpu.png"))
+        return
     cells, systems = chosen_cells(args.cell, QUICK if args.quick else GRID), chosen_systems(args.systems)
     threads, started = machine.cpu_threads(), time.perf_counter()
     args.build.mkdir(parents=True, exist_ok=True)
@@ -134,11 +140,23 @@ def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Seque
     write_rows(path, rows, command=shlex.join(["python", "scripts/peers.py", *chosen]), **conditions)
 
 
+def draw(files: Sequence[Path], picture: Path) -> None:
+    """Our engine over the best peers in fp32 and int8, from the recorded runs of several machines."""
+    boards = {}
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        rows, cpu = found["rows"], found["machine"]["cpu"]
+        boards[f"{cpu}: fp32 over the best fp32 peer"] = list(standings(rows))
+        boards[f"{cpu}: int8 over the best int8 peer"] = list(standings(rows, ours=int8_for, precision="int8"))
+    plot_standings(boards, picture)
+
+
 def show(rows: list[Row], picture: Path) -> None:
     """Print the times and where we stand, and draw it."""
     print(table(rows))
     boards = {
         "our engine over the best fp32 peer": list(standings(rows)),
+        "our engine with all logits over the best fp32 peer": list(standings(rows, ours=OURS_EXACT)),
         "our engine in int8 over the best int8 peer": list(standings(rows, ours=int8_for, precision="int8")),
         "generate() over our engine, over optimum-onnx": list(standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM])),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.graphs.export.cache import cached_export
-from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.numbers.probe import Example
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme
@@ -32,7 +31,6 @@ from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import agreement, text_quality
 from t5accel.lab.techniques import bytes_of
-from t5accel.t5.roofline import roofline
 from t5accel.text.text_to_text import TokenizerFile
 from t5accel.timing import Work
 
@@ -135,13 +133,6 @@ def speed_rows(rounds: int) -> Iterator[Row]:
     model, folder = load_t5(SIZE)[0], cached_export(SIZE)
     ids = np.random.default_rng(0).integers(3, 32_000, (max(BATCHES), 64))
     given = [Example(ids[:4], np.ones_like(ids[:4]), ids[:4, :16])]
-    dims = read_manifest(folder, verify=False).dims
-    # The best of several: what else runs on the machine makes each lower, and a floor is what nothing goes below.
-    bandwidth = max(machine.bandwidth_bytes_per_s(threads=threads) for _ in range(5))
-    gemm = max(machine.gemm_flops_per_s() for _ in range(5))
-    for precision in ("fp32", "int8", "int4"):  # at batch 1 all are bound by bandwidth, whatever the arithmetic
-        least = asdict(roofline(dims, precision, bandwidth=bandwidth, gemm=gemm))
-        yield {"measured": "floor", "model": SIZE, "bytes_per_s": bandwidth, "flops_per_s": gemm, **least}
     int8 = torch.ao.quantization.quantize_dynamic(load_t5(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
     runs = {
         "transformers with cache": (partial(theirs, model), {}),

@@ -1,4 +1,4 @@
-"""Measure again what the seed texts claim and no other script records.
+"""Measure again what the posts claim and no other script records.
 
 Older layouts of the graphs, the bookkeeping of beams, what can be kept between steps and calls, PyTorch's one-line
 int8, graph optimisation and moved graphs, tokenizers. `data/results/retest.json` is where a recorded run belongs, and
@@ -380,7 +380,7 @@ def all_rows(rounds: int) -> Iterator[Row]:
 
 def main() -> None:
     """Measure everything and write the rows to a file, in one piece."""
-    parser = argparse.ArgumentParser(description="Measure again what the seed texts claim.")
+    parser = argparse.ArgumentParser(description="Measure again what the posts claim.")
     parser.add_argument("--json", type=Path, required=True, help="where the rows go")
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()

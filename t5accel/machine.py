@@ -13,12 +13,10 @@ import subprocess
 import sys
 import timeit
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -195,35 +193,46 @@ def peak_memory_bytes() -> int | None:
     return getattr(psutil.Process().memory_info(), "peak_wset", None) if psutil else None
 
 
-def _median_s(run: Callable[[], Any]) -> float:
+def _best_s(run: Callable[[], Any]) -> float:
     run()  # the first call touches fresh pages and starts threads
-    return median(timeit.repeat(run, number=1, repeat=5))
+    return min(timeit.repeat(run, number=1, repeat=9))
 
 
-def bandwidth_bytes_per_s(size_bytes: int = 256 << 20, threads: int | None = None) -> float:
-    """Read bandwidth measured now, in bytes per second: every thread reduces its share of one array to its maximum.
+def read_rates(size_bytes: int = 256 << 20, passes: int = 9) -> list[float]:
+    """Bytes per second of each of some passes, measured now, in which a matrix of this size meets a vector.
 
-    The default size is past the caches of most machines; a size below the last-level cache measures that cache.
-    `threads=None` uses `cpu_threads()`. The maximum is taken because numpy's sum adds more slowly than memory delivers.
-    The median of five passes counts. Raises InputError for a size under 1 MiB or `threads` < 1.
+    Such a product reads its matrix once and hardly computes, as a decoding step does with its weights: give their
+    bytes. Weights that fit in the last-level cache are read from there, and many times faster than from memory. The
+    threads are those of numpy's BLAS: all that the process may use, unless ``OPENBLAS_NUM_THREADS`` or
+    ``OMP_NUM_THREADS`` said otherwise when numpy was imported.
+
+    Raises InputError for a size under 1 MiB or `passes` < 1.
     """
-    threads = cpu_threads() if threads is None else threads
     as_count(size_bytes, "size_bytes", at_least=1 << 20)
-    as_count(threads, "threads", at_least=1)
-    array = np.ones(size_bytes // 4, np.float32)
-    shares = [share for share in np.array_split(array, threads) if share.size]
-    again = max(1, (256 << 20) // array.nbytes)  # else waking the threads is what a small size would measure
+    as_count(passes, "passes", at_least=1)
+    matrix = np.ones((size_bytes >> 13, 2048), np.float32)
+    vector, out = np.ones(2048, np.float32), np.empty(len(matrix), np.float32)
+    again = max(1, (64 << 20) // matrix.nbytes)  # else waking the threads is what a small size would measure
 
-    def read(share: np.ndarray) -> None:
+    def read() -> None:
         for _ in range(again):
-            share.max()  # numpy's reductions let go of the GIL
+            np.dot(matrix, vector, out=out)
 
-    with ThreadPoolExecutor(threads) as pool:
-        return again * array.nbytes / _median_s(lambda: list(pool.map(read, shares)))
+    read()  # the first call touches fresh pages and starts threads
+    return [again * matrix.nbytes / seconds for seconds in timeit.repeat(read, number=1, repeat=passes)]
+
+
+def bandwidth_bytes_per_s(size_bytes: int = 256 << 20) -> float:
+    """The best of the `read_rates`, by which a floor is divided.
+
+    The best, because what else runs on the machine makes a pass slower, and nothing goes below a floor. A floor from a
+    busy moment and a time from a quiet one contradict each other all the same: then measure both in turn.
+    """
+    return max(read_rates(size_bytes))
 
 
 def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
-    """Rate of an (n, n) x (n, n) matrix product on the CPU, measured now: 2 n^3 operations over the median of five.
+    """Rate of an (n, n) x (n, n) matrix product on the CPU, measured now: 2 n^3 operations over the best of nine.
 
     Uses torch with its own thread count where it is installed, else numpy. Raises InputError for another `dtype` than
     float32, float64, float16 and bfloat16 or `n` < 1; MissingPackageError for the 16-bit ones without torch.
@@ -236,8 +245,8 @@ def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
         torch = import_module("torch")
         matrix = torch.ones(n, n, dtype=getattr(torch, dtype))
         out: Any = torch.empty_like(matrix)
-        return 2 * n**3 / _median_s(lambda: torch.mm(matrix, matrix, out=out))
+        return 2 * n**3 / _best_s(lambda: torch.mm(matrix, matrix, out=out))
     if dtype in ("float16", "bfloat16"):
         raise MissingPackageError(f"dtype {dtype!r} needs torch: numpy has no fast 16-bit product; pip install torch")
     square = np.ones((n, n), dtype)
-    return 2 * n**3 / _median_s(lambda: square @ square)
+    return 2 * n**3 / _best_s(lambda: square @ square)

@@ -212,33 +212,30 @@ def test_peak_memory_from_getrusage_knows_its_unit(monkeypatch):
 
 def test_rates_are_positive_and_finite(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: None)  # the numpy path; torch would take seconds to import
-    for rate in (machine.bandwidth_bytes_per_s(1 << 20, threads=2), machine.gemm_flops_per_s(32, "float64")):
+    for rate in (machine.bandwidth_bytes_per_s(1 << 20), machine.gemm_flops_per_s(32, "float64")):
         assert math.isfinite(rate) and rate > 0
 
 
 def test_a_product_counts_two_operations_per_multiply_add(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    monkeypatch.setattr(machine, "_median_s", lambda run: 0.5)
+    monkeypatch.setattr(machine, "_best_s", lambda run: 0.5)
     assert machine.gemm_flops_per_s(10, "float64") == 2 * 10**3 / 0.5
 
 
-def test_bandwidth_reads_every_byte_that_it_claims(monkeypatch):
-    read = []
-
-    class Counted(machine.np.ndarray):
-        def max(self, *args, **kwargs):
-            read.append(self.nbytes)
-
-    monkeypatch.setattr(machine.np, "ones", lambda size, dtype: machine.np.zeros(size, dtype).view(Counted))
-    monkeypatch.setattr(machine, "_median_s", lambda run: 1.0 if run() else 1.0)
-    assert machine.bandwidth_bytes_per_s(3 << 20, threads=5) == sum(read) > 0
+def test_bandwidth_is_that_of_the_best_pass_and_every_byte_is_read(monkeypatch):
+    read, seconds, dot = [], [2.0, 1.0, 4.0], machine.np.dot
+    monkeypatch.setattr(machine.np, "dot", lambda a, b, out: read.append(a.nbytes) or dot(a, b, out=out))
+    monkeypatch.setattr(machine.timeit, "repeat", lambda run, number, repeat: read.clear() or run() or seconds)
+    rates = machine.read_rates(3 << 20, passes=3)
+    assert rates == [sum(read) / one for one in seconds] and sum(read) >= 60 << 20
+    assert machine.bandwidth_bytes_per_s(3 << 20) == max(rates)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: machine.bandwidth_bytes_per_s(100), "size_bytes is 100"),
-        (lambda: machine.bandwidth_bytes_per_s(1 << 20, threads=0), "threads is 0"),
+        (lambda: machine.read_rates(1 << 20, passes=0), "passes is 0"),
         (lambda: machine.gemm_flops_per_s(0), "n is 0"),
         (lambda: machine.gemm_flops_per_s(8, "int8"), "dtype is 'int8'; choose from float32"),
         (lambda: roofline(dims(), "fp8", bandwidth=1, gemm=1), "precision is 'fp8'; choose from fp32"),
@@ -310,6 +307,15 @@ def test_precision_changes_the_bytes_and_not_the_operations():
     cache = {name: step.bytes_per_step - step.weight_bytes for name, step in steps.items()}
     assert cache["fp32"] == cache["int8"] == cache["int4"] == 2 * cache["fp16"] == 2 * cache["bf16"]
     assert len({step.flops_per_step for step in steps.values()}) == 1
+
+
+@pytest.mark.parametrize(("precision", "head"), [("fp32", 4.0), ("bf16", 2.0), ("int8", 1.0), ("int4", 0.5)])
+def test_a_shortlist_reads_its_copy_of_the_head_in_8_bits(precision: str, head: float) -> None:
+    whole, shortlist = (
+        roofline(dims(), precision, bandwidth=1, gemm=1, shortlist=wanted).weight_bytes for wanted in (False, True)
+    )
+    saved = max(0, 32128 * 512 * (head - 1) - 4 * 32128)
+    assert whole - shortlist == saved and (saved > 0) == (head > 1)
 
 
 @given(

@@ -75,3 +75,15 @@ def test_warm_starts_are_timed_in_processes_of_their_own_beyond_imports(monkeypa
     assert [(row["system"], row["cell"]) for row in rows] == [(*ways, "by the clock"), (*ways, "of the processor")]
     whole = script._printed_seconds(f"import time; {imports}; name = 'mini'; {start}; print(time.process_time())")
     assert 0 < rows[1]["seconds"] < whole and rows[0]["seconds"] > 0
+
+
+def test_a_floor_is_measured_at_the_size_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, sizes = load_script("floors"), []
+    monkeypatch.setattr(script.machine, "read_rates", lambda size, passes: sizes.append(size) or [1e9, 4e9, 2e9])
+    whole, short = (checked(row) for row in script.floor_rows("random:t5-small", "fp32", 3))
+    assert sizes == [whole["weight_bytes"], short["weight_bytes"]] == [153_917_440, 104_697_344]
+    assert [row["system"] for row in (whole, short)] == ["all logits", "shortlist"]
+    for row in (whole, short):
+        assert row["bytes_per_s"] == 4e9 and row["floor_s"] == row["bytes_per_step"] / 4e9
+        assert row["settings"] == {"passes": 3, "median_bytes_per_s": 2e9, "slowest_bytes_per_s": 1e9}
+    assert len([*script.floor_rows("mini", "fp32", 3)]) == len([*script.floor_rows("random:t5-small", "int8", 3)]) == 1

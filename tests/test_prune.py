@@ -37,8 +37,9 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
+from t5accel.graphs.build.layers import decoder_graph, encoder_graph
 from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.export.t5 import export_t5, t5_weights
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.students.distill import distill
@@ -126,6 +127,30 @@ def test_what_nobody_reads_can_go_without_a_trace(tiny_t5, padded_batch) -> None
             last.weight[:, gone] = 0.0
     expected = teacher_forced(model, *padded_batch, NEW)
     equal(teacher_forced(remove(model, kept), *padded_batch, NEW), expected)
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_layers_look_up_the_biases_of_one_table_once(tiny_t5, kind: str, stack: str) -> None:
+    """As long as their tables hold the same columns: after more training, or in UMT5, each layer has its own."""
+    model = tiny_t5(kind)
+    first, second = (f"{stack}.block.{layer}.layer.0.SelfAttention" for layer in (0, 1))
+    small = remove(model, {**Gates(model).kept(), first: (0, 2, 3), second: (1, 2)})
+    build = {"encoder": encoder_graph, "decoder": decoder_graph}[stack]
+    layers, shares = len(widths(model)[f"{stack}_heads"]), kind != "umt5"
+
+    def tables(t5: Any) -> list[tuple[int, ...]]:
+        graph = build(t5_weights(t5))
+        names = [node.input[0] for node in graph.nodes if node.op_type == "Gather" and "by_distance" in node.input[0]]
+        return [graph.weights[name].shape for name in names]
+
+    assert len(tables(model)) == (1 if shares else layers)
+    assert [heads for heads, _ in tables(small)] == ([4] if shares else [3, 2, *[4] * (layers - 2)])
+    with torch.no_grad():
+        for layer in range(layers):
+            own = small.get_submodule(f"{stack}.block.{layer}.layer.0.SelfAttention").relative_attention_bias.weight
+            own += layer  # so that no two layers have a column in common
+    assert len(tables(small)) == layers
 
 
 @pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])

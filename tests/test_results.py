@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 
 from t5accel.lab.ladder import by_ladder, fastest
-from t5accel.lab.peers import GRID, OPTIMUM, OURS_GENERATE, cell_of, int8_for, named, standings
+from t5accel.lab.peers import (
+    GRID,
+    OPTIMUM,
+    OURS,
+    OURS_EXACT,
+    OURS_GENERATE,
+    OURS_INT8,
+    REFERENCE,
+    cell_of,
+    int8_for,
+    named,
+    standings,
+)
+from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "data/results").glob("*.json"))
@@ -97,29 +110,72 @@ def test_the_run_of_the_bundled_model_learned() -> None:
         assert rows[-1][task] < rows[0][task]
 
 
+FULL_HEADS = (
+    "all logits",
+    "generate()",
+    "transformers",
+    "optimum",
+    "OpenVINO",
+    "CTranslate2",
+    "torch",
+    "fastt5",
+    "onnxt5",
+)
+
+
+def floor_of(row: dict, floors: list[dict]) -> float | None:
+    """The least time of a step of what this row timed, where its model was calibrated."""
+    name = f"{row.get('precision', '')} {row['system']}"
+    bits = 4 if re.search("int4|4bit", name) else 8 if re.search("int8|8bit|dynamic|static|fp16|bf16", name) else 32
+    whole = bits < 32 or row.get("beams", 1) > 1 or any(word in row["system"] for word in FULL_HEADS)
+    found = [
+        one["floor_s"] for one in floors
+        if one["model"] == row["model"] and one["precision"] == {4: "int4", 8: "int8", 32: "fp32"}[bits]
+    ]  # fmt: skip
+    return max(found) if found and whole else min(found, default=None)
+
+
+def test_no_recorded_step_is_faster_than_its_floor() -> None:
+    """Of a make of CPU that nobody calibrated, at least than on the one that reads faster."""
+    floors, nearest, count = read("floors.json")["rows"], float("inf"), 0
+    for path in FILES:
+        for row in read(path.name)["rows"]:
+            timed = "latency_s" in row and "model" in row and "failed" not in row
+            steps = row.get("decoder_calls", row.get("new_tokens") if row.get("forced", True) else 0) if timed else 0
+            if steps and (floor_s := floor_of(row, floors)):
+                over = min(row["latency_s"]) / steps / floor_s
+                assert over >= 1, f"{path.name}: {row['system']} takes {over:.2f} times its floor"
+                nearest, count = min(nearest, over), count + 1
+    assert count > 500 and nearest < 2, "a floor that nothing comes near would pass whatever was recorded"
+
+
 def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_stand() -> None:
-    rows = read("peers-cpu.json")["rows"]
-    assert {cell_of(row) for row in rows} == {*GRID}
-    for row in rows:
+    rows, others = read("peers-cpu.json")["rows"], read("peers-cpu-intel.json")["rows"]
+    assert {cell_of(row) for row in rows} == {*GRID} == {*map(cell_of, others), Work(32, 512, 16, 4)}
+    for row in rows + others:
         assert "failed" in row or len(row["latency_s"]) >= 3, f"{row['system']} in {cell_of(row)}"
         if row["precision"] == "fp32" and row["system"].startswith("t5accel"):
             assert row["equal"] == row["of"], f"{row['system']} in {cell_of(row)}"
-    fp32 = list(standings(rows))
     boards = [
-        [standing for standing in fp32 if standing.cell.batch == 1],
-        [standing for standing in fp32 if standing.cell.batch > 1],
-        list(standings(rows, ours=int8_for, precision="int8")),
+        [standing for standing in standings(made, ours=ours) if (standing.cell.batch == 1) == one]
+        for ours in (OURS, OURS_EXACT) for one in (True, False) for made in (rows, others)
+    ] + [list(standings(made, ours=int8_for, precision="int8")) for made in (rows, others)] + [
         # In the largest cell, where not all fit in memory together, these two were measured apart.
         [
             *standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM]),
             *standings(read("peers-cpu-largest.json")["rows"], ours=OURS_GENERATE, peers=[OPTIMUM]),
         ],
-    ]
-    assert [len(board) for board in boards] == [6, 12, 18, 18]
+        [*standings(others, ours=OURS_GENERATE, peers=[OPTIMUM])],
+    ]  # fmt: skip
+    assert [len(board) for board in boards] == [6, 6, 12, 11, 3, 3, 6, 6, 18, 17, 18, 17]
+    for ours in (OURS, OURS_INT8):  # beside transformers itself
+        for made in (rows, others):
+            found = standings(made, ours=ours, peers=[REFERENCE])
+            boards.append([one for one in found if (one.cell.batch, one.cell.beams) == (1, 1)])
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     section = text.split("## Beside its peers")[1].split(" ## ")[0]
-    quoted = re.findall(r"(\d\.\d\d)–(\d\.\d\d) times", section)
+    quoted = re.findall(r"(\d\.\d\d)–(\d\.\d\d)", section)
     ratios = [[standing.ratio for standing in board] for board in boards]
     assert quoted == [(f"{min(each):.2f}", f"{max(each):.2f}") for each in ratios]
-    for standing in fp32:
-        assert standing.ratio >= 1 or f"{named(standing.cell)}, {standing.ratio:.2f}x ({standing.peer})" in section
+    for standing in (one for made in (rows, others) for one in standings(made)):
+        assert standing.ratio >= 1 or f"{named(standing.cell)}, {standing.ratio:.2f}x" in section

@@ -55,6 +55,7 @@ def roofline(
     gemm: float,
     source_tokens: int = 64,
     position: int = 32,
+    shortlist: bool = False,
 ) -> Roofline:
     """Count the bytes and operations of one greedy decoding step, and divide by what the machine can do.
 
@@ -62,9 +63,13 @@ def roofline(
     of `batch` sequences attends to `position` tokens of its own and `source_tokens` of its source.
 
     Weights take 4 (fp32), 2 (fp16, bf16), 1 (int8) or 0.5 (int4) bytes. The scales of quantised weights are left out:
-    one fp32 scale per 32 weights would add a quarter to int4. The cache is fp32 unless the precision is fp16 or bf16.
-    Operations: 2 per weight and sequence, 4 per cached key-value pair of numbers. Weights that fit in the last-level
-    cache can beat a floor of memory bandwidth: then pass `bandwidth_bytes_per_s(size_bytes=weight_bytes)`.
+    one fp32 scale per 32 weights would add a quarter to int4. With a `shortlist` the head takes at most 1 byte a
+    weight, for its copy in 8 bits is read in its place, and a scale of 4 bytes a token; the few exact rows are left
+    out. The cache is fp32 unless the precision is fp16 or bf16. Operations: 2 per weight and sequence, 4 per cached
+    key-value pair of numbers.
+
+    Weights that fit in the last-level cache can beat a floor of memory bandwidth: measure the bandwidth at their size
+    (`machine.bandwidth_bytes_per_s`).
 
     t5-small at fp32: 38.48 million weights, 153.9 MB (154 MB by hand; the norms are 0.04 MB), plus 2.4 MB of cache.
 
@@ -74,6 +79,8 @@ def roofline(
     >>> step = roofline(small, bandwidth=60e9, gemm=214e9)
     >>> step.weight_bytes, step.bytes_per_step, step.bound, round(step.floor_s * 1000, 1)
     (153917440, 156276736, 'bandwidth', 2.6)
+    >>> roofline(small, bandwidth=60e9, gemm=214e9, shortlist=True).weight_bytes  # 66 MB of head less, 17 MB more
+    104697344
 
     Raises InputError for an unknown precision, a count below 1, or a rate that is not a finite number above 0.
     """
@@ -87,6 +94,9 @@ def roofline(
     weights = decoder_weights_per_step(dims)
     pairs = batch * dims.d_kv * (position * sum(dims.decoder_heads) + source_tokens * sum(dims.cross_heads))
     weight_bytes = math.ceil(weights * _WEIGHT_BYTES[precision])
+    if shortlist:
+        head = dims.vocab_size * dims.d_model
+        weight_bytes += min(0, math.ceil(head * (1 - _WEIGHT_BYTES[precision])) + 4 * dims.vocab_size)
     cache_bytes = 2 * pairs * (2 if precision in ("fp16", "bf16") else 4)  # quantising weights leaves the cache in fp32
     step_bytes, step_flops = weight_bytes + cache_bytes, 2 * weights * batch + 4 * pairs
     read_s, compute_s = step_bytes / bandwidth, step_flops / gemm

@@ -80,41 +80,62 @@ class AttentionBiases:
     def _by_layer(self, queries: str, keys: str, finish: Callable[[str], str]) -> list[str]:
         """For each layer the name of its biases (…, H, n, m), looked up by distance once where layers share them.
 
-        T5 has one table, in its first layer; a pruned layer takes the rows of the heads that it kept. UMT5 has a table
-        in every layer. The causal tables have one more entry, for the future: the lowest number.
+        T5 has one table, in its first layer; UMT5 has one in every layer. After pruning, each layer has a table of the
+        heads that it kept, with columns that other layers have as well: those are looked up once, for all layers, and
+        each takes its heads' maps out of what was found.
         """
-        graph, weights = self.graph, self.weights
-        dims, reach, causal = weights.dims, weights.max_distance, self.stack == "decoder"
-        distances = np.arange(-reach, (0 if causal else reach) + 1)
-        bucket = relative_position_bucket(
-            distances, bidirectional=not causal, buckets=weights.buckets, max_distance=reach
-        )
+        graph = self.graph
+        reach, causal = self.weights.max_distance, self.stack == "decoder"
         axis_0, axis_1 = graph.constant([0]), graph.constant([1])
         distance = graph.op("Sub", graph.op("Unsqueeze", keys, axis_0), graph.op("Unsqueeze", queries, axis_1))
         nearest = graph.op("Clip", distance, graph.constant(-reach), graph.constant(1 if causal else reach))
         index = graph.op("Add", nearest, graph.constant(reach))
-        done: dict[str, str] = {}
-        biases, source = [], ""
-        for layer, heads in enumerate(dims.decoder_heads if causal else dims.encoder_heads):
-            own = f"{self.stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
+
+        def look_up(layer: int, table: np.ndarray) -> str:
+            name = f"{self._prefix(layer)}.relative_attention_bias.weight.by_distance"
+            return finish(graph.op("Gather", graph.weight(name, table), index, axis=1))
+
+        tables = self._tables()
+        different = {head.tobytes(): head for table in tables for head in table}
+        if len(different) == sum(map(len, tables)):
+            return [look_up(layer, table) for layer, table in enumerate(tables)]
+        place = {head: number for number, head in enumerate(different)}
+        every = look_up(0, np.stack(list(different.values())))
+        biases, done = [], {tuple(range(len(place))): every}
+        for table in tables:
+            own = tuple(place[head.tobytes()] for head in table)
+            if own not in done:
+                done[own] = graph.op("Gather", every, graph.constant(own), axis=-3)
+            biases.append(done[own])
+        return biases
+
+    def _prefix(self, layer: int) -> str:
+        return f"{self.stack}.block.{layer}.layer.0.SelfAttention"
+
+    def _tables(self) -> list[np.ndarray]:
+        """For each layer the biases of its heads by distance, (H, distances).
+
+        The causal ones have one more entry, for the future: the lowest number.
+        """
+        weights, reach, causal = self.weights, self.weights.max_distance, self.stack == "decoder"
+        distances = np.arange(-reach, (0 if causal else reach) + 1)
+        bucket = relative_position_bucket(
+            distances, bidirectional=not causal, buckets=weights.buckets, max_distance=reach
+        )
+        tables, source = [], ""
+        for layer, heads in enumerate(weights.dims.decoder_heads if causal else weights.dims.encoder_heads):
+            own = f"{self._prefix(layer)}.relative_attention_bias.weight"
             source = own if own in weights.arrays else source
+            table = weights.array(source)[bucket].T
             pruned = weights.pruned_heads.get(f"{self.stack}.{layer}", ())
-            table = weights.array(source)[bucket].T  # (H, distances)
-            kept = [head for head in range(len(table)) if head not in pruned]
-            if len(kept) != heads:
+            table = table[[head for head in range(len(table)) if head not in pruned]]
+            if len(table) != heads:
                 raise NotT5Error(
-                    f"{self.stack} layer {layer} has {heads} heads and {len(kept)} position biases: name the others "
+                    f"{self.stack} layer {layer} has {heads} heads and {len(table)} position biases: name the others "
                     "as its pruned_heads."
                 )
-            name = f"{source}.by_distance{kept if pruned else ''}"
-            if name not in done:
-                table = table[kept]
-                if causal:
-                    table = np.concatenate([table, np.full((heads, 1), LOWEST)], axis=1)
-                looked_up = graph.op("Gather", graph.weight(name, table), index, axis=1)
-                done[name] = finish(looked_up)
-            biases.append(done[name])
-        return biases
+            tables.append(np.concatenate([table, np.full((heads, 1), LOWEST)], axis=1) if causal else table)
+        return tables
 
 
 class T5Layers:
