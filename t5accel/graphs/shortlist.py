@@ -19,7 +19,7 @@ from t5accel.graphs.build.step import headless_step
 from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import NEAR_ONLY, GraphSpec, shortlist_spec, step_spec
 from t5accel.graphs.export.folder import ALIGNMENT
-from t5accel.graphs.numbers.surgery import prune
+from t5accel.graphs.numbers.surgery import drop_unused
 
 # 7 of the 8 bits. CPUs without VNNI add products of two neighbours in 16 bits, and saturate: with hidden states of 8
 # bits, 2 * 255 * 64 is the most that fits. An approximation that depends on the CPU could not be certified.
@@ -172,7 +172,7 @@ def leave_one_head(graph: GraphBuilder) -> None:
     graph.op("MatMul", *product.input, output="logits")
     graph.inputs = [tensor for tensor in graph.inputs if tensor.name != "exact"]
     graph.outputs = [tensor for tensor in graph.outputs if tensor.name not in NEAR_ONLY]
-    prune(graph)
+    drop_unused(graph)
 
 
 def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
