@@ -19,8 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from t5accel import machine, tasks
-from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
@@ -41,10 +41,10 @@ Batch = tuple[np.ndarray, np.ndarray]
 Run = Callable[[Backend, Batch], Generated]
 
 
-def engine(model: str, precision: str) -> OrtNumpy:
+def engine(model: str, precision: str) -> OrtStatic:
     """The model's export in that precision, on all threads that we may use."""
     folder = cached_export(model, precision=precision)
-    return OrtNumpy(folder, settings=SessionSettings(threads=machine.cpu_threads()))
+    return OrtStatic(folder, settings=SessionSettings(threads=machine.cpu_threads()))
 
 
 def ending(backend: Backend, tokenizer: TokenizerFile, task: str, limit: int) -> list[str]:
@@ -94,7 +94,7 @@ def recipe_of(precision: str) -> Row:
     return {"precision": precision, "recipe_hash": RECIPES[precision].hash}
 
 
-def call_rows(precision: str, backend: OrtNumpy, rounds: int) -> Iterator[Row]:
+def call_rows(precision: str, backend: OrtStatic, rounds: int) -> Iterator[Row]:
     """What a call that reads several tokens takes beside one that reads a single token, and forgetting them."""
     rng = np.random.default_rng(0)
     for batch in BATCHES:

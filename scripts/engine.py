@@ -47,11 +47,11 @@ WAYS = {  # what each way of running the bundled model has to import, and the pa
 }
 STARTS = {  # a warm start, once all that it needs is imported: that is in `WAYS`
     "accelerate()": (
-        "from t5accel.api import accelerate; import t5accel.backends.hf, t5accel.backends.ort.numpy, onnxruntime",
+        "from t5accel.api import accelerate; import t5accel.backends.hf, t5accel.backends.ort.static, onnxruntime",
         "accelerate(name)",
     ),
     "open_backend(), without torch": (
-        "from t5accel.api import open_backend; import t5accel.backends.ort.numpy, onnxruntime, tokenizers",
+        "from t5accel.api import open_backend; import t5accel.backends.ort.static, onnxruntime, tokenizers",
         "open_backend(name)",
     ),
 }
@@ -132,7 +132,7 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
 
     model = accelerate("random:t5-small", progress=False)
     ids = np.random.default_rng(0).integers(3, 32128, (1, 64))
-    session = model.backend.decoder = TimedSession(model.backend.decoder)
+    session = model.backend.fused = TimedSession(model.backend.fused)
     forward = 0.0
     original = model.forward
 

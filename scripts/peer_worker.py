@@ -172,14 +172,14 @@ def _ours(precision: str = "fp32", *, shortlist: bool = True) -> Callable[[Path,
     def load(folder: Path, scratch: Path, threads: int) -> Generate:
         import numpy as np
 
-        from t5accel.backends.ort.numpy import OrtNumpy
         from t5accel.backends.ort.session import SessionSettings
+        from t5accel.backends.ort.static import OrtStatic
         from t5accel.decoding.beam import beam_search
         from t5accel.decoding.greedy import greedy
         from t5accel.graphs.export.cache import cached_export
 
         settings = SessionSettings(threads=threads, shortlist=shortlist)
-        backend = OrtNumpy(cached_export(folder, precision=precision), settings=settings)
+        backend = OrtStatic(cached_export(folder, precision=precision), settings=settings)
 
         def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
             length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}

@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from t5accel import machine, tasks
-from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.graphs.export.cache import cached_export
@@ -107,7 +107,7 @@ def quality_rows() -> Iterator[Row]:
             yield row(recipe, Path(out) / "copy")
 
 
-def sequences(engine: OrtNumpy, ids: np.ndarray, tokens: int) -> np.ndarray:
+def sequences(engine: OrtStatic, ids: np.ndarray, tokens: int) -> np.ndarray:
     """Ours, at a forced length."""
     return greedy(engine, ids, min_new_tokens=tokens, max_new_tokens=tokens).sequences
 
@@ -144,7 +144,7 @@ def speed_rows(rounds: int) -> Iterator[Row]:
             place = folder if recipe.name == "fp32" else Path(root) / recipe.name
             if place != folder:
                 convert_export(folder, place, recipe, examples=given)
-            engine = OrtNumpy(place, settings=SessionSettings(threads=threads), verify=place == folder)
+            engine = OrtStatic(place, settings=SessionSettings(threads=threads), verify=place == folder)
             runs[recipe.name] = partial(sequences, engine), {**_of(recipe), "size_bytes": bytes_of(place)}
         for batch, tokens in BATCHES.items():
             ways = [

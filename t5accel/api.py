@@ -121,7 +121,7 @@ def open_backend(
     >>> tokenizer(["I am tired."])["input_ids"].shape, what
     ((1, 5), 'ONNX Runtime, fp32')
     """
-    from t5accel.backends.ort.numpy import OrtNumpy
+    from t5accel.backends.ort.static import OrtStatic
 
     recipe = as_recipe(precision)
     is_export = (Path(model) / MANIFEST).is_file()
@@ -135,7 +135,7 @@ def open_backend(
         folder, manifest = checked_export(model, precision=recipe, progress=progress)
     has_tokenizer = "tokenizer_config.json" in manifest.files or "tokenizer.json" in manifest.files
     tokenizer = tokenizer_of(folder) if has_tokenizer else None
-    return OrtNumpy(folder, manifest=manifest), tokenizer, f"ONNX Runtime, {manifest.recipe['name']}"
+    return OrtStatic(folder, manifest=manifest), tokenizer, f"ONNX Runtime, {manifest.recipe['name']}"
 
 
 def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: bool) -> str:

@@ -152,20 +152,24 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Takes the export; made if it is missing.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export that is there.")] = False,
     external_threshold_bytes: Annotated[
-        int, typer.Option(help="Weights of a graph beyond that lie in one file that both graphs share; 0: always.")
+        int, typer.Option(help="With --no-step: weights of a graph beyond that lie in one file beside both; 0: always.")
     ] = 2_000_000_000,
+    step: Annotated[
+        bool,
+        typer.Option(help="A third graph, faster on a CPU with ONNX Runtime; all weights lie in one file beside them."),
+    ] = True,
     precision: Annotated[
         str,
         typer.Option(help="fp32, fp16, int8, int8-dynamic or int4. What that costs in quality is not measured here."),
     ] = "fp32",
 ) -> None:
-    """Write a model as two ONNX graphs, with all that is needed to run them without torch."""
+    """Write a model as ONNX graphs, with all that is needed to run them without torch."""
     from t5accel.graphs.export.t5 import export_t5
     from t5accel.graphs.numbers.convert import convert_export
     from t5accel.graphs.numbers.recipes import as_recipe
 
     recipe = as_recipe(precision)
-    options = dict(external_threshold_bytes=external_threshold_bytes, progress=True)
+    options = dict(external_threshold_bytes=external_threshold_bytes, step=step, progress=True)
     if recipe.name == "fp32":
         manifest = export_t5(model, folder, overwrite=overwrite, **options)
     else:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t5accel import machine, quality, tasks
-from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
@@ -65,7 +65,7 @@ def family_rows(
         raise InputError("There is nothing to compare: give two members, or a member and two recipes.")
     threads = machine.cpu_threads()
     ids = None  # of the first member's tokenizer; the others read the same
-    engines: dict[str, OrtNumpy] = {}
+    engines: dict[str, OrtStatic] = {}
     ways: list[Way] = []
     about: list[Row] = []
     with tempfile.TemporaryDirectory() as root:
@@ -79,12 +79,14 @@ def family_rows(
             weights = {"weights_per_step": decoder_weights_per_step(dims)}
             about.append({"measured": "size", "model": name, **weights, "settings": asdict(dims)})
             in_fp32 = Path(root) / f"{number}-fp32"
-            export_t5(model, in_fp32, tokenizer=tokenizer, name=name, external_threshold_bytes=0)  # weights once
+            export_t5(model, in_fp32, tokenizer=tokenizer, name=name, step=True)
             for recipe in map(as_recipe, recipes):
                 folder = in_fp32 if recipe.name == "fp32" else Path(root) / f"{number}-{recipe.name}"
                 if folder != in_fp32:
                     convert_export(in_fp32, folder, recipe)
-                engine = engines[f"{name}, {recipe.name}"] = OrtNumpy(folder, settings=SessionSettings(threads=threads))
+                engine = engines[f"{name}, {recipe.name}"] = OrtStatic(
+                    folder, settings=SessionSettings(threads=threads)
+                )
                 if recipe.name == "fp32":
                     _prove_equal(TorchEager(model), engine, tokenizer)
                 facts = {"model": name, "precision": recipe.name, "recipe_hash": recipe.hash, **weights,
@@ -121,11 +123,11 @@ def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -
     return found
 
 
-def _sequences(engine: OrtNumpy, ids: np.ndarray, new_tokens: int) -> np.ndarray:
+def _sequences(engine: OrtStatic, ids: np.ndarray, new_tokens: int) -> np.ndarray:
     return greedy(engine, ids, min_new_tokens=new_tokens, max_new_tokens=new_tokens).sequences
 
 
-def _prove_equal(checkpoint: TorchEager, export: OrtNumpy, tokenizer: Any) -> None:
+def _prove_equal(checkpoint: TorchEager, export: OrtStatic, tokenizer: Any) -> None:
     """On texts of all tasks: what was pruned and not yet trained may say one token again and again in some of them."""
     texts = [tasks.source_text(task, row) for task in tasks.NAMES for row in tasks.rows(task, limit=1)]
     found = tokenizer(texts, return_tensors="np", padding=True)

@@ -69,13 +69,14 @@ def forced_rungs() -> tuple[Rung, ...]:
     """For random weights at a published size: no student, nothing to look up, one text at once.
 
     >>> [rung.name for rung in forced_rungs()]
-    ['naive', 'cache', 'onnx', 'loop', 'shortlist', 'bound', 'int8', 'int4']
+    ['naive', 'cache', 'onnx', 'loop', 'shortlist', 'bound', 'fused', 'int8', 'int4']
     """
     return (
         *_BELOW,
         Rung("shortlist", "a shortlist for the head", "loop", NAMED[f"{_LOOP}, numpy feeds"]),
         Rung("bound", "bound buffers", "shortlist", NAMED[f"{_LOOP}, bound"]),
-        Rung("int8", "8 bits", "shortlist", _INT8),
+        Rung("fused", "a fused step, buffers that stay", "shortlist", NAMED[f"{_LOOP}, fused step"]),
+        Rung("int8", "8 bits", "fused", _INT8),
         Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
     )
 
@@ -94,7 +95,8 @@ def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
     student = student or (STUDENT if STUDENT in BUNDLED else None)
     rungs = [
         *_BELOW,
-        Rung("int8", "8 bits", "loop", _INT8),
+        Rung("fused", "a fused step, buffers that stay", "loop", NAMED[f"{_LOOP}, fused step"]),
+        Rung("int8", "8 bits", "fused", _INT8),
         Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
         Rung("lookup", "drafts copied from the source", "int8", LOOKUP),
         Rung("naive, batches", f"{AT_ONCE} texts at once, naive", "naive", _BELOW[0].technique, batch=AT_ONCE),
@@ -102,7 +104,7 @@ def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
         Rung("dynamic, batches", "8 bits tuned for throughput", "batches", THROUGHPUT, batch=AT_ONCE),
     ]
     if student is not None:
-        rungs[7:7] = [
+        rungs[8:8] = [
             Rung("student", "a student", "int8", _INT8, student),
             Rung("student, lookup", "drafts, with the student", "student", LOOKUP, student),
         ]

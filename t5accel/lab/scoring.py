@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from t5accel import quality, tasks
-from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy import greedy
@@ -139,11 +139,11 @@ def agreement(reference: str | os.PathLike[str], examples: Sequence[Example], *,
     return score
 
 
-def _opened(folder: str | os.PathLike[str], threads: int | None) -> OrtNumpy:
-    return OrtNumpy(folder, settings=SessionSettings(threads=threads, shortlist=False), verify=False)
+def _opened(folder: str | os.PathLike[str], threads: int | None) -> OrtStatic:
+    return OrtStatic(folder, settings=SessionSettings(threads=threads, shortlist=False), verify=False)
 
 
-def _log_probabilities(backend: OrtNumpy, example: Example) -> np.ndarray:
+def _log_probabilities(backend: OrtStatic, example: Example) -> np.ndarray:
     """(B, T, V) float64."""
     state = backend.start(backend.encode(example.input_ids, example.attention_mask))
     logits = backend.step(state, example.decoder_input_ids[:, None])[:, 0].astype(np.float64)

@@ -18,7 +18,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, WEIGHTS
 from t5accel.graphs.export.cache import cached_export
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe
@@ -111,7 +111,7 @@ def graph_bytes(subject: Subject, precision: str = "fp32") -> int:
 def bytes_of(folder: str | os.PathLike[str]) -> int:
     """Bytes of an export's graphs and of the weights beside them, a shortlist's included."""
     files = read_manifest(folder, verify=False).files
-    return sum(files[name]["size_bytes"] for name in (ENCODER, DECODER, SHORTLIST, WEIGHTS) if name in files)
+    return sum(files[name]["size_bytes"] for name in (ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS) if name in files)
 
 
 def _generate(model: Any, use_cache: bool = True) -> Generate:
@@ -142,14 +142,17 @@ def _eager(subject: Subject, use_cache: bool) -> Generate:
 
 
 def _engine(
-    subject: Subject, precision: str = "fp32", *, bound: bool = False, shortlist: bool = True,
+    subject: Subject, precision: str = "fp32", *, way: str = "static", shortlist: bool = True,
     decode: Callable[..., Generated] = greedy,
 ) -> Generate:  # fmt: skip
-    from t5accel.backends.ort.bound import OrtBound, OrtNumpy
+    from t5accel.backends.ort.bound import OrtBound
+    from t5accel.backends.ort.numpy import OrtNumpy
     from t5accel.backends.ort.session import SessionSettings
+    from t5accel.backends.ort.static import OrtStatic
 
+    backend = {"numpy": OrtNumpy, "bound": OrtBound, "static": OrtStatic}[way]
     settings = SessionSettings(threads=subject.threads, shortlist=shortlist)
-    return _decoding((OrtBound if bound else OrtNumpy)(subject.export(precision), settings=settings), decode)
+    return _decoding(backend(subject.export(precision), settings=settings), decode)
 
 
 def _behind_generate(subject: Subject) -> Generate:
@@ -161,7 +164,7 @@ def _behind_generate(subject: Subject) -> Generate:
 def _in(precision: str, student: str | None = None) -> Technique:
     """Our engine in these numbers, with the subject's own model or a student of it."""
     return Technique(
-        f"{student or 'ONNX Runtime'}, our loop, {precision}", "backends.ort.numpy",
+        f"{student or 'ONNX Runtime'}, our loop, {precision}", "backends.ort.static",
         lambda subject: _engine(subject, precision), lambda subject: graph_bytes(subject, precision), _ORT,
         RECIPES[precision], student,
     )  # fmt: skip
@@ -177,10 +180,12 @@ TECHNIQUES = (
     Technique("ONNX Runtime, generate()", "backends.hf", _behind_generate, graph_bytes,
               ("onnxruntime", "torch", "transformers")),
     Technique("ONNX Runtime, our loop, all logits", "backends.ort.numpy",
-              lambda subject: _engine(subject, shortlist=False), graph_bytes, _ORT),
-    Technique("ONNX Runtime, our loop, numpy feeds", "backends.ort.numpy", _engine, graph_bytes, _ORT),
+              lambda subject: _engine(subject, way="numpy", shortlist=False), graph_bytes, _ORT),
+    Technique("ONNX Runtime, our loop, numpy feeds", "backends.ort.numpy",
+              lambda subject: _engine(subject, way="numpy"), graph_bytes, _ORT),
     Technique("ONNX Runtime, our loop, bound", "backends.ort.bound",
-              lambda subject: _engine(subject, bound=True), graph_bytes, _ORT),
+              lambda subject: _engine(subject, way="bound"), graph_bytes, _ORT),
+    Technique("ONNX Runtime, our loop, fused step", "backends.ort.static", _engine, graph_bytes, _ORT),
     _in("int8"),
     _in("int4"),
     _in("fp32", "mini-d1"),
