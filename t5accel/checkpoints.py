@@ -142,8 +142,8 @@ def _load_hub(hub_id: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | N
         raise
     except OSError as error:
         raise ModelUnavailableError(
-            f"{hub_id!r} could not be had from the model hub (no network, or no such model). Offline, load_t5('mini') "
-            "and load_t5('random:t5-small') work, as does a folder that was downloaded before."
+            f"{hub_id!r} is no folder here, and could not be had from the model hub (no network, or no such model). "
+            "Offline, load_t5('mini') and load_t5('random:t5-small') work, as does what was downloaded before."
         ) from error
     except Exception as error:  # reached, and broken or too new for the installed transformers
         raise ModelUnavailableError(f"{hub_id!r} cannot be loaded: {error}") from error
