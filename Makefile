@@ -33,7 +33,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-v5 test-wheel test-binder test-colab test-browser test-tensorrt test-triton \
+.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-triton \
 	release-check lab bench peers gpu-bundle lint format site \
 	constraints wheel wheelhouse badges clean
 
@@ -54,6 +54,9 @@ test: .venv/.stamp ## Run the tests on transformers 4.57 (notebooks are checked,
 
 test-v5: .venv-v5/.stamp ## Run the same tests on transformers 5.x, in an environment of their own
 	@$(VENV_V5) -m pytest -q -n logical --dist worksteal
+
+test-long: .venv/.stamp ## Run the tests that take too long for every landing
+	@$(VENV) -m pytest -q -n logical --dist worksteal -m long
 
 lab: .venv/.stamp ## Open JupyterLab on the notebooks
 	@$(VENV) -m jupyter lab notebooks/
@@ -117,7 +120,7 @@ test-triton: .venv/.stamp $(TRITON)/.stamp ## Interpret our GPU kernel on the CP
 
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run
-	@for target in test-binder test-colab course-v5 test-browser test-tensorrt test-triton; do \
+	@for target in test-long test-binder test-colab course-v5 test-browser test-tensorrt test-triton; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 
 wheelhouse: EXTRAS := cpu,course,optimum

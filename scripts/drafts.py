@@ -30,7 +30,7 @@ from t5accel.graphs.export.cache import cached_export
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 from t5accel.timing import Work
 
 MODEL = "mini"

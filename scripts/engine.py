@@ -1,6 +1,7 @@
-"""Measure what the engine costs besides time per token: export, memory over many generations, loops, imports, disk.
+"""Measure what the engine costs besides time per token: export, warm starts, memory, loops, imports, disk.
 
 Run by `make bench`; `data/results/engine.json` is a recorded run. Each row says what was measured and in which unit.
+``--only "warm start"`` measures a part.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -23,21 +26,33 @@ from t5accel.api import accelerate
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
+from t5accel.graphs.export.cache import cached_export
 from t5accel.graphs.export.t5 import export_t5
+from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.soak import soak
-from t5accel.parity import parity
+from t5accel.timing import Work
 
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
     "ONNX Runtime, numpy and tokenizers alone": (
         "from t5accel.backends.ort.bound import OrtBound; from t5accel.decoding.greedy import greedy; "
-        "from t5accel.text.tokenizer_file import TokenizerFile; import onnxruntime, tokenizers",
+        "from t5accel.text.text_to_text import TokenizerFile; import onnxruntime, tokenizers",
         ("numpy", "onnxruntime", "tokenizers"),
     ),
     "torch and transformers": (
         "import torch; from transformers import AutoTokenizer, T5ForConditionalGeneration",
         ("torch", "transformers"),
+    ),
+}
+STARTS = {  # a warm start, once all that it needs is imported: that is in `WAYS`
+    "accelerate()": (
+        "from t5accel.api import accelerate; import t5accel.backends.hf, t5accel.backends.ort.numpy, onnxruntime",
+        "accelerate(name)",
+    ),
+    "open_backend(), without torch": (
+        "from t5accel.api import open_backend; import t5accel.backends.ort.numpy, onnxruntime, tokenizers",
+        "open_backend(name)",
     ),
 }
 
@@ -54,6 +69,23 @@ def export_rows() -> list[Row]:
         rows.append(
             {"measured": "export", "model": name, "seconds": round(seconds, 2), "size_bytes": manifest.size_bytes}
         )
+    return rows
+
+
+def start_rows(names: tuple[str, ...] = ("mini", "random:t5-small"), repeats: int = 5) -> list[Row]:
+    """Seconds of a program's own work until a model answers whose export is kept, beyond imports; medians.
+
+    By the clock, and of the processor, which other programs beside it change little.
+    """
+    rows = []
+    for name in names:
+        cached_export(name)
+        for system, (imports, start) in STARTS.items():
+            for cell, clock in (("by the clock", "perf_counter"), ("of the processor", "process_time")):
+                program = f"{imports}; name = {name!r}; from time import {clock} as now; t = now(); {start}; "
+                seconds = [_printed_seconds(program + "print(now() - t)") for _ in range(repeats + 1)][1:]
+                rows.append({"measured": "warm start", "cell": cell, "system": system, "model": name,
+                             "seconds": round(median(seconds), 3)})  # fmt: skip
     return rows
 
 
@@ -119,19 +151,25 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
         "greedy()": lambda: greedy(model.backend, ids, np.ones_like(ids), **bounds).sequences,
         "generate()": lambda: model.generate(**tensors, do_sample=False, num_beams=1, **bounds)[:, 1:].numpy(),
     }
-    samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loops}
-    outputs = {name: run() for name, run in loops.items()}  # also the warm-up
-    parity(outputs["generate()"], outputs["greedy()"], atol=0)
-    for _ in range(rounds):
-        for name, run in loops.items():
+    inner: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+
+    def watched(name: str) -> Callable[[], np.ndarray]:
+        def run() -> np.ndarray:
+            nonlocal forward
             session.seconds = forward = 0.0
-            started = time.perf_counter()
-            run()
-            samples[name].append((time.perf_counter() - started, session.seconds, forward))
+            found = loops[name]()
+            inner[name].append((session.seconds, forward))
+            return found
+
+        return run
+
+    ways = [Way(name, partial(watched, name)) for name in loops]
     rows = []
-    for name, measured in samples.items():
-        parts = ("in all", "in the decoder session", "in our forward")
-        for cell, column in zip(parts, zip(*measured, strict=True), strict=True):
+    for row in measured(ways, Work(1, 64, tokens), rounds=rounds):
+        name = row["system"]
+        parts = {"in all": row["latency_s"]}
+        parts["in the decoder session"], parts["in our forward"] = zip(*inner[name][-rounds:], strict=True)
+        for cell, column in parts.items():
             if any(column):  # our loop has no forward
                 micros = round(median(column) / tokens * 1e6)
                 rows.append({"measured": "overhead", "cell": cell, "system": name, "model": "random:t5-small",
@@ -151,7 +189,10 @@ def footprint_row(way: str) -> Row:
 
 
 def _import_seconds(imports: str) -> float:
-    program = f"import time; before = time.perf_counter(); {imports}; print(time.perf_counter() - before)"
+    return _printed_seconds(f"import time; t = time.perf_counter(); {imports}; print(time.perf_counter() - t)")
+
+
+def _printed_seconds(program: str) -> float:
     return round(float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout), 4)
 
 
@@ -180,8 +221,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--generations", type=int, default=2000)
+    parts = {
+        "export": export_rows, "warm start": start_rows, "soak": lambda: [soak_row(options.generations)],
+        "overhead": overhead_rows, "footprint": lambda: [*map(footprint_row, WAYS)],
+    }  # fmt: skip
+    parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
-    rows = [*export_rows(), soak_row(options.generations), *overhead_rows(), *map(footprint_row, WAYS)]
+    chosen = [options.only] if options.only else [*parts]
+    rows = [row for name in chosen for row in parts[name]()]
     write_rows(options.json, rows, command=f"python scripts/engine.py --generations {options.generations}")
     for row in rows:
         shown = {key: value for key, value in row.items() if not isinstance(value, list)}

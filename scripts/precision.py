@@ -31,7 +31,7 @@ from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import agreement, text_quality
 from t5accel.lab.techniques import bytes_of
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 from t5accel.timing import Work
 
 SIZE = "random:t5-small"

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from t5accel import machine, tasks
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.older.hybrid import HybridOnnxT5
 from t5accel.backends.older.past_layouts import ThreeGraphs, WholeGraph
 from t5accel.backends.ort.numpy import OrtNumpy
@@ -46,7 +46,7 @@ from t5accel.lab.profile_graph import step_feeds
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import backend_scores
 from t5accel.text.unigram import UnigramTokenizer
-from t5accel.timing import Candidate, Work, compare
+from t5accel.timing import Work
 
 SIZE, BUNDLED = "random:t5-small", "mini"
 WITH_CACHE, NO_CACHE = "transformers with cache", "transformers without cache"
@@ -115,7 +115,7 @@ def layout_rows(model: PreTrainedModel, name: str, rounds: int, source: int = 64
             for layout, backend in backends.items():
                 runs[f"{layout}, our loop"] = our_loop(backend, ids, tokens, beams)
                 if layout in ("onnxt5", "fastt5"):  # which were made to be called so
-                    wrapped = OrtT5ForConditionalGeneration(backend, model.config, model.generation_config)
+                    wrapped = AcceleratedT5(backend, model.config, model.generation_config)
                     runs[f"{layout}, generate()"] = their_loop(wrapped, ids, tokens, beams)
             yield from race("layout", runs, work, rounds, model=name)
 
@@ -354,13 +354,14 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
     work = Work(1, ids.shape[1], 32, threads=threads)
     for engine, backend in engines.items():
         runs = {"generating": our_loop(backend, ids, 32), **around}
-        found = compare(*(Candidate(name, run, work) for name, run in runs.items()), rounds=rounds)
-        generating_s = found.latencies["generating"].median_s
+        ways = [Way(name, lambda run=run: run) for name, run in runs.items()]
+        found = {row["system"]: median(row["latency_s"]) for row in measured(ways, work, rounds=rounds, atol=None)}
+        generating_s = found["generating"]
         about = {"measured": "speed", "cell": "tokenizer share", "backend": engine, "model": BUNDLED,
                  "source_tokens": ids.shape[1], "new_tokens": 32}  # fmt: skip
         yield {**about, "system": "generating", "seconds": generating_s}
         for kind in around:
-            own_s = found.latencies[kind].median_s / 10
+            own_s = found[kind] / 10
             yield {**about, "system": kind, "seconds": own_s, "share": own_s / (own_s + generating_s)}
 
 

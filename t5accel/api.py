@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import warnings
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.build.contract import MANIFEST
-from t5accel.graphs.export.cache import checked_export
-from t5accel.graphs.export.manifest import Manifest, read_manifest
+from t5accel.graphs.contract import MANIFEST
+from t5accel.graphs.export.cache import checked_export, checked_manifest
+from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
+from t5accel.text.text_to_text import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from t5accel.backends.hf import OrtT5ForConditionalGeneration
+    from t5accel.backends.hf import AcceleratedT5
+    from t5accel.decoding.backend import Backend
 
 # By what it is tuned for, the recipe in place of another.
 TUNED_FOR = {"latency": {}, "throughput": {"int8": "int8-dynamic"}}
@@ -37,7 +37,7 @@ def accelerate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_source_tokens: int | None = None,
     progress: bool = True,
-) -> OrtT5ForConditionalGeneration:
+) -> AcceleratedT5:
     """Run a T5 where it is fast, as the model that transformers knows: on a CPU that is ONNX Runtime.
 
     Args:
@@ -45,9 +45,9 @@ def accelerate(
             `export.export_t5`, or a model object. What is no export yet is exported once, into the user's cache
             (`graphs.export.cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
-            `recipes.Recipe`. What a recipe costs in quality is not measured here, and a warning says so once:
-            `quantize.quantize` lets a model pass only if it loses no more than allowed. A folder that holds an export
-            runs in the precision that it has.
+            `recipes.Recipe`. What a recipe costs in quality is not measured here: `quantize.quantize` lets a model pass
+            only if it loses no more than allowed (``t5accel quantize``). A folder that holds an export runs in the
+            precision that it has.
         tuned_for: ``"latency"``, for batches of few rows, or ``"throughput"``, for many: another way of computing with
             8 bits is faster there.
         device: ``"cpu"`` or ``"cuda"``.
@@ -56,7 +56,7 @@ def accelerate(
         threads: of the CPU; by default those that this process may really use.
         tokenizer: saved with the export; by default that of a model given by name.
         max_source_tokens: refuse longer inputs.
-        progress: show a bar while exporting.
+        progress: when a model is exported for the first time, say where it is kept and show a bar.
 
     Returns:
         An object with ``generate()``; with ``backend`` for our own loops, as in ``greedy(model.backend, …)``; and with
@@ -72,7 +72,7 @@ def accelerate(
     >>> model.tokenizer.batch_decode(model.generate(**batch, max_new_tokens=20), skip_special_tokens=True)
     ['Je suis fatigué.']
     """
-    from t5accel.backends.hf import OrtT5ForConditionalGeneration
+    from t5accel.backends.hf import AcceleratedT5
 
     settings = SessionSettings(threads=threads, device=device)
     recipe = tuned(as_recipe(precision), tuned_for)
@@ -92,16 +92,50 @@ def accelerate(
         manifest = _in_precision(folder, recipe)
     else:
         folder, manifest = checked_export(model, precision=recipe, tokenizer=tokenizer, progress=progress)
-        if recipe.name != "fp32":
-            _say_ungated()
     options: dict[str, Any] = {"settings": settings, "manifest": manifest}
     if chosen == "tensorrt":
         from t5accel.backends.tensorrt import TensorRT
 
         options = {"backend": TensorRT, "verify": False}
-    return OrtT5ForConditionalGeneration.from_pretrained(
-        folder, tokenizer=tokenizer, max_source_tokens=max_source_tokens, **options
-    )
+    return AcceleratedT5.from_pretrained(folder, tokenizer=tokenizer, max_source_tokens=max_source_tokens, **options)
+
+
+def open_backend(
+    model: str | os.PathLike[str], *, precision: str | Recipe = "fp32", runtime: str | None = None,
+    progress: bool = True,
+) -> tuple[Backend, Any, str]:  # fmt: skip
+    """A backend for our own loops, its tokenizer, and both in words: `accelerate` on a CPU without ``generate()``.
+
+    Where the export is there, neither torch nor transformers is imported: the start takes a tenth of the time.
+
+    Args:
+        model, precision, runtime, progress: as of `accelerate`; ``"onnx"`` or ``"torch"``.
+
+    Returns:
+        The backend; its tokenizer, or ``None``; and what runs it, such as ``"ONNX Runtime, int8"``.
+
+    Raises:
+        ExportError, InputError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `accelerate`.
+
+    >>> backend, tokenizer, what = open_backend("mini", progress=False)
+    >>> tokenizer(["I am tired."])["input_ids"].shape, what
+    ((1, 5), 'ONNX Runtime, fp32')
+    """
+    from t5accel.backends.ort.numpy import OrtNumpy
+
+    recipe = as_recipe(precision)
+    is_export = (Path(model) / MANIFEST).is_file()
+    if _runtime(runtime, "cpu", recipe, is_export=is_export) == "torch":
+        accelerated = accelerate(model, precision=recipe, runtime=runtime, progress=progress)
+        return accelerated.backend, accelerated.tokenizer, f"torch with cache, {recipe.name}"
+    folder = Path(model)
+    if is_export:
+        manifest = _in_precision(folder, recipe)
+    else:
+        folder, manifest = checked_export(model, precision=recipe, progress=progress)
+    has_tokenizer = "tokenizer_config.json" in manifest.files or "tokenizer.json" in manifest.files
+    tokenizer = tokenizer_of(folder) if has_tokenizer else None
+    return OrtNumpy(folder, manifest=manifest), tokenizer, f"ONNX Runtime, {manifest.recipe['name']}"
 
 
 def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: bool) -> str:
@@ -144,7 +178,7 @@ def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
 
 def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
     """The manifest of a given export, if that is of the precision that was asked for, or nobody asked for one."""
-    manifest = read_manifest(folder)
+    manifest = checked_manifest(folder)
     there = manifest.recipe["name"]
     if recipe.name not in ("fp32", there):
         raise InputError(
@@ -154,11 +188,11 @@ def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
     return manifest
 
 
-def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> OrtT5ForConditionalGeneration:
+def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> AcceleratedT5:
     """On a GPU with captured steps; on a CPU transformers' own model, for bf16."""
     import torch
 
-    from t5accel.backends.hf import OrtT5ForConditionalGeneration
+    from t5accel.backends.hf import AcceleratedT5
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.backends.torch_static import TorchStatic
     from t5accel.checkpoints import in_floats, load_t5
@@ -169,14 +203,4 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
     torch.set_num_threads(settings.threads or machine.cpu_threads())
     moved = in_floats(model, recipe.floats, settings.device)
     backend = TorchEager(moved) if settings.device == "cpu" else TorchStatic(moved)
-    return OrtT5ForConditionalGeneration(backend, model.config, model.generation_config, tokenizer)
-
-
-@cache
-def _say_ungated() -> None:
-    """Once in a process."""
-    warnings.warn(
-        "This model's quality in fewer bits was not measured: t5accel.graphs.numbers.quantize.quantize does, and "
-        "refuses what loses too much. The manifest says gated: false.",
-        stacklevel=3,
-    )
+    return AcceleratedT5(backend, model.config, model.generation_config, tokenizer)

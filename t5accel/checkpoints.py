@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"}
 # Short names under which the originals are widely known.
 HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def data_folder() -> Path:
@@ -78,10 +79,30 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
     if os.path.isdir(text):  # unlike Path.is_dir(), it answers False to a name that is too long
         return _load_folder(Path(text))
     hub_id = HUB_ALIASES.get(text, text)
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", hub_id, re.ASCII):
+    if _HUB_ID.fullmatch(hub_id):
         return _load_hub(hub_id)
     kinds = "not bundled, not random, not a folder, not a hub id"
     raise UnknownModelError(f"No model {text!r}: {kinds}. {allowed_names()}")
+
+
+def hub_snapshot(name: str) -> Path | None:
+    """The folder in the hub's cache for a hub id, if its current commit was downloaded; no network is asked.
+
+    >>> hub_snapshot("mini") is None and hub_snapshot("no-such/model") is None
+    True
+    """
+    hub_id = HUB_ALIASES.get(name, name)
+    if name in BUNDLED or name.startswith("random:") or os.path.isdir(name) or not _HUB_ID.fullmatch(hub_id):
+        return None
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if (snapshot / "config.json").is_file() else None
 
 
 def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:

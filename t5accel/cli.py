@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from t5accel.cli_training import training
-from t5accel.errors import InputError, T5AccelError
+from t5accel.errors import InputError, ModelUnavailableError, T5AccelError
+
+TRACEBACK = "T5ACCEL_TRACEBACK"
 
 
 class _Group(typer.core.TyperGroup):
-    """Shows our own errors as one sentence on standard error; anything else keeps its traceback."""
+    """Whatever goes wrong is one sentence on standard error: no warning and no line of a program on a user's screen.
+
+    With ``T5ACCEL_TRACEBACK=1`` in the environment Python shows all it has.
+    """
 
     def invoke(self, ctx):  # noqa: ANN001
-        try:
+        if os.environ.get(TRACEBACK):
             return super().invoke(ctx)
-        except (T5AccelError, FileNotFoundError) as error:
-            typer.echo(f"t5accel: {error}", err=True)
-            raise typer.Exit(2) from error
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda *_, **__: None  # filters are set by libraries, too
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt as error:
+                typer.echo(
+                    "\nt5accel: interrupted. Nothing is half written; the same command goes on from its last "
+                    "checkpoint, if it keeps any.", err=True,
+                )  # fmt: skip
+                raise typer.Exit(130) from error
+            except BrokenPipeError:
+                raise
+            except Exception as error:
+                if hasattr(error, "exit_code") or isinstance(error, typer.Abort):  # typer's own
+                    raise
+                typer.echo(f"t5accel: {_sentence(error)}", err=True)
+                raise typer.Exit(2 if isinstance(error, T5AccelError | OSError) else 1) from error
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, T5AccelError):
+        return " ".join(str(error).split("\n"))
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+    what = (str(error).strip().splitlines() or ["nothing more is known"])[0]
+    return f"unexpected {type(error).__name__}: {what} ({TRACEBACK}=1 in the environment shows where.)"
 
 
 app = typer.Typer(
@@ -54,43 +86,64 @@ ModelOption = Annotated[str, typer.Option(help="mini, mini-d1, mini-d1p, random:
 
 @app.command()
 def run(
-    text: Annotated[str, typer.Argument(help="With T5's prefix: 'translate English to French: I am tired.'")],
+    text: Annotated[
+        str,
+        typer.Argument(help="With T5's prefix: 'translate English to French: I am tired.' -: lines of standard input."),
+    ],
     model: ModelOption = "mini",
-    max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of the answer.")] = 64,
-    runtime: Annotated[Runtime, typer.Option(help="onnx exports the model once, into the cache.")] = Runtime.TORCH,
-    precision: Annotated[str, typer.Option(help="With onnx: fp32, fp16, bf16, int8 or int4.")] = "fp32",
+    max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of an answer.")] = 64,
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8 or int4.")] = "fp32",
+    runtime: Annotated[
+        Runtime | None, typer.Option(help="Default: onnx, which exports the model once; for bf16 torch.")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print words as they come.")] = False,
 ) -> None:
-    """Answer one text, with the time it took."""
+    """Answer one text, or every line of standard input, with the time it took."""
+    import numpy as np
+
+    from t5accel.api import open_backend
     from t5accel.decoding.greedy import greedy
+    from t5accel.decoding.streaming import stream as streamed
+    from t5accel.decoding.streaming import stream_text
     from t5accel.text.text_to_text import text_to_text
 
-    if runtime is Runtime.ONNX:
-        from t5accel.api import accelerate
-
-        accelerated = accelerate(model, precision=precision)
-        backend, tokenizer = accelerated.backend, accelerated.tokenizer
-    elif precision != "fp32":
-        raise InputError(f"--precision {precision} needs --runtime onnx.")
-    else:
-        from t5accel.backends.torch_eager import TorchEager
-        from t5accel.checkpoints import load_t5
-
-        t5, tokenizer = load_t5(model)
-        backend = TorchEager(t5)
-    sizes: list[int] = []
+    backend, tokenizer, with_what = open_backend(model, precision=precision, runtime=runtime and runtime.value)
+    count = 0
 
     def generate(ids, mask):  # noqa: ANN001, ANN202
-        out = greedy(backend, ids, mask, max_new_tokens=max_new_tokens).sequences
-        sizes.append(out.shape[1])
-        return out
+        nonlocal count
+        if not stream:
+            tokens = greedy(backend, ids, mask, max_new_tokens=max_new_tokens).sequences
+        else:
+            chunks: list[Any] = []
+            coming = streamed(backend, ids, mask, max_new_tokens=max_new_tokens)
+            for piece in stream_text(tokenizer, (chunks.append(chunk) or chunk for chunk in coming)):
+                typer.echo(piece, nl=False)
+            typer.echo()
+            tokens = np.concatenate([new for (new,) in chunks])[None]
+        count += tokens.shape[1]
+        return tokens
 
     answer = text_to_text(tokenizer, generate)
-    started = time.perf_counter()
-    (result,) = answer([text])
-    seconds = time.perf_counter() - started
-    typer.echo(result)
-    with_what = {Runtime.TORCH: "torch with cache", Runtime.ONNX: f"ONNX Runtime, {precision}"}[runtime]
-    typer.echo(f"({sizes[0]} tokens in {seconds * 1e3:.0f} ms, {with_what}, first call)", err=True)
+    texts, seconds = 0, 0.0
+    for line in _lines() if text == "-" else [text]:
+        started = time.perf_counter()
+        (result,) = answer([line]) if line.strip() else [""]
+        seconds += time.perf_counter() - started
+        texts += 1
+        if not stream or not line.strip():
+            typer.echo(result)
+    of = f"{texts} texts, " if text == "-" else ""
+    typer.echo(f"({of}{count} tokens in {seconds * 1e3:.0f} ms, {with_what})", err=True)
+
+
+def _lines() -> Iterator[str]:
+    """Those of standard input, as they come; an empty one stays one, so that answers stand beside their texts."""
+    for number, line in enumerate(typer.get_binary_stream("stdin"), 1):
+        try:
+            yield line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"Line {number} of standard input is not UTF-8: convert it first.") from error
 
 
 @app.command()
@@ -121,6 +174,41 @@ def export(
             manifest = convert_export(Path(temporary) / "fp32", folder, recipe, overwrite=overwrite)
     size = f"{manifest.size_bytes / 1e6:.0f} MB in {len(manifest.files)} files"
     typer.echo(f"{folder}: {size}, {manifest.recipe['name']}")
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="mini, a folder, a hub id, or an export in fp32.")],
+    folder: Annotated[Path, typer.Argument(help="Takes the export in integers; made if it is missing.")],
+    eval_: Annotated[Path, typer.Option("--eval", help='JSON Lines, {"source": …, "target": …}, to score on.')],
+    max_loss: Annotated[float, typer.Option(help="What the score may lose against fp32, in points of the metric.")],
+    precision: Annotated[str, typer.Option(help="int8, int8-dynamic or int4.")] = "int8",
+    metric: Annotated[str, typer.Option(help="bleu, chrf, rougeL or exact_match, each from 0 to 100.")] = "bleu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export that is there.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
+) -> None:
+    """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
+    from t5accel.graphs.contract import MANIFEST
+    from t5accel.graphs.export.cache import cached_export
+    from t5accel.graphs.numbers.quantize import quantize as behind_a_gate
+    from t5accel.graphs.numbers.recipes import as_recipe
+    from t5accel.lab.scoring import text_quality
+    from t5accel.text.text_to_text import tokenizer_of
+
+    if not as_recipe(precision).integers:
+        raise InputError(f"--precision is {precision}; give int8, int8-dynamic or int4: the others have no integers.")
+    score = text_quality(eval_, metric, threads=threads)
+    in_fp32 = Path(model) if (Path(model) / MANIFEST).is_file() else cached_export(model, progress=True)
+    try:
+        tokenizer_of(in_fp32)
+    except ModelUnavailableError as error:
+        raise InputError(f"{model} has no tokenizer: save one beside it, the gate reads texts.") from error
+    report = behind_a_gate(
+        in_fp32, folder, precision, score=score, max_loss={metric: max_loss}, overwrite=overwrite
+    )  # fmt: skip
+    before, after = report.baseline[metric], report.chosen.scores[metric]
+    typer.echo(f"{folder}: {report.manifest.size_bytes / 1e6:.0f} MB, {report.chosen.recipe.name}")
+    typer.echo(f"{metric} {after:.2f}, in fp32 {before:.2f}: loses {before - after:.2f}, and {max_loss:g} is allowed")
 
 
 @cache.command("list")

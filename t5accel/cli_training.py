@@ -23,7 +23,9 @@ WeightOption = Annotated[
 EvalOption = Annotated[
     Path | None, typer.Option("--eval", help="Rows to score on, never trained on, in the same format.")
 ]
-MetricOption = Annotated[str | None, typer.Option(help="loss, bleu, rougeL or exact_match, on --eval. Default: loss.")]
+MetricOption = Annotated[
+    str | None, typer.Option(help="loss, bleu, chrf, rougeL or exact_match, on --eval. Default: loss.")
+]
 BatchOption = Annotated[int, typer.Option(help="Of a step: padded tokens of sources and targets together.")]
 LongestOption = Annotated[int, typer.Option(help="The most tokens that a source or a target may have.")]
 OutOption = Annotated[Path, typer.Option(help="Folder for checkpoints, log and the finished model.")]
@@ -89,9 +91,11 @@ def distill(
     from t5accel.students.distill import distill as run
     from t5accel.students.resumable import require_device
     from t5accel.students.shrink import layer_map, shrink_decoder
+    from t5accel.students.student_card import require_place
     from t5accel.t5.sizes import T5Dims
 
     torch.set_num_threads(threads or machine.cpu_threads())
+    require_place(out / "model")
     model, tokenizer = _with_tokenizer(teacher)
     chosen = _numbers(layers) if layers else layer_map(T5Dims.of(model).decoder_layers, decoder_layers)
     config = DistillConfig(layers=chosen, loss=loss, steps=steps, seed=seed)
@@ -99,7 +103,7 @@ def distill(
     shrink_decoder(model, chosen)  # layers that there are not are refused before the teacher writes
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
     if loss == "sequence":
-        own = own.written_by(_beams(teacher, model, tokenizer, device), out / "teacher.jsonl")
+        own = own.written_by(_beams(teacher, model, tokenizer, device, own.most), out / "teacher.jsonl")
     student = run(
         model, tokenizer, own.mixture(batch_tokens, by_teacher=loss == "sequence"), out, config,
         validate=own.validate, device=device,
@@ -133,12 +137,14 @@ def prune(
     from t5accel import machine
     from t5accel.students.prune import PruneConfig
     from t5accel.students.prune import prune as run
+    from t5accel.students.student_card import require_place
 
     torch.set_num_threads(threads or machine.cpu_threads())
     config = PruneConfig(
         heads=heads, neurons=neurons, importance=importance, steps=steps,
         training=replace(PruneConfig().training, loss=loss, seed=seed),
     )  # fmt: skip
+    require_place(out / "model")
     whole, tokenizer = _with_tokenizer(model)
     of = None if teacher is None else _with_tokenizer(teacher)[0]
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
@@ -156,6 +162,7 @@ class _UserRows:
     weights: list[float] | None
     evaluated: frozenset[str]
     validate: Callable[[Any], dict[str, float]] | None
+    most: int  # tokens of an answer: twice the longest target, within what is allowed
 
     @classmethod
     def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
@@ -172,7 +179,8 @@ class _UserRows:
             validate = validation(evaluation, tokenizer, metric or "loss", longest=longest)
             sources = frozenset(source for source, _ in read_examples(evaluation))
         examples = [read_examples(file, tokenizer, longest=longest) for file in files]
-        return cls(examples, weights, sources, validate)
+        targets = tokenizer([target for rows in examples for _, target in rows], verbose=False)["input_ids"]
+        return cls(examples, weights, sources, validate, min(longest, 2 * max(map(len, targets))))
 
     def written_by(self, generate: Callable[[list[str]], list[str]], file: Path) -> _UserRows:
         """The same sources with what the teacher writes to them, which is kept in ``file``."""
@@ -243,7 +251,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise InputError(f"--layers is {text!r}; give numbers with commas between, as in 0,3.") from error
 
 
-def _beams(name, model, tokenizer, device):  # noqa: ANN001, ANN202
+def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
     """The teacher, from texts to the best of four beams."""
     from t5accel.api import accelerate
     from t5accel.backends.torch_eager import TorchEager
@@ -252,7 +260,7 @@ def _beams(name, model, tokenizer, device):  # noqa: ANN001, ANN202
 
     backend = accelerate(name).backend if device == "cpu" else TorchEager(model.to(device))
     return text_to_text(
-        tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=64).sequences
+        tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=most).sequences
     )
 
 

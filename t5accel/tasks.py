@@ -111,8 +111,7 @@ def load(name: str) -> datasets.Dataset:
 def source_text(name: str, row: dict[str, Any]) -> str:
     """What the model reads: the text of a row behind T5's own prefix.
 
-    Raises:
-        InputError: unknown name, or a row without the text fields of that set.
+    Raises ``InputError`` for an unknown name, or a row without the text fields of that set.
 
     >>> source_text("translation", {"source": "It rains."})
     'translate English to French: It rains.'
@@ -129,14 +128,8 @@ def source_text(name: str, row: dict[str, Any]) -> str:
 def sources_of_length(tokenizer: Any, batch: int, source_tokens: int, *, seed: int = 0) -> list[list[int]]:
     """Text of an exact length, to time a trained model on: one that reads noise may say one token again and again.
 
-    Args:
-        tokenizer: from a list of texts to their ``input_ids``, each with an end token, as transformers' are.
-        batch, source_tokens: how many rows, and of how many tokens.
-        seed: draws the reports' order.
-
-    Returns:
-        Rows of token ids: the prefix, reports one after the other, cut to the length, and the end token. Each row
-        begins with another report.
+    Returns ``batch`` rows of ``source_tokens`` ids: the prefix, reports in an order drawn by ``seed``, cut to the
+    length, and the end token. Each row begins with another report.
 
     >>> from t5accel.checkpoints import load_t5
     >>> _, tokenizer = load_t5("mini")
@@ -161,8 +154,7 @@ def sources_of_length(tokenizer: Any, batch: int, source_tokens: int, *, seed: i
 def references(name: str, row: dict[str, Any]) -> list[str]:
     """What the model should write: every accepted text, at least one. Unanswerable questions have `UNANSWERABLE`.
 
-    Raises:
-        InputError: unknown name, or a row without that set's list of references or answers.
+    Raises ``InputError`` for an unknown name, or a row without that set's list of references or answers.
 
     >>> references("questions", {"answers": ["pot", "a pot"]}), references("questions", {"answers": []})
     (['pot', 'a pot'], ['unanswerable'])
@@ -175,10 +167,9 @@ def references(name: str, row: dict[str, Any]) -> list[str]:
 def half(row: dict[str, Any]) -> str | None:
     """``"seen"`` or ``"unseen"``: were the row's names and topics part of the bundled model's training? From its id.
 
-    Translations have no halves: None.
+    ``None`` for translations, which have no halves.
 
-    Raises:
-        InputError: a row without an id.
+    Raises ``InputError`` for a row without an id.
 
     >>> half({"id": "summaries-unseen-003"}), half({"id": "translation-003"})
     ('unseen', None)
@@ -190,8 +181,7 @@ def half(row: dict[str, Any]) -> str | None:
 def group(name: str, row: dict[str, Any]) -> str | None:
     """The part of the set that a row is scored with: a key of `LENGTH_BUCKETS` for translations, else its `half`.
 
-    Raises:
-        InputError: unknown name, or a row without the field this needs.
+    Raises ``InputError`` for an unknown name, or a row without the field this needs.
 
     >>> group("translation", {"source": "We leave at once."})
     '3-5'
@@ -216,7 +206,7 @@ def _field(row: dict[str, Any], field: str, kind: type) -> Any:
 
 
 def _problem(name: str, row: Any) -> str | None:
-    """What is wrong with a row, in words; None for a good one."""
+    """What is wrong with a row, in words; ``None`` for a good one."""
     texts, listed = ("id", *_TEXT_FIELDS[name]), _LIST_FIELD[name]
     if not isinstance(row, dict) or set(row) != {*texts, listed}:
         return f"expected exactly the fields {', '.join((*texts, listed))}"

@@ -77,7 +77,7 @@ def test_the_package_offers_the_function_and_is_light() -> None:
 
 def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     for bad in (None, 7, torch.ones(2), {"a": 1}):
-        with pytest.raises(InputError, match="give a name, a folder or a T5 model"):
+        with pytest.raises(InputError, match="^model is"):
             accelerate(bad)
     with pytest.raises(NotT5Error):
         accelerate(torch.nn.Linear(2, 2), progress=False)
@@ -108,7 +108,7 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
 def test_without_a_gpu_one_sentence_says_so_and_nothing_is_exported(tiny_t5, monkeypatch, runtime) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = len(list_exports())
-    with pytest.raises(MissingPackageError, match=r"^device='cuda' needs a GPU and a torch that sees it: [^.]*\.$"):
+    with pytest.raises(MissingPackageError, match="^device='cuda'"):
         accelerate(tiny_t5(seed=9), device="cuda", runtime=runtime)
     assert len(list_exports()) == before
 
@@ -154,7 +154,7 @@ def test_on_a_gpu(mini, precision: str) -> None:
 
 def test_longer_sources_than_stated_are_refused(tiny_t5) -> None:
     accelerated = accelerate(tiny_t5(), max_source_tokens=4, progress=False)
-    with pytest.raises(InputError, match="longer than max_source_tokens, 4"):
+    with pytest.raises(InputError, match="max_source_tokens"):
         accelerated.generate(input_ids=torch.full((1, 5), 7), max_new_tokens=2)
 
 

@@ -15,7 +15,7 @@ from t5accel.lab import advise as module
 from t5accel.lab.advise import SYSTEMS, Advice, Need, advise, call, line, report, weights_per_step
 from t5accel.lab.peers import SYSTEMS as PEERS
 from t5accel.lab.rows import checked, recorded, write_json
-from t5accel.lab.techniques import REFERENCE, WAYS
+from t5accel.lab.techniques import NAMED, REFERENCE
 from t5accel.t5.lively import RANDOM_SIZES, random_t5
 
 SCORES = {"bleu": 30.0, "rougeL": 60.0, "exact_match": 50.0}
@@ -153,7 +153,7 @@ def test_every_need_of_the_bundled_models_is_answered_in_fifteen_lines() -> None
 
 def test_names_of_measured_systems_are_known() -> None:
     ours = {
-        name for name, way in WAYS.items() if way.backend in ("backends.ort.numpy", "backends.hf") and not way.student
+        name for name, way in NAMED.items() if way.backend in ("backends.ort.numpy", "backends.hf") and not way.student
     }
     assert ours - {"ONNX Runtime, our loop, all logits"} <= SYSTEMS.keys()
     assert {system.name for system in PEERS if system.ours} - {"t5accel, all logits"} <= SYSTEMS.keys()

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,27 +15,38 @@ import torch
 from test_draw import ROWS
 from typer.testing import CliRunner
 
-import t5accel.checkpoints
+import t5accel.cli
 import t5accel.doctor
 import t5accel.lab.advise
 import t5accel.lab.bench
 import t5accel.lab.course
 import t5accel.mini.train as training
 import t5accel.mini.validate as validate
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
+from t5accel.decoding.greedy import greedy
 from t5accel.doctor import Check
+from t5accel.errors import InputError
+from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.lab.advise import Advice, Need
 from t5accel.lab.bench import Forced
 from t5accel.lab.course import NotebookError, NotebookRun
 from t5accel.lab.draw import board
+from t5accel.lab.scoring import text_quality
 from t5accel.lab.techniques import REFERENCE, choose
 from t5accel.mini.validate import HeldOutQuality
+from t5accel.tasks import rows, source_text
+from t5accel.text.text_to_text import TokenizerFile, text_to_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CALLBACKS = {command.callback.__name__: command.callback
              for group in (app, training_commands) for command in group.registered_commands}  # fmt: skip
 COMMANDS = sorted(CALLBACKS)
+
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+
 TEXT = "translate English to French: I am tired."
 
 
@@ -66,7 +79,7 @@ def refused(*arguments: object) -> str:
 
 
 def test_these_are_the_commands():
-    others = {"distill", "doctor", "evaluate", "export", "prune", "run", "train"}
+    others = {"distill", "doctor", "evaluate", "export", "prune", "quantize", "run", "train"}
     assert {"advise", "bench", "course", *others} <= set(COMMANDS)
 
 
@@ -105,8 +118,7 @@ def test_the_package_runs_as_a_module_in_a_process_of_its_own(tmp_path):
 def test_the_answer_alone_is_on_standard_output_and_its_length_is_bounded():
     result = call("run", TEXT, "--max-new-tokens", 1)
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
-    (line,) = said(result)
-    assert line.startswith("(1 tokens in ")
+    assert said(result)[-1].startswith("(1 tokens in ")
 
 
 def test_an_unknown_model_is_one_sentence_that_says_what_is_allowed():
@@ -114,31 +126,147 @@ def test_an_unknown_model_is_one_sentence_that_says_what_is_allowed():
     assert "random:t5-small" in refused("run", TEXT, "--model", "random:t5-tiny")
 
 
-def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp_path, tiny_t5):
     assert "config.json" in refused("run", TEXT, "--model", tmp_path)
+    assert call("run", TEXT).exit_code == 0
     assert "max_new_tokens is 0" in refused("run", TEXT, "--max-new-tokens", 0)
-    model, _ = t5accel.checkpoints.load_t5("mini")
-    monkeypatch.setattr(t5accel.checkpoints, "load_t5", lambda name: (model, None))
-    assert "no tokenizer" in refused("run", TEXT, "--model", "random:t5-small")
+    tiny_t5().save_pretrained(tmp_path / "mute")
+    for _ in range(2):
+        result = call("run", TEXT, "--model", tmp_path / "mute")
+        assert result.exit_code == 2 and "no tokenizer" in said(result)[-1]
 
 
-def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
-    def broken(name):
-        raise ZeroDivisionError("a bug")
+@pytest.fixture(scope="module")
+def answer(mini):
+    """What transformers' own model says."""
+    batch = mini[1]([TEXT], return_tensors="pt")
+    return mini[1].decode(mini[0].generate(**batch, max_new_tokens=64)[0], skip_special_tokens=True)
 
-    monkeypatch.setattr(t5accel.checkpoints, "load_t5", broken)
-    assert isinstance(call("run", TEXT).exception, ZeroDivisionError)
 
-
-def test_the_answer_of_onnx_is_the_same_and_the_export_is_kept(tmp_path, monkeypatch):
+def test_every_precision_and_runtime_answers_and_the_fast_engine_is_the_default(tmp_path, monkeypatch, answer):
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
-    answers = [call("run", TEXT, "--runtime", runtime) for runtime in ("torch", "onnx")]
-    assert answers[0].stdout == answers[1].stdout != ""
-    assert "torch with cache" in answers[0].stderr and "ONNX Runtime" in answers[1].stderr
+    for options, what in (
+        ((), "ONNX Runtime, fp32"), (("--precision", "int8"), "ONNX Runtime, int8"),
+        (("--precision", "bf16"), "torch with cache, bf16"), (("--runtime", "torch"), "torch with cache, fp32"),
+        (("--runtime", "onnx", "--precision", "fp16"), "ONNX Runtime, fp16"),
+    ):  # fmt: skip
+        for more in ((), ("--stream",)):
+            result = call("run", TEXT, *options, *more)
+            assert (result.exit_code, result.stdout) == (0, f"{answer}\n"), result.output
+            assert re.fullmatch(r"\(5 tokens in \d+ ms, " + re.escape(what) + r"\)", said(result)[-1])
+        assert len(said(result)) == 1, "the second time it just answers"
+    assert "'int8' runs on onnx, not on torch" in refused("run", TEXT, "--runtime", "torch", "--precision", "int8")
+    assert "precision is 'int2'" in refused("run", TEXT, "--precision", "int2")
     listed = call("cache", "list").stdout
-    assert "(mini)" in listed and f"1 exports, 36 MB, in {tmp_path}" in listed
-    assert call("cache", "clear").stdout == "1 exports deleted, 36 MB freed\n"
+    assert "(mini)" in listed and re.search(rf"3 exports, \d+ MB, in {tmp_path}", listed)
+    assert call("cache", "clear").stdout.startswith("3 exports deleted, ")
     assert call("cache", "list").stdout.startswith("0 exports, 0 MB")
+
+
+def test_a_warm_run_needs_neither_torch_nor_transformers(tmp_path):
+    assert call("run", TEXT).exit_code == 0
+    program = (
+        "import sys; from t5accel.cli import app\n"
+        f"try: app(['run', {TEXT!r}])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-W", "always", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["Je suis fatigué.", "[]"], done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("(5 tokens in ")
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+def test_lines_of_standard_input_are_answered_one_by_one(answer, options):
+    given = f"{TEXT}\n\n  \r\n{TEXT}".encode()
+    result = CliRunner().invoke(app, ["run", "-", *options], input=given)
+    assert (result.exit_code, result.stdout) == (0, f"{answer}\n\n\n{answer}\n")
+    assert said(result)[-1].startswith("(4 texts, 10 tokens in ")
+    assert CliRunner().invoke(app, ["run", "-"], input=b"").stdout == ""
+    result = CliRunner().invoke(app, ["run", "-", *options], input=TEXT.encode() + b"\n\xff\n")
+    assert (result.exit_code, result.stdout) == (2, f"{answer}\n")
+    assert "Line 2 of standard input is not UTF-8" in said(result)[-1]
+
+
+def test_a_line_is_answered_and_its_words_are_printed_before_more_comes(tmp_path):
+    """Through pipes, to a process of its own: an answer stands there while standard input is still open."""
+    assert call("run", TEXT).exit_code == 0
+    command = [sys.executable, "-m", "t5accel", "run", "-", "--stream"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(TEXT.encode() + b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline().decode() == "Je suis fatigué.\n"
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_words_are_printed_as_they_come(monkeypatch):
+    printed, steps = [], []
+    own, step = t5accel.cli.typer.echo, OrtNumpy.next_tokens
+    monkeypatch.setattr(OrtNumpy, "next_tokens", lambda *given, **named: steps.append(1) or step(*given, **named))
+    monkeypatch.setattr(
+        t5accel.cli.typer, "echo", lambda *given, **named: printed.append(len(steps)) or own(*given, **named)
+    )
+    assert call("run", "translate English to French: Where is my bag?", "--stream").exit_code == 0
+    assert len({*printed}) > 2 and printed == sorted(printed), "some words stand there before the last step"
+
+
+# --- nothing of Python's on the screen --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (ZeroDivisionError("a bug\nand more"), 1, "unexpected ZeroDivisionError: a bug (T5ACCEL_TRACEBACK=1"),
+        (PermissionError(13, "Permission denied", "a/file"), 2, "a/file: Permission denied."),
+        (OSError(28, "No space left on device"), 2, "No space left on device."),
+        (OSError("torn"), 2, "unexpected OSError: torn"), (RuntimeError(), 1, "RuntimeError: nothing more is known"),
+        (InputError("of two\nlines"), 2, "of two lines"), (KeyboardInterrupt(), 130, "interrupted. Nothing is half"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_whatever_goes_wrong_is_a_sentence(monkeypatch, error, code, sentence):
+    def broken(*_, **__):
+        warnings.warn("a warning", stacklevel=1)
+        raise error
+
+    monkeypatch.setattr("t5accel.api.open_backend", broken)
+    result = call("run", TEXT)
+    (line,) = said(result)
+    assert result.exit_code == code and line.startswith("t5accel: ") and sentence in line
+    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
+    monkeypatch.setenv("T5ACCEL_TRACEBACK", "1")
+    with pytest.warns(UserWarning, match="a warning"):
+        found = call("run", TEXT).exception
+    assert type(found) is (SystemExit if isinstance(error, KeyboardInterrupt) else type(error))
+
+
+def test_no_command_shows_a_warning_and_filters_are_put_back(monkeypatch):
+    def warns(*_, **__):
+        warnings.simplefilter("always")
+        warnings.warn("a library's", FutureWarning, stacklevel=1)
+        return t5accel.doctor._python()
+
+    monkeypatch.setattr(t5accel.doctor, "CHECKS", (warns,))
+    before, shows = warnings.filters[:], warnings.showwarning
+    result = call("doctor")
+    assert result.exit_code == 0 and said(result) == []
+    assert warnings.filters == before and warnings.showwarning is shows
+
+
+def test_an_interrupted_process_says_so_in_a_sentence(tmp_path):
+    command = [sys.executable, "-m", "t5accel", "run", "-"]
+    assert call("run", TEXT).exit_code == 0
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdin.write(TEXT + "\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it is at work
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "t5accel: interrupted." in told and "Traceback" not in told
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -148,7 +276,7 @@ def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
     result = call("export", "mini", tmp_path / "one", "--external-threshold-bytes", 0)
     assert result.exit_code == 0 and re.search("36 MB in [78] files, fp32", result.stdout)  # one less on 5.x
     assert (tmp_path / "one" / "weights.data").is_file() and "exporting mini" in result.stderr
-    assert call("run", TEXT, "--runtime", "onnx", "--model", tmp_path / "one").exit_code == 0
+    assert call("run", TEXT, "--model", tmp_path / "one").exit_code == 0
     (tmp_path / "one" / "manifest.json").write_text("{}")
     assert "--overwrite" in refused("export", "mini", tmp_path / "one")
     assert call("export", "mini", tmp_path / "one", "--overwrite").exit_code == 0
@@ -163,6 +291,74 @@ def test_export_refuses_bad_models_and_numbers(tmp_path):
     threshold = ("--external-threshold-bytes", -1)
     assert "external_threshold_bytes is -1" in refused("export", "mini", tmp_path / "x", *threshold)
     assert not list(tmp_path.iterdir())
+
+
+# --- quantize ---------------------------------------------------------------------------------------------------------
+
+
+INT4 = ("--precision", "int4", "--metric", "exact_match", "--threads", 1)
+
+
+@pytest.fixture
+def dev(tmp_path, exported_mini):
+    """What the bundled model writes in fp32 to thirty sentences: there it scores 100."""
+    backend, tokenizer = OrtNumpy(exported_mini), TokenizerFile(exported_mini)
+    answer = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=40).sequences)
+    sources = [source_text("translation", row) for row in rows("translation", limit=10)]
+    file = tmp_path / "dev.jsonl"
+    pairs = zip(sources, answer(sources), strict=True)
+    file.write_text("".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in pairs), encoding="utf-8")
+    return file
+
+
+def test_a_model_passes_the_gate_on_the_users_rows_and_runs(tmp_path, exported_mini, dev):
+    out = tmp_path / "int8"
+    result = call("quantize", exported_mini, out, "--eval", dev, *INT4, "--max-loss", 80)
+    first, second = result.stdout.splitlines()
+    assert result.exit_code == 0 and re.fullmatch(rf"{re.escape(str(out))}: \d+ MB, int4", first)
+    score = text_quality(dev, "exact_match", threads=1)(out)["exact_match"]
+    assert 20 <= score < 100
+    assert second == f"exact_match {score:.2f}, in fp32 100.00: loses {100 - score:.2f}, and 80 is allowed"
+    recipe = read_manifest(out).recipe
+    assert recipe["gated"] and recipe["gate"]["max_loss"] == {"exact_match": 80}
+    assert recipe["gate"]["baseline"] == {"exact_match": 100}
+    assert call("run", TEXT, "--model", out).stdout.strip()
+
+
+def test_a_model_that_loses_more_is_refused_in_a_sentence_and_nothing_is_left(tmp_path, exported_mini, dev):
+    quantize_export(exported_mini, tmp_path / "other", "int4")
+    lost = 100 - text_quality(dev, "exact_match", threads=1)(tmp_path / "other")["exact_match"]
+    assert lost > 1
+    line = refused("quantize", exported_mini, tmp_path / "above" / "int4", "--eval", dev, *INT4, "--max-loss", 1)
+    assert f"lost exact_match {lost:.3g} (allowed 1). Nothing was written: allow more" in line and "--max-loss" in line
+    assert not (tmp_path / "above").exists()
+
+
+def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monkeypatch, exported_mini, dev, tiny_t5):
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
+    out, wrong = tmp_path / "out", tmp_path / "wrong.jsonl"
+    for text, what in (
+        ("", "holds no rows"),
+        ('{"source": "a", "text": "b"}\n', "line 1: no 'target' among its fields"),
+    ):
+        wrong.write_text(text)
+        line = refused("quantize", "mini", out, "--eval", wrong, "--max-loss", 1)
+        assert what in line and str(wrong) in line
+    options = ("--eval", dev, "--max-loss", 1)
+    assert "missing.jsonl cannot be read" in refused(
+        "quantize", "mini", out, "--eval", "missing.jsonl", "--max-loss", 1
+    )
+    assert "metric is 'luck'; give one of bleu" in refused("quantize", "mini", out, *options, "--metric", "luck")
+    assert "have no integers" in refused("quantize", "mini", out, *options, "--precision", "fp16")
+    assert "precision is 'int2'" in refused("quantize", "mini", out, *options, "--precision", "int2")
+    assert not (tmp_path / "cache").exists()
+    tiny_t5().save_pretrained(tmp_path / "mute")
+    assert "mute has no tokenizer" in call("quantize", tmp_path / "mute", out, *options).stderr.splitlines()[-1]
+    out.mkdir()
+    (out / "letter.txt").write_text("a letter")
+    monkeypatch.setattr("t5accel.lab.scoring._opened", lambda *given: pytest.fail("scored for nothing"))
+    assert "so it is kept" in refused("quantize", exported_mini, out, *options, "--overwrite")
+    assert [path.name for path in out.iterdir()] == ["letter.txt"]
 
 
 # --- bench ------------------------------------------------------------------------------------------------------------

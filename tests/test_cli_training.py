@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +157,37 @@ def test_distill_lets_the_teacher_write_first_where_that_is_the_loss(
     before = (out / "teacher.jsonl").read_bytes().strip()
     written(call(*options, "--steps", 2), out / "model")
     assert (out / "teacher.jsonl").read_bytes().strip() == before, "what is written is not written again"
+
+
+def test_the_teacher_may_write_as_long_texts_as_the_rows_have(teacher: Path, tmp_path: Path, monkeypatch) -> None:
+    """Twice the longest target, as validation cuts them, within --longest; no number of the bundled model's."""
+    found = []
+    monkeypatch.setattr(module, "train_student", lambda student, *_, **__: student)
+    monkeypatch.setattr(
+        "t5accel.decoding.beam.beam_search",
+        lambda backend, ids, mask, *, max_new_tokens, **_: (
+            found.append(max_new_tokens) or SimpleNamespace(sequences=ids)
+        ),
+    )
+    data = rows_file(tmp_path / "long.jsonl", [("Go!", "Va ! " * 40)])
+    count = len(load_t5(teacher)[1]("Va ! " * 40)["input_ids"])
+    options = ("distill", "--data", data, "--teacher", teacher, "--threads", 1, "--loss", "sequence", "--steps", 1)
+    for name, longest in (("free", 512), ("bounded", count + 1)):
+        assert call(*options, "--out", tmp_path / name, "--longest", longest).exit_code == 0
+    assert found == [2 * count, count + 1] and found[1] > 64
+
+
+@pytest.mark.parametrize("command", ["distill", "prune"])
+def test_a_model_that_lies_where_the_student_would_is_not_replaced(
+    command: str, teacher: Path, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(teacher, tmp_path / "out" / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out" / "model").iterdir()}
+    name = {"distill": "--teacher", "prune": "--model"}[command]
+    options = (command, "--data", data, "--out", tmp_path / "out", name, tmp_path / "out" / "model", *SMALL)
+    assert "so it is kept: give another folder" in refused(*options, "--steps", 1)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out" / "model").iterdir()} == before
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"], "and nothing was trained"
 
 
 def test_distill_refuses_what_it_cannot_do_and_writes_nothing(

@@ -26,6 +26,7 @@ from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.pointers import OrtPointers
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.backend import Backend
@@ -39,7 +40,7 @@ Make = Callable[[Any, Path], Any]  # from a model and an empty folder to a backe
 
 
 def of_export(runtime: type[OrtNumpy], model: Any, folder: Path) -> OrtNumpy:
-    export_t5(model, folder)
+    export_t5(model, folder, step=runtime is OrtStatic)
     return runtime(folder, settings=ONE_THREAD)
 
 
@@ -53,7 +54,8 @@ def hybrid(model: Any, folder: Path) -> HybridOnnxT5:
     return HybridOnnxT5(folder, model, settings=ONE_THREAD)
 
 
-EXPORTS: dict[str, Make] = {kind.__name__: partial(of_export, kind) for kind in (OrtNumpy, OrtBound, OrtPointers)}
+ON_ONNX = (OrtNumpy, OrtBound, OrtPointers, OrtStatic)
+EXPORTS: dict[str, Make] = {kind.__name__: partial(of_export, kind) for kind in ON_ONNX}
 LAYOUTS: dict[str, Make] = {kind.__name__: partial(of_layout, kind) for kind in (ThreeGraphs, MergedGraphs, WholeGraph)}
 TORCH: dict[str, Make] = {
     "TorchEager": lambda model, _: TorchEager(model),

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from test_export import histories, same_logits, teacher_forced
 from test_narrow import narrowed
 
 import t5accel.students.distill as module
+import t5accel.students.resumable as resumable
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import InputError
+from t5accel.errors import ExportError, InputError
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.parity import assert_varied
@@ -148,6 +150,42 @@ def test_an_interrupted_run_ends_with_exactly_the_weights_of_an_uninterrupted_on
     assert not same_weights(resumed, run(teacher, tmp_path / "other", replace(config, seed=1)))
 
 
+def test_a_run_of_slow_steps_is_saved_by_the_clock_and_says_from_where_it_goes_on(
+    tiny_t5, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    """Each step takes 20 seconds and each checkpoint one: after two steps more than 30 have passed without one."""
+    seconds, saved = [0.0], []
+
+    def slow(*arguments: Any, **options: Any) -> float:
+        seconds[0] += 20
+        return optimiser_step(*arguments, **options)
+
+    def save(self: Any, path: Path, step: int) -> None:
+        seconds[0] += 1
+        saved.extend([step] * (path == self.file))
+        own(self, path, step)
+
+    own = resumable.Checkpoint.save
+    monkeypatch.setattr(resumable, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(resumable.Checkpoint, "save", save)
+    monkeypatch.setattr(module, "optimiser_step", slow)
+    run(tiny_t5(), tmp_path, replace(TOY, steps=5, decay_share=0.0))
+    assert saved == [2, 4, 5] and "Going on" not in capfd.readouterr().err
+    run(tiny_t5(), tmp_path, replace(TOY, steps=6, decay_share=0.0))
+    assert saved[3:] == [6] and f"Going on after step 5, from {tmp_path}" in capfd.readouterr().err
+    saved.clear()
+    monkeypatch.setattr(resumable, "SAVE_SHARE", 0.01)  # a second in a hundred
+    run(tiny_t5(), tmp_path / "slow", replace(TOY, steps=12, decay_share=0.0))
+    assert saved == [2, 8, 12], "saving takes no larger share than that, once it is known how long it takes"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named_and_kept(tiny_t5, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(b"half of a")
+    with pytest.raises(InputError, match=r"checkpoint\.pt cannot be read: delete it to begin anew"):
+        run(tiny_t5(), tmp_path)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == b"half of a"
+
+
 def test_another_configuration_is_refused_and_the_checkpoint_kept(tiny_t5, tmp_path: Path) -> None:
     run(tiny_t5(), tmp_path, replace(TOY, steps=1))
     before = (tmp_path / "checkpoint.pt").read_bytes()
@@ -264,6 +302,27 @@ def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path], ti
     text = (other / "README.md").read_text(encoding="utf-8")
     assert "load_t5(folder)" in text and "| neurons of the decoder | 64 | 24, 64, 5 |" in text
     assert T5Dims.of(load_t5(other)[0]) == T5Dims.of(narrow)
+
+
+def test_a_student_replaces_a_student_and_nothing_else(
+    kept: tuple[Any, Path], tiny_t5, tmp_path: Path, monkeypatch
+) -> None:
+    student, tokenizer, facts = tiny_t5(), toy_tokenizer(), dict(teacher_name="t", how="copied", settings={})
+
+    def save(name: str, command: str) -> str:
+        made = save_student(student, tokenizer, tmp_path / name, teacher=student, command=command, **facts)
+        return (made / "README.md").read_text(encoding="utf-8")
+
+    assert "first" in save("model", "first") and "second" in (card := save("model", "second"))
+    monkeypatch.setattr(toy_tokenizer(), "save_pretrained", lambda folder: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(ExportError, match="Nothing was left behind"):
+        save("model", "third")
+    assert (tmp_path / "model" / "README.md").read_text(encoding="utf-8") == card and load_t5(tmp_path / "model")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "README.md").write_text("a letter")
+    with pytest.raises(InputError, match="holds something else than a student of ours"):
+        save("letters", "fourth")
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"model", "letters"}
 
 
 def test_its_export_gives_its_tokens(kept: tuple[Any, Path], padded_batch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from programs import Strict, StrictChooser, junk
 from test_greedy import BAD_BATCHES, anything, bounds, valid
 from transformers import T5Config
 
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
@@ -48,9 +48,9 @@ def algorithm(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return lambda *arguments, **more: ALGORITHMS[request.param](*arguments, **{**options, **more})
 
 
-def behind(backend: Any) -> OrtT5ForConditionalGeneration:
+def behind(backend: Any) -> AcceleratedT5:
     names = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-    return OrtT5ForConditionalGeneration(backend, T5Config(**{name: getattr(backend, name) for name in names}))
+    return AcceleratedT5(backend, T5Config(**{name: getattr(backend, name) for name in names}))
 
 
 # The decoding functions
@@ -106,7 +106,7 @@ def test_a_special_token_that_is_no_token(algorithm, name: str, value: Any) -> N
     with pytest.raises(InputError, match=f"{name} is {value}"):
         algorithm(backend, [[3]])
     with pytest.raises(InputError, match=f"{name} is {value}"):
-        OrtT5ForConditionalGeneration(backend, T5Config())
+        AcceleratedT5(backend, T5Config())
     assert not backend.worked
 
 

@@ -16,14 +16,12 @@ from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import drafts as drafts_module
-from t5accel.decoding.backend import Backend, Generated
+from t5accel.decoding.backend import Backend, Generated, Histories
 from t5accel.decoding.draft_lengths import LONGEST_PAUSE, DraftLength
 from t5accel.decoding.drafts import Drafts, Likeliest, verified
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.histories import Histories
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Steps
+from t5accel.decoding.request import Request, Steps
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)

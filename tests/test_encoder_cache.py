@@ -542,19 +542,6 @@ def test_the_least_recently_used_row_leaves(batches: list[list[tuple[int, ...]]]
         assert cache.size_bytes == expected.size_bytes <= max_bytes
 
 
-def test_use_renews_a_row_and_a_large_one_displaces_none() -> None:
-    backend = Toy()
-    cache = EncoderCache(backend, max_bytes=3 * 32)
-    for row in ([2], [3], [4], [2], [5], [6, 7, 8, 9]):
-        cache.encode(*batch_of(row))
-    backend.encoded = []
-    for row in ([2], [4], [5]):
-        cache.encode(*batch_of(row))
-    assert backend.encoded == []
-    cache.encode(*batch_of([3], [6, 7, 8, 9]))
-    assert backend.encoded == [(3,), (6, 7, 8, 9)] and cache.size_bytes == 96
-
-
 def test_size_is_that_of_tensors_and_keys(tiny_t5, padded_batch) -> None:
     cache = EncoderCache(TorchEager(tiny_t5()))
     cache.encode(*padded_batch)

@@ -26,9 +26,9 @@ from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
 from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
 from t5accel.graphs.export.folder import LARGEST_INSIDE
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights

@@ -1,14 +1,20 @@
 """Exports kept between programs: found again without loading the model, mended when damaged, listed and cleared."""
 
 import copy
+import hashlib
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import t5accel.checkpoints as checkpoints
 import t5accel.graphs.export.cache as module
+from t5accel.api import accelerate
+from t5accel.checkpoints import hub_snapshot, load_t5
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
-from t5accel.graphs.export.cache import cache_folder, cached_export, clear_exports, list_exports
+from t5accel.graphs.export.cache import cache_folder, cached_export, checked_manifest, clear_exports, list_exports
 from t5accel.graphs.export.manifest import read_manifest
 
 
@@ -56,6 +62,169 @@ def test_a_folder_whose_files_changed_is_another_model(tiny_t5, tmp_path: Path) 
     first = cached_export(tmp_path / "model")
     tiny_t5(seed=2).save_pretrained(tmp_path / "model")
     assert cached_export(tmp_path / "model") != first
+
+
+# --- fast starts: what was hashed before, and what the hub's cache knows
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files as they are hashed by the cache; files just written count as settled."""
+    found: list[str] = []
+    describe = module.describe_file
+    monkeypatch.setattr(module, "describe_file", lambda path: found.append(path.name) or describe(path))
+    monkeypatch.setattr(module, "SETTLED_NS", -(10**12))
+    return found
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("load_t5", "export_t5", "convert_export"):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("done again"))
+
+
+def test_files_are_hashed_once(tiny_t5, tmp_path: Path, hashed: list[str], monkeypatch) -> None:
+    tiny_t5().save_pretrained(tmp_path / "model")
+    first = [cached_export(tmp_path / "model", precision=name) for name in ("fp32", "int8")]
+    assert hashed.count("model.safetensors") == 1 and not {*hashed} & {"encoder.onnx", "weights.data"}
+    hashed.clear()
+    forbid(monkeypatch)
+    assert [cached_export(tmp_path / "model", precision=name) for name in ("fp32", "int8")] == first
+    assert [checked_manifest(folder) for folder in first] == [read_manifest(folder) for folder in first]
+    assert hashed == []
+
+
+def test_a_file_that_was_just_written_is_not_trusted(tiny_t5, tmp_path: Path, hashed: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(module, "SETTLED_NS", 3600 * 10**9)
+    tiny_t5().save_pretrained(tmp_path / "model")
+    for _ in range(2):
+        hashed.clear()
+        cached_export(tmp_path / "model")
+        assert "model.safetensors" in hashed
+
+
+def test_a_changed_file_is_never_served_from_before(tiny_t5, tmp_path: Path, hashed: list[str]) -> None:
+    """Of the same size, with the old times put back: what only the system may write tells them apart."""
+    tiny_t5().save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    times, first = file.stat(), cached_export(tmp_path / "model")
+    changed = bytearray(file.read_bytes())
+    changed[-3] ^= 8  # of a weight
+    for write in (lambda: file.write_bytes(changed), lambda: os.replace(copied(file, changed), file)):
+        write()
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert (file.stat().st_size, file.stat().st_mtime_ns) == (times.st_size, times.st_mtime_ns)
+        second = cached_export(tmp_path / "model")
+        assert second != first
+        first, changed[-3] = second, changed[-3] ^ 24
+    weights = second / "weights.data"
+    times, content = weights.stat(), weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ExportError, match=r"weights\.data was altered"):
+        checked_manifest(second)
+    assert cached_export(tmp_path / "model") == second and weights.read_bytes() == content, "made again"
+
+
+def copied(file: Path, content: bytes) -> Path:
+    (file.parent / "new").write_bytes(content)
+    return file.parent / "new"
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused(tiny_t5, tmp_path: Path, monkeypatch) -> None:
+    tiny_t5().save_pretrained(tmp_path / "model")
+
+    def disturbed(name: str) -> Any:
+        loaded = load_t5(name)
+        (tmp_path / "model" / "config.json").open("a").write("\n")
+        return loaded
+
+    monkeypatch.setattr(module, "load_t5", disturbed)
+    with pytest.raises(ExportError, match="model changed while it was read"):
+        cached_export(str(tmp_path / "model"))
+    assert not list_exports()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", '{"a": 1}', '{"a": [1, 2]}', "\udcff"])
+def test_damaged_memories_are_forgotten(tiny_t5, tmp_path: Path, cache: Path, content: str) -> None:
+    tiny_t5().save_pretrained(tmp_path / "model")
+    first = cached_export(tmp_path / "model")
+    (cache / ".hashes.json").write_text(content, errors="surrogateescape")
+    assert cached_export(tmp_path / "model") == first
+
+
+def publish(hub: Path, name: str, model: Any, commit: str, others: dict[str, str] | None = None) -> None:
+    """Lay a model into the hub's cache as a download does: refs, blobs named by their hash, and links to them."""
+    folder = hub / f"models--{name.replace('/', '--')}"
+    for part in ("refs", "blobs", f"snapshots/{commit}"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder / "saved")
+    for file_name, text in (others or {}).items():
+        (folder / "saved" / file_name).write_text(text)
+    for path in (folder / "saved").iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.rename(folder / "blobs" / digest)
+        link = folder / "snapshots" / commit / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("../../blobs") / digest)
+    (folder / "saved").rmdir()
+    (folder / "refs" / "main").write_text(commit)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def load(name: str) -> Any:  # as from the hub, whose client has its folder fixed when it is imported
+        return load_t5(hub_snapshot(name) or name)
+
+    monkeypatch.setattr(module, "load_t5", load)
+    return tmp_path / "hub"
+
+
+def test_a_published_model_is_neither_loaded_nor_hashed_again(tiny_t5, hub: Path, hashed, monkeypatch) -> None:
+    publish(hub, "google-t5/t5-small", tiny_t5(), "1" * 40)
+    first = [cached_export("google-t5/t5-small", precision=name) for name in ("fp32", "int8")]
+    assert first[0].name.startswith("t5-small-fp32-") and hashed == [], "the hub's cache knows their hashes"
+    forbid(monkeypatch)
+    assert [cached_export("google-t5/t5-small", precision=name) for name in ("fp32", "int8")] == first
+    assert cached_export("t5-small") == first[0] and hashed == []
+
+
+def test_another_commit_is_another_model_unless_its_files_are_the_same(tiny_t5, hub: Path) -> None:
+    name = "google-t5/t5-small"
+    publish(hub, name, tiny_t5(), "1" * 40)
+    first = cached_export(name)
+    publish(hub, name, tiny_t5(), "2" * 40, {"README.md": "A better card."})
+    assert cached_export(name) == first
+    publish(hub, name, tiny_t5(seed=2), "3" * 40)
+    second = cached_export(name)
+    assert second != first and read_manifest(second).source["sha256"] != read_manifest(first).source["sha256"]
+    (hub / "models--google-t5--t5-small" / "refs" / "main").write_text("1" * 40)
+    assert cached_export(name) == first
+    (hub / "models--google-t5--t5-small" / "refs" / "main").write_text("4" * 40)  # known, and not downloaded
+    with pytest.raises(ModelUnavailableError):
+        cached_export(name)
+
+
+def test_where_the_hub_keeps_copies_in_place_of_links_they_are_hashed_once(tiny_t5, hub: Path, hashed) -> None:
+    publish(hub, "google-t5/t5-small", tiny_t5(), "1" * 40)
+    for path in (hub / "models--google-t5--t5-small" / "snapshots" / ("1" * 40)).iterdir():
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    first = cached_export("google-t5/t5-small")
+    assert hashed.count("model.safetensors") == 1
+    assert cached_export("google-t5/t5-small") == first and hashed.count("model.safetensors") == 1
+
+
+def test_the_second_accelerate_of_a_published_model_loads_no_weights(tiny_t5, hub, hashed, monkeypatch) -> None:
+    publish(hub, "google-t5/t5-small", own := tiny_t5(num_decoder_layers=2), "1" * 40)
+    ids, options = torch.tensor([[5, 6, 7, 1]]), dict(max_new_tokens=6)
+    expected = accelerate("google-t5/t5-small", progress=False).generate(ids, **options)
+    assert torch.equal(expected, own.generate(ids, **options)) and len({*expected[0].tolist()}) > 2
+    forbid(monkeypatch)
+    monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    assert torch.equal(accelerate("google-t5/t5-small").generate(ids, **options), expected) and hashed == []
 
 
 def test_the_bundled_model_brings_its_tokenizer() -> None:

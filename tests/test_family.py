@@ -107,7 +107,7 @@ def test_an_export_that_is_not_equal_is_not_measured(tiny: tuple[Path, Path], mo
 def test_too_few_members_and_one_without_a_tokenizer_are_refused(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     for members, recipes in (({}, ["fp32", "int8"]), ({"mini": "mini"}, ["fp32"]), ({"mini": "mini"}, []),
                              ({"mini": "mini"}, ["fp32", "fp32"])):  # fmt: skip
-        with pytest.raises(InputError, match="There is nothing to compare: give two members"):
+        with pytest.raises(InputError, match="two members"):
             family_rows(members, recipes=recipes)
     load_t5(tiny[0])[0].save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"mute \(.*\) has no tokenizer"):

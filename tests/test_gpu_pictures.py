@@ -144,10 +144,3 @@ def test_what_failed_is_listed() -> None:
     assert pictures.failed(ONE) == ""
     lines = pictures.failed({**TWO, "h200": PARTIAL["h100"]}).splitlines()
     assert lines[0] == f"h200: t5-small: {GRAPH}: out of memory" and len(lines) == 1 + 3 + 4
-
-
-def test_a_ratio_is_that_of_rounds() -> None:
-    rows = [{"cell": "c", "system": system, "latency_s": samples}
-            for system, samples in ((REFERENCE, [2.0, 9.0, 8.0]), (GRAPH, [1.0, 3.0, 2.0]))]  # fmt: skip
-    assert pictures.ratio({"rows": rows}, "c", GRAPH) == 3
-    assert pictures.ratio({"rows": rows}, "c", STATIC) is None

@@ -24,7 +24,7 @@ from t5accel.lab import rows as records
 from t5accel.lab.gpu import measure as measuring
 from t5accel.lab.gpu import suite, systems
 from t5accel.lab.gpu.cells import LENGTHS, RUNTIMES, Cell, cells_for
-from t5accel.lab.gpu.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, Subject
+from t5accel.lab.gpu.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
 from t5accel.lab.launches import Prices
 from t5accel.t5.lively import RANDOM_SIZES
 from t5accel.t5.roofline import decoder_weights_per_step
@@ -107,7 +107,7 @@ def test_the_compiled_step_is_proven_and_timed_at_one_shape() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_all_systems_are_equal_at_toy_size(toy: str, tmp_path: Path, dtype: str) -> None:
     names = tuple(name for name in ON_CPU if dtype in SYSTEMS[name].dtypes and name != COMPILED)
-    subject = Subject(toy, dtype, "cpu", tmp_path)
+    subject = ModelOnDevice(toy, dtype, "cpu", tmp_path)
     rows = measuring.equality(cell(toy, "equality", dtype=dtype, systems=names, new_tokens=12, batch=4), subject)
     assert [row["system"] for row in rows] == list(names)
     assert not [row["failed"] for row in rows if "failed" in row]
@@ -118,7 +118,7 @@ def test_all_systems_are_equal_at_toy_size(toy: str, tmp_path: Path, dtype: str)
 
 
 def test_what_is_not_equal_is_not_timed(toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(subject: Subject) -> Any:
+    def shifted(subject: ModelOnDevice) -> Any:
         inner = SYSTEMS[GRAPH].build(subject)
         return lambda *arguments: np.roll(inner(*arguments), 1, axis=1)
 
@@ -135,19 +135,19 @@ def test_wrong_logits_are_not_equal_even_if_tokens_are(toy: str, tmp_path: Path,
     inner = measuring._by_steps
     monkeypatch.setattr(measuring, "_by_steps", lambda *arguments: inner(*arguments) * 1.2)
     for dtype in ("float32", "bfloat16"):
-        rows = measuring.equality(cell(toy, "equality", dtype=dtype), Subject(toy, dtype, "cpu", tmp_path))
+        rows = measuring.equality(cell(toy, "equality", dtype=dtype), ModelOnDevice(toy, dtype, "cpu", tmp_path))
         assert {row["system"] for row in rows if "failed" in row} == {STATIC, GRAPH}
 
 
 def test_in_bf16_ours_may_be_as_far_away_as_transformers_and_a_quarter(toy: str, tmp_path: Path, monkeypatch) -> None:
     """At t5-small's size transformers' own bf16 is 5% away from its fp32: a fixed limit would refuse everybody."""
     inner, scale = measuring._by_steps, 1.0
-    rows = measuring.equality(cell(toy, "equality", dtype="bfloat16"), Subject(toy, "bfloat16", "cpu", tmp_path))
+    rows = measuring.equality(cell(toy, "equality", dtype="bfloat16"), ModelOnDevice(toy, "bfloat16", "cpu", tmp_path))
     theirs, ours = rows[0], rows[1]
     assert "failed" not in ours and ours["allowed_error"] == pytest.approx(1.25 * theirs["error"])
     scale = 1 + 1.5 * theirs["error"]
     monkeypatch.setattr(measuring, "_by_steps", lambda *arguments: inner(*arguments) * scale)
-    rows = measuring.equality(cell(toy, "equality", dtype="bfloat16"), Subject(toy, "bfloat16", "cpu", tmp_path))
+    rows = measuring.equality(cell(toy, "equality", dtype="bfloat16"), ModelOnDevice(toy, "bfloat16", "cpu", tmp_path))
     assert {row["system"] for row in rows if "failed" in row} == {STATIC, GRAPH}
 
 
@@ -162,7 +162,7 @@ def test_a_comparison_that_would_not_notice_a_missing_mask_is_refused(toy: str, 
     inner = measuring.batch_of
     monkeypatch.setattr(measuring, "batch_of", lambda *arguments: (inner(*arguments)[0], np.ones((2, 9), dtype=int)))
     with pytest.raises(InputError, match="without the mask"):
-        measuring.equality(cell(toy, "equality"), Subject(toy, "float32", "cpu", tmp_path))
+        measuring.equality(cell(toy, "equality"), ModelOnDevice(toy, "float32", "cpu", tmp_path))
 
 
 # Speed
@@ -186,14 +186,14 @@ def test_beams_are_those_of_transformers(toy: str, tmp_path: Path) -> None:
 
 
 def test_a_system_that_fails_has_a_row_that_says_why(toy: str, tmp_path: Path, monkeypatch) -> None:
-    def broken(subject: Subject) -> Any:
+    def broken(subject: ModelOnDevice) -> Any:
         raise RuntimeError("no kernel image\nfor this device")
 
     monkeypatch.setitem(SYSTEMS, STATIC, replace(SYSTEMS[STATIC], build=broken))
     rows, _ = run(tmp_path / "rows.json", [cell(toy)])
     assert [row.get("failed") for row in rows] == [None, "RuntimeError: no kernel image … for this device", None]
     with pytest.raises(MissingPackageError):
-        SYSTEMS[systems.TENSORRT].build(Subject(toy, "float32", "cpu", tmp_path))
+        SYSTEMS[systems.TENSORRT].build(ModelOnDevice(toy, "float32", "cpu", tmp_path))
 
 
 def test_what_onnx_has_no_floats_for_is_said(toy: str, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_the_price_of_compiling() -> None:
 
 
 def test_the_floor_counts_what_a_step_reads(toy: str, tmp_path: Path) -> None:
-    subject = Subject(toy, "bfloat16", "cpu", tmp_path)
+    subject = ModelOnDevice(toy, "bfloat16", "cpu", tmp_path)
     row = measuring.floor(cell(toy, "floor", dtype="bfloat16", batch=3), subject)
     dims = T5Dims.of(subject.model)
     cached = 3 * dims.d_kv * (9 * sum(dims.cross_heads) + 64 * sum(dims.decoder_heads))
@@ -255,7 +255,7 @@ def test_cells_that_do_not_fit_are_not_begun(toy: str, tmp_path: Path, monkeypat
 
 
 def raising(error: Exception) -> Any:
-    def build(subject: Subject) -> Any:
+    def build(subject: ModelOnDevice) -> Any:
         raise error
 
     return build
@@ -283,7 +283,7 @@ def test_a_profiler_that_fails_leaves_the_rest_of_the_floor(toy: str, tmp_path: 
     monkeypatch.setattr(measuring, "prices", lambda device: prices)
     monkeypatch.setattr(measuring, "kernels", refused)
     monkeypatch.setattr(machine, "gpu_clocks_mhz", lambda: {"sm": 1980, "memory": 2619})
-    subject = Subject(toy, "bfloat16", "cpu", tmp_path)
+    subject = ModelOnDevice(toy, "bfloat16", "cpu", tmp_path)
     subject.model  # noqa: B018 (loaded on the CPU, before it is called something else)
     subject.device = "cuda"
     row = measuring.floor(cell(toy, "floor", dtype="bfloat16"), subject)

@@ -20,9 +20,8 @@ from hypothesis.extra import numpy as hnp
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_batch, as_count, as_integers
-from t5accel.decoding.backend import Backend, Generated, right_aligned
+from t5accel.decoding.backend import Backend, Generated, Histories, right_aligned
 from t5accel.decoding.greedy import greedy
-from t5accel.decoding.histories import Histories
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
 
@@ -86,28 +85,6 @@ def ending_t5(tiny_t5, padded_batch) -> Callable[[str], Any]:
         raise AssertionError("no seed of twenty ends some rows and not others")
 
     return find
-
-
-@cached_and_not
-@pytest.mark.parametrize(
-    "options",
-    [dict(max_new_tokens=16), dict(min_new_tokens=16, max_new_tokens=16)],
-    ids=["free", "forced-length"],
-)
-def test_equals_generate(tiny_t5, kind: str, padded_batch, use_cache: bool, options: dict[str, int]) -> None:
-    model = tiny_t5(kind)
-    check_equals_generate(TorchEager(model, use_cache=use_cache), model, *padded_batch, **options)
-
-
-@cached_and_not
-def test_equals_generate_where_rows_end_by_themselves(ending_t5, kind: str, padded_batch, use_cache: bool) -> None:
-    model = ending_t5(kind)
-    end = model.config.eos_token_id
-    free = generate(model, *padded_batch, max_new_tokens=14)
-    ends = end_positions(free, end)
-    assert len(set(ends)) > 1, "the reference should end rows at different lengths"
-    assert len(ends) < len(free), "the reference should also go on in some row"
-    check_equals_generate(TorchEager(model, use_cache=use_cache), model, *padded_batch, max_new_tokens=14)
 
 
 @cached_and_not

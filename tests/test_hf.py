@@ -20,7 +20,7 @@ from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
 from transformers.generation import BaseStreamer
 
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.hf_cache import DecoderCache
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.session import SessionSettings
@@ -32,6 +32,7 @@ from t5accel.parity import assert_varied, parity
 from t5accel.tasks import rows as task_rows
 from t5accel.tasks import source_text
 from t5accel.text.pipeline import text2text
+from t5accel.text.text_to_text import tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ATOL = 1e-4
@@ -79,12 +80,12 @@ def build(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return BACKENDS[request.param]
 
 
-def behind(backend: Any, own: Any) -> OrtT5ForConditionalGeneration:
-    return OrtT5ForConditionalGeneration(backend, own.config, own.generation_config)
+def behind(backend: Any, own: Any) -> AcceleratedT5:
+    return AcceleratedT5(backend, own.config, own.generation_config)
 
 
 @pytest.fixture
-def pair(tiny_t5, build) -> tuple[Any, OrtT5ForConditionalGeneration]:
+def pair(tiny_t5, build) -> tuple[Any, AcceleratedT5]:
     """transformers' own model and ours."""
     own = tiny_t5()
     return own, behind(build(own), own)
@@ -369,7 +370,7 @@ def test_rows_that_no_source_has(pair, batch, rows: list[int]) -> None:
 
 def test_encoder_outputs_with_another_mask(pair, batch) -> None:
     encoded = pair[1].encoder(**batch)
-    with pytest.raises(InputError, match="attention_mask is not that of"):
+    with pytest.raises(InputError, match="attention_mask"):
         pair[1].generate(encoder_outputs=encoded, attention_mask=torch.ones_like(batch["input_ids"]), **SHORT)
 
 
@@ -587,7 +588,7 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
     _, ours = pair
     cache = ours(**batch, decoder_input_ids=decoder_ids(6, 3)).past_key_values
     ours(decoder_input_ids=decoder_ids(6, 2), past_key_values=cache)
-    with pytest.raises(InputError, match="goes back by 3 positions"):
+    with pytest.raises(InputError, match="by 3 positions"):
         cache.crop(-3)
     cache.crop(-5)
     assert cache.get_seq_length() == 0
@@ -595,7 +596,7 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
         tokens = decoder_ids(6, length)
         ours(**ours.prepare_inputs_for_generation(tokens, past_key_values=cache))
     cache.reorder_cache(torch.arange(6))
-    with pytest.raises(InputError, match="goes back by 2 positions"):
+    with pytest.raises(InputError, match="by 2 positions"):
         cache.crop(-2)  # the rows of the tokens that were seen may be others now
 
 
@@ -700,7 +701,7 @@ def test_what_is_asked_of_a_model(pair, batch) -> None:
 def test_a_configuration_that_names_an_attention(tiny_t5, implementation: str) -> None:
     config = copy.deepcopy(tiny_t5().config)
     config._attn_implementation = implementation
-    OrtT5ForConditionalGeneration(TorchEager(tiny_t5()), config)
+    AcceleratedT5(TorchEager(tiny_t5()), config)
     assert config._attn_implementation == implementation
 
 
@@ -714,7 +715,7 @@ def test_defaults_of_generation(tiny_t5, build, batch) -> None:
     assert torch.equal(ours.generate(**batch, generation_config=given), reference(own, batch, generation_config=given))
     own.generation_config.max_length = 5
     assert ours.generation_config.max_length == 7
-    without = OrtT5ForConditionalGeneration(build(own), own.config)
+    without = AcceleratedT5(build(own), own.config)
     assert without.generation_config.eos_token_id == 1 and without.generation_config.max_length in (20, None)
 
 
@@ -750,7 +751,7 @@ def test_a_backend_on_the_gpu(tiny_t5, batch) -> None:
 @pytest.mark.parametrize("backend", [None, "mini", torch.nn.Linear(1, 1)], ids=repr)
 def test_no_backend(tiny_t5, backend: Any) -> None:
     with pytest.raises(InputError, match="is no backend, it lacks"):
-        OrtT5ForConditionalGeneration(backend, tiny_t5().config)
+        AcceleratedT5(backend, tiny_t5().config)
 
 
 @pytest.mark.parametrize("difference", [dict(vocab_size=301), dict(eos_token_id=2), dict(pad_token_id=None)], ids=repr)
@@ -759,12 +760,12 @@ def test_the_configuration_of_another_model(tiny_t5, difference: dict[str, Any])
     ((name, value),) = difference.items()
     setattr(config, name, value)
     with pytest.raises(InputError, match=f"config.{name} is {value}"):
-        OrtT5ForConditionalGeneration(TorchEager(tiny_t5()), config)
+        AcceleratedT5(TorchEager(tiny_t5()), config)
 
 
 def test_no_configuration(tiny_t5) -> None:
     with pytest.raises(InputError, match="config.vocab_size is None"):
-        OrtT5ForConditionalGeneration(TorchEager(tiny_t5()), None)
+        AcceleratedT5(TorchEager(tiny_t5()), None)
 
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -852,7 +853,7 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
 
 
 @pytest.fixture
-def exported(tiny_t5, tmp_path: Path) -> OrtT5ForConditionalGeneration:
+def exported(tiny_t5, tmp_path: Path) -> AcceleratedT5:
     """A model whose backend came from a folder."""
     folder = tmp_path / "export"
     (folder / "more").mkdir(parents=True)
@@ -878,7 +879,7 @@ def test_save_pretrained(exported, tmp_path: Path) -> None:
             assert config.vocab_size == 300 and config.num_decoder_layers == 3
             assert GenerationConfig.from_pretrained(saved).max_length == 33
             assert json.loads((saved / "config.json").read_text())["model_type"] == "t5"
-    assert {path.name for path in tmp_path.iterdir()} == {"export", "new", "empty"}
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "new", "empty"}
     assert empty.stat().st_mode == (tmp_path / "new" / "deep").stat().st_mode == (tmp_path / "export").stat().st_mode
 
 
@@ -905,7 +906,7 @@ def test_save_pretrained_leaves_nothing_half_written(exported, tmp_path: Path, m
     monkeypatch.setattr(exported.generation_config, "save_pretrained", fail)
     with pytest.raises(OSError, match="no space left"):
         exported.save_pretrained(tmp_path / "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["export"]
 
 
 def test_save_pretrained_keeps_what_came_meanwhile(exported, tmp_path: Path, monkeypatch) -> None:
@@ -914,7 +915,7 @@ def test_save_pretrained_keeps_what_came_meanwhile(exported, tmp_path: Path, mon
     with pytest.raises(OSError, match="could not be written"):
         exported.save_pretrained(tmp_path / "empty")
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["x"]
-    assert {path.name for path in tmp_path.iterdir()} == {"export", "empty"}
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "empty"}
 
 
 def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
@@ -923,15 +924,15 @@ def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
     export_t5(own, tmp_path / "export")
     expected = reference(own, batch, max_length=9, num_beams=2)
     assert_varied(expected)
-    ours = OrtT5ForConditionalGeneration.from_pretrained(tmp_path / "export")
+    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
     ours.generation_config.update(max_length=9, num_beams=2)
     ours.save_pretrained(tmp_path / "new")
-    for model in (ours, OrtT5ForConditionalGeneration.from_pretrained(tmp_path / "new")):
+    for model in (ours, AcceleratedT5.from_pretrained(tmp_path / "new")):
         with quiet():
             assert torch.equal(model.generate(**batch), expected)
     (tmp_path / "new" / "generation_config.json").write_text("{}")
     with pytest.raises(T5AccelError, match="generation_config.json"):
-        OrtT5ForConditionalGeneration.from_pretrained(tmp_path / "new")
+        AcceleratedT5.from_pretrained(tmp_path / "new")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
@@ -946,3 +947,19 @@ def test_nothing_to_answer_is_refused(pair) -> None:
     _, ours = pair
     with pytest.raises(InputError, match="nothing to answer"):
         ours.generate(max_new_tokens=3)
+
+
+def test_the_tokenizer_comes_with_the_folder_whatever_its_files_are(tiny_t5, mini, tmp_path: Path) -> None:
+    own = transformers.ByT5Tokenizer()
+    for tokenizer in (mini[1], own, None):
+        folder = tmp_path / type(tokenizer).__name__
+        export_t5(tiny_t5(), folder, tokenizer=tokenizer)
+        model = AcceleratedT5.from_pretrained(folder)
+        if tokenizer is None:
+            assert model.tokenizer is None and AcceleratedT5.from_pretrained(folder, tokenizer=own).tokenizer is own
+        else:
+            assert model.tokenizer("Où est-il ?").input_ids == tokenizer("Où est-il ?").input_ids
+            assert type(model.tokenizer) is type(AcceleratedT5.from_pretrained(folder, tokenizer=own).tokenizer)
+            assert tokenizer_of(folder)(["Où ?"], return_tensors="np", padding=True)["input_ids"].tolist() == [
+                tokenizer("Où ?").input_ids
+            ]

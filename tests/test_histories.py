@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5accel.checks import check_vocabulary
-from t5accel.decoding.backend import right_aligned
-from t5accel.decoding.histories import Histories
+from t5accel.decoding.backend import Histories, right_aligned
 from t5accel.errors import InputError
 
 events = st.lists(st.tuples(st.sampled_from(["append", "append", "trim", "reorder", "keep"]), st.integers(0, 2**16)))

@@ -13,15 +13,12 @@ import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
 from test_encoder_cache import logits_of
-from test_greedy import check_equals_generate
 
 from t5accel.backends.older.hybrid import HybridOnnxT5
-from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.graphs.build.contract import ENCODER
+from t5accel.graphs.contract import ENCODER
 from t5accel.graphs.older.layouts import export_layout
 from t5accel.graphs.older.row_graphs import LM_HEAD
 from t5accel.parity import parity
@@ -40,17 +37,6 @@ def laid_out(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         return folder
 
     return export
-
-
-@pytest.fixture(scope="module")
-def opened(laid_out, tiny_t5) -> Callable[..., HybridOnnxT5]:
-    """``opened(kind)``: the backend over it. Shared: patch one of your own."""
-
-    @cache
-    def open_(kind: str = "deeper-decoder", **sizes: Any) -> HybridOnnxT5:
-        return HybridOnnxT5(laid_out(kind, **sizes), tiny_t5(kind, **sizes), settings=ONE_THREAD)
-
-    return open_
 
 
 @pytest.fixture
@@ -144,25 +130,18 @@ def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> 
 # Tokens
 
 
-def test_greedy_gives_the_tokens_of_the_others(opened, exported, tiny_t5, kind: str, padded_batch) -> None:
-    options = dict(min_new_tokens=16, max_new_tokens=16)
-    check_equals_generate(opened(kind), tiny_t5(kind), *padded_batch, **options)
-    ours = greedy(OrtNumpy(exported(kind), settings=ONE_THREAD), *padded_batch, **options)
-    np.testing.assert_array_equal(greedy(opened(kind), *padded_batch, **options).sequences, ours.sequences)
-
-
 # Bad input
 
 
 def test_the_graphs_have_to_be_the_models(laid_out, tiny_t5) -> None:
     for other in (tiny_t5("gated-untied"), tiny_t5(seed=2), tiny_t5(eos_token_id=7)):
-        with pytest.raises(InputError, match="written from 'T5ForConditionalGeneration' with other weights"):
+        with pytest.raises(InputError, match="other weights"):
             HybridOnnxT5(laid_out(), other, settings=ONE_THREAD)
     changed = copy.deepcopy(tiny_t5())
     HybridOnnxT5(laid_out(), changed, settings=ONE_THREAD)
     with torch.no_grad():
         changed.decoder.block[2].layer[2].DenseReluDense.wo.weight[3, 4] += 1
-    with pytest.raises(InputError, match="write them again with export_layout"):
+    with pytest.raises(InputError, match="export_layout"):
         HybridOnnxT5(laid_out(), changed, settings=ONE_THREAD)
 
 
@@ -173,7 +152,7 @@ def test_no_model_no_folder_and_no_settings(laid_out, tiny_t5, tmp_path: Path) -
     with pytest.raises(ExportError, match="holds no whole layout"):
         HybridOnnxT5(tmp_path, tiny_t5())
     export_layout(tiny_t5(), tmp_path / "other", "whole")
-    with pytest.raises(ExportError, match="is of the layout 'whole'; wanted is onnxt5"):
+    with pytest.raises(ExportError, match="'whole'.*onnxt5"):
         HybridOnnxT5(tmp_path / "other", tiny_t5())
     for wrong in ("cpu", {"threads": 1}):
         with pytest.raises(InputError, match="SessionSettings"):

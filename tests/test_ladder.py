@@ -32,7 +32,7 @@ from t5accel.lab.ladder import (
     with_quality_of,
 )
 from t5accel.lab.rows import checked
-from t5accel.lab.techniques import WAYS, Subject
+from t5accel.lab.techniques import NAMED, Subject
 from t5accel.parity import ParityError
 from t5accel.quality import MAIN_SCORES
 from t5accel.t5.lively import random_t5
@@ -111,7 +111,7 @@ def test_every_rung_adds_one_idea_to_one_below_it(rungs: tuple[Rung, ...]) -> No
         below = rungs[names.index(rung.on, 0, place)]
         different = [rung.technique is not below.technique, rung.model != below.model, rung.batch != below.batch]
         assert different.count(True) == 1, f"{rung.name} adds {different.count(True)} ideas to {below.name}"
-        assert rung.technique is WAYS[rung.technique.name]
+        assert rung.technique is NAMED[rung.technique.name]
 
 
 def test_the_student_has_rungs_where_it_is_bundled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_forced_work_is_checked_while_it_is_timed(tiny: str) -> None:
     assert {(row["texts"], row["new_tokens"], row["source_tokens"], row["of"]) for row in rows} == {(1, 8, 7, 8)}
     assert not any("forced" in row for row in rows)
     lazy, _ = altered(lambda out, call: out if call == 1 else out[:, :-1])
-    with pytest.raises(UnequalWorkError, match="a rival.*new_tokens is 8 and 7"):
+    with pytest.raises(UnequalWorkError, match="a rival.*new_tokens"):
         climb([NAIVE, lazy], job, model=tiny, **QUICK)
     with pytest.raises(InputError, match="^batch is 2"):
         climb([NAIVE, replace(LOOP, batch=2)], job, model=tiny, **QUICK)

@@ -15,16 +15,14 @@ import onnx
 import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
-from test_greedy import check_equals_generate
 
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.older.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
-from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
 from t5accel.graphs.export.t5 import export_t5, t5_weights
 from t5accel.graphs.older import layouts
 from t5accel.graphs.older.layout_sizes import LayoutSizes, layout_sizes
@@ -235,20 +233,12 @@ def test_cross_attention_of_another_layer_is_caught(laid_out, runtime, tiny_t5, 
 # Tokens
 
 
-def test_greedy_gives_the_tokens_of_the_others(opened, runtime, exported, tiny_t5, kind: str, padded_batch) -> None:
-    options = dict(min_new_tokens=16, max_new_tokens=16)
-    backend = opened(runtime, kind)
-    check_equals_generate(backend, tiny_t5(kind), *padded_batch, **options)
-    ours = greedy(OrtNumpy(exported(kind), settings=ONE_THREAD), *padded_batch, **options)
-    np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, ours.sequences)
-
-
 def test_beams_behind_generate(opened, runtime, tiny_t5, padded_batch) -> None:
     model, options = tiny_t5("shallower-decoder"), dict(num_beams=3, do_sample=False, max_new_tokens=8)
     ids, mask = (torch.as_tensor(array) for array in padded_batch)
     expected = model.generate(input_ids=ids, attention_mask=mask, **options)
     assert len(np.unique(expected)) > 8
-    ours = OrtT5ForConditionalGeneration(opened(runtime, "shallower-decoder"), model.config)
+    ours = AcceleratedT5(opened(runtime, "shallower-decoder"), model.config)
     np.testing.assert_array_equal(ours.generate(input_ids=ids, attention_mask=mask, **options), expected)
 
 
@@ -425,7 +415,7 @@ def test_a_folder_that_holds_something_is_kept(tiny_t5, layout: str, tmp_path: P
     (tmp_path / "full" / "note.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for name in ("full", "file"):
-        with pytest.raises(ExportError, match=rf"{name} is not empty, so it is kept: give another folder"):
+        with pytest.raises(ExportError, match=rf"{name} is not empty"):
             export_layout(tiny_t5(), tmp_path / name, layout)
     assert beside(tmp_path) == {"full", "file"} and (tmp_path / "file").read_text() == "mine"
     assert beside(tmp_path / "full") == {"note.txt"}
@@ -456,7 +446,7 @@ def test_a_failed_export_leaves_nothing(tiny_t5, layout: str, tmp_path: Path, mo
 
 def test_another_layout_is_refused(laid_out, runtime, exported) -> None:
     for other in LAYOUTS.keys() - {runtime.layout}:
-        with pytest.raises(ExportError, match=rf"is of the layout '{other}'; wanted is {runtime.layout}"):
+        with pytest.raises(ExportError, match=rf"'{other}'.*{runtime.layout}"):
             runtime(laid_out(other))
     with pytest.raises(ExportError, match="holds no whole layout"):
         runtime(exported())

@@ -29,7 +29,7 @@ from t5accel.errors import InputError
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.numbers.recipes import Recipe, Scheme
 from t5accel.parity import assert_varied, token_agreement
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 

@@ -58,11 +58,23 @@ def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tin
             return real(0).integers(low, 300, size)
 
     monkeypatch.setattr(script.np.random, "default_rng", lambda seed: Small())
-    rows = [checked(row) for row in script.overhead_rows(tokens=6, rounds=1)]
+    rows = [checked(row) for row in script.overhead_rows(tokens=12, rounds=1)]
     parts = [(row["system"], row["cell"]) for row in rows]
     assert parts == [("greedy()", "in all"), ("greedy()", "in the decoder session"), ("generate()", "in all"),
                      ("generate()", "in the decoder session"), ("generate()", "in our forward")]  # fmt: skip
     assert all(row["us_per_token"] > 0 for row in rows)
+
+
+def test_warm_starts_are_timed_in_processes_of_their_own_beyond_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("engine")
+    assert len(script.STARTS) == 2
+    (way,) = ways = [name for name in script.STARTS if "without torch" in name]
+    imports, start = script.STARTS[way]
+    monkeypatch.setattr(script, "STARTS", {way: (imports, start)})
+    rows = [checked(row) for row in script.start_rows(names=("mini",), repeats=1)]
+    assert [(row["system"], row["cell"]) for row in rows] == [(*ways, "by the clock"), (*ways, "of the processor")]
+    whole = script._printed_seconds(f"import time; {imports}; name = 'mini'; {start}; print(time.process_time())")
+    assert 0 < rows[1]["seconds"] < whole and rows[0]["seconds"] > 0
 
 
 def test_a_floor_is_measured_at_the_size_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

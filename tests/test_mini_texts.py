@@ -240,7 +240,7 @@ def test_a_line_that_is_no_pair_is_named_by_its_number(tmp_path):
 def test_a_file_in_another_encoding_is_named(tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_bytes("Wait!\tÀ bientôt !\n".encode("latin-1"))
-    with pytest.raises(InputError, match=r"pairs\.tsv is not UTF-8.*Give a UTF-8 file"):
+    with pytest.raises(InputError, match=r"pairs\.tsv is not UTF-8"):
         read_pairs(path)
 
 

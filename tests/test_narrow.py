@@ -147,7 +147,7 @@ WRONG: list[Any] = [
 @pytest.mark.parametrize("sizes", WRONG, ids=str)
 def test_wrong_widths_are_refused_and_change_nothing(tiny_t5, sizes: Any) -> None:
     model = copy.deepcopy(tiny_t5())
-    with pytest.raises(InputError, match="layer_widths.* is .*; give"):
+    with pytest.raises(InputError, match="layer_widths"):
         resize(model, sizes)
     assert widths(model) == FULL and not hasattr(model.config, "layer_widths")
 

@@ -19,7 +19,7 @@ from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError
-from t5accel.graphs.build.contract import DECODER
+from t5accel.graphs.contract import DECODER
 from t5accel.parity import assert_varied, parity
 
 

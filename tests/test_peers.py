@@ -16,6 +16,7 @@ from script import load_script
 
 from t5accel.errors import InputError, PeerError
 from t5accel.graphs.numbers.recipes import RECIPES
+from t5accel.lab.harness import pairwise
 from t5accel.lab.peers import (
     GRID,
     OPTIMUM,
@@ -31,7 +32,6 @@ from t5accel.lab.peers import (
     cell_of,
     int8_for,
     measure_cell,
-    pairwise,
     standings,
     table,
 )
@@ -75,7 +75,7 @@ def test_all_read_the_same_sources():
     assert asked[0].shape == (2, 5) and asked[0].min() >= 3
     for entry in rows:
         assert cell_of(checked(entry)) == CELL and (entry["model"], entry["threads"]) == ("toy", 2)
-    assert pairwise(rows, ours="b", peer="a") == rows[1]["ratio"]
+    assert pairwise(rows, "b", "a") == rows[1]["ratio"]
 
 
 def test_other_tokens_are_counted_and_not_hidden():
@@ -92,7 +92,7 @@ def test_a_system_that_fails_or_does_less_is_a_row_that_says_why():
     rows = cell_rows(a=answering(TOKENS), b=fails, c=answering(TOKENS[:, :2]))
     assert "out of memory" in rows[1]["failed"] and "(2, 2) instead of (2, 4)" in rows[2]["failed"]
     assert "latency_s" not in rows[1] and table(rows).splitlines()[1].split()[-3:] == ["–", "!", "!"]
-    assert pairwise(rows, ours="a", peer="b") is None and pairwise(rows, ours="b", peer="a") is None
+    assert pairwise(rows, "a", "b") is None and pairwise(rows, "b", "a") is None
     with pytest.raises(PeerError, match="memory"):
         cell_rows(a=fails, b=answering(TOKENS))
     with pytest.raises(InputError, match="degenerate"):

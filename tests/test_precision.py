@@ -25,8 +25,8 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.build.layers import LOWEST
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.numbers import probe as probe_module
@@ -37,7 +37,7 @@ from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, recipe_of
 from t5accel.graphs.saved_graph import reread
 from t5accel.parity import ParityError, assert_varied, token_agreement
 from t5accel.t5.rescale import rescaled
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ERROR, OTHERS = 4e-3, 0.02  # of fp16, with its 11 bits: in units of the logits' spread, and of other tokens
@@ -511,7 +511,7 @@ def test_odd_examples(exported, padded_batch, tmp_path: Path, odd: str) -> None:
 
 def test_what_cannot_be_probed(exported, half, padded_batch, tmp_path: Path) -> None:
     example = Example(*padded_batch, histories(6, 1, 4)[:, 0])
-    with pytest.raises(InputError, match="no examples: give at least one"):
+    with pytest.raises(InputError, match="no examples"):
         probe(exported(), [])
     with pytest.raises(InputError, match="is in fp16 already"):
         probe(half(), [example])
@@ -546,7 +546,7 @@ def test_rescaled_it_computes_the_same(tiny_t5, padded_batch, kind: str, factor:
 
 @pytest.mark.parametrize("factor", [0, -1, float("inf"), float("nan"), "2", None, True])
 def test_no_factor(tiny_t5, factor: Any) -> None:
-    with pytest.raises(InputError, match="factor is .*give a number above 0"):
+    with pytest.raises(InputError, match="^factor"):
         rescaled(tiny_t5(), factor)
 
 

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER, decoder_spec
+from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.optimize import optimized_graph
 from t5accel.graphs.saved_graph import count_nodes

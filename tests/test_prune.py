@@ -30,15 +30,15 @@ from test_gates import some_kept
 from test_narrow import generated, narrowed
 
 import t5accel.students.prune as module
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
+from t5accel.graphs.contract import DECODER, ENCODER
 from t5accel.graphs.export.t5 import export_t5, t5_weights
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.parity import ParityError, assert_varied, parity
@@ -275,7 +275,7 @@ def test_histories_of_unequal_heads_are_trimmed_and_left(pruned, padded_batch) -
 
 def test_generate_of_transformers_runs_it(pruned, padded_batch) -> None:
     model, folder = pruned
-    accelerated = OrtT5ForConditionalGeneration.from_pretrained(folder)
+    accelerated = AcceleratedT5.from_pretrained(folder)
     ids, mask = map(torch.as_tensor, padded_batch)
     for beams in (1, 3):
         found = accelerated.generate(ids, attention_mask=mask, do_sample=False, num_beams=beams, max_new_tokens=8)
@@ -442,7 +442,7 @@ def test_the_masked_share_rises_from_nothing_to_all_at_the_last_step(steps: int,
 @pytest.mark.parametrize("config", [dict(steps=0), dict(steps=1), dict(steps=100, rising=0.0)], ids=str)
 def test_without_time_to_rise_all_is_masked_at_once(config: dict[str, Any]) -> None:
     assert PruneConfig(**config).share(0) == 1.0
-    with pytest.raises(InputError, match="with movement at least 2"):
+    with pytest.raises(InputError, match="movement"):
         PruneConfig(importance="movement", **config)
 
 

@@ -92,6 +92,22 @@ def test_rouge_equals_rouge_score_with_the_best_reference() -> None:
         assert 20 < score < 99 and score == pytest.approx(100 * sum(best) / len(best), abs=1e-9)
 
 
+def test_scores_of_rows_are_of_any_language() -> None:
+    """As published, ROUGE sees nothing but a-z and 0-9, and exact match drops English articles."""
+    french, greek = ["élève âgé été"], ["το σπίτι μου"]
+    assert metrics.rouge(greek, [greek])["rougeL"] == 0 == metrics.rouge(["σ"], [greek], any_script=True)["rougeL"]
+    for texts in (french, greek):
+        assert {name: score(texts, [texts]) for name, score in metrics.ROW_SCORES.items() if name != "bleu"} == {
+            "chrf": pytest.approx(100), "rougeL": 100, "exact_match": 100}  # fmt: skip
+    assert metrics.ROW_SCORES["rougeL"](["to spiti mou, é"], [["e spiti"]]) == pytest.approx(100 / 3)
+    plain = "A strike is over; nobody_else came in 1998."
+    assert metrics.rouge([plain], [["the strike was over"]], any_script=True) == metrics.rouge(
+        [plain], [["the strike was over"]]
+    )
+    assert metrics.same_text(["Il a faim", "e\u0301te\u0301  "], [["Il faim"], ["été"]]) == 50
+    assert metrics.exact_match(["Il a faim"], [["Il faim"]]) == 100
+
+
 @pytest.mark.parametrize(("prediction", "references", "em", "overlap"), [
     ("The Eiffel Tower!", ["eiffel tower"], 100, 100),
     ("eiffel  tower", ["Paris", "the Eiffel Tower"], 100, 100),

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from programs import logits_after_all
 from silence import quiet
 from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
@@ -27,7 +28,7 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
-from t5accel.graphs.build.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
 from t5accel.graphs.export.cache import cached_export, list_exports
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.export.t5 import export_t5
@@ -43,7 +44,7 @@ from t5accel.graphs.optimize import optimize_export
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 from t5accel.lab.scoring import agreement
 from t5accel.parity import ParityError, parity, token_agreement
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [OrtNumpy, OrtBound]
@@ -195,15 +196,8 @@ def test_what_is_rounded_anew_depends_on_the_batch_by_no_more_than_the_rounding(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_histories_are_reordered_and_trimmed_as_in_fp32(quantized, fp32, padded_batch, runtime: Any) -> None:
-    new, found = histories(6, 2, 5), []
-    for folder in (quantized(WEIGHTS_ALONE), fp32()):
-        backend = runtime(folder, settings=ONE_THREAD)
-        state = backend.start(backend.encode(*padded_batch), 2)
-        backend.step(state, new)
-        backend.trim(state, np.arange(12).reshape(6, 2) % 6)
-        backend.reorder(state, np.array([[1, 0]] * 6))
-        backend.keep(state, np.array([4, 0, 5]))
-        found.append(backend.step(state, new[:3]))
+    found = [logits_after_all(runtime(folder, settings=ONE_THREAD), *padded_batch, histories(6, 2, 5))
+             for folder in (quantized(WEIGHTS_ALONE), fp32())]  # fmt: skip
     assert lost(*found)[0] < LADDER["weights"][1]
 
 
@@ -590,14 +584,14 @@ def test_an_export_that_was_there_survives_what_does_not_pass(fp32, temporary: P
                                       {"bleu": float("inf")}], ids=str)  # fmt: skip
 def test_no_limits(fp32, tmp_path: Path, max_loss: Any) -> None:
     score = Sensitive()
-    with pytest.raises(InputError, match="max_loss is .*give the names of scores"):
+    with pytest.raises(InputError, match="^max_loss"):
         quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss=max_loss)
     assert not score.asked and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("scores", [None, {}, 5, "bleu", {"rougeL": 1.0}, [("bleu", 1.0)]], ids=str)
 def test_no_scores(fp32, temporary: Path, tmp_path: Path, scores: Any) -> None:
-    with pytest.raises(InputError, match="score returned .*; max_loss names bleu"):
+    with pytest.raises(InputError, match="max_loss"):
         quantize(fp32(), tmp_path / "new", "int8", score=lambda _: scores, max_loss={"bleu": 1})
     assert not list(tmp_path.iterdir())
 
@@ -665,38 +659,21 @@ def test_a_folder_is_not_loaded_again(cache_of_its_own, tiny_t5, tmp_path: Path,
     assert cached_export(str(tmp_path / "model"), precision="int8") == first
 
 
-MODULE = sys.modules["t5accel.api"]
-
-
-def said(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [warning for warning in caught if "quality" in str(warning.message)]
-
-
-@pytest.fixture
-def unsaid() -> Iterator[None]:
-    """As in a process in which nothing was said yet."""
-    MODULE._say_ungated.cache_clear()
-    yield
-    MODULE._say_ungated.cache_clear()
-
-
-def test_that_quality_was_not_measured_is_said_once(cache_of_its_own, unsaid, tiny_t5) -> None:
-    assert not said(lambda: accelerate(tiny_t5(), progress=False))
-    (warning,) = said(lambda: accelerate(tiny_t5(), precision="int8", progress=False))
-    assert "t5accel.graphs.numbers.quantize" in str(warning.message) and "gated: false" in str(warning.message)
-    assert Path(warning.filename) == Path(__file__), "where it was called"
-    again = ("int8", "int4", "fp16")
-    assert not said(lambda: [accelerate(tiny_t5(), precision=name, progress=False) for name in again])
-
-
-@pytest.fixture
-def spoken() -> Iterator[None]:
+def test_that_quality_was_not_measured_is_said_where_it_is_made(cache_of_its_own, tiny_t5, capfd) -> None:
+    """A sentence for each export when it is made, then silence; no warning of Python's, which shows source lines."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        warnings.simplefilter("error")
+        for name in ("fp32", "int8", "int4", "fp16"):
+            accelerate(tiny_t5(seed=29), precision=name)
+            told = capfd.readouterr()
+            assert ("is exported once, and kept in" in told.err and "t5accel cache clear" in told.err) == (
+                name == "fp32"
+            )
+            assert (f"kept in {name}, too. Its quality was not measured" in told.err) == (name != "fp32")
+            accelerate(tiny_t5(seed=29), precision=name)
+            assert (told.out, *capfd.readouterr()) == ("", "", "")
+        accelerate(tiny_t5(seed=30), precision="int8", progress=False)
+        assert (*capfd.readouterr(),) == ("", "")
 
 
 @pytest.mark.parametrize(("precision", "tuned_for", "name"), [
@@ -705,7 +682,7 @@ def spoken() -> Iterator[None]:
     (RECIPES["int8"].without(["lm_head"]), "throughput", "int8+1"),
 ])  # fmt: skip
 def test_precision_in_one_line(
-    cache_of_its_own, spoken, tiny_t5, padded_batch, precision: Any, tuned_for: str, name: str
+    cache_of_its_own, tiny_t5, padded_batch, precision: Any, tuned_for: str, name: str
 ) -> None:
     model = tiny_t5(seed=24)
     accelerated = accelerate(model, precision=precision, tuned_for=tuned_for, threads=1, progress=False)
@@ -721,9 +698,10 @@ def test_precision_in_one_line(
     np.testing.assert_array_equal(tokens[:, 1:].numpy(), expected)
 
 
-def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, unsaid) -> None:
+def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, capfd) -> None:
     folder = quantized(RECIPES["int8"])
-    assert not said(lambda: accelerate(folder, progress=False)), "who made it knows"
+    accelerate(folder)
+    assert (*capfd.readouterr(),) == ("", ""), "who made it knows"
     for precision in ("fp32", "int8", RECIPES["int8"]):
         assert accelerate(folder, precision=precision, progress=False).backend.folder == folder
     for given, precision in ((folder, "int4"), (folder, "fp16"), (fp32(), "int8")):
@@ -736,7 +714,7 @@ def test_wrong_precisions(tiny_t5) -> None:
         with pytest.raises(InputError, match="precision is"):
             accelerate(tiny_t5(), precision=junk, progress=False)
     for junk in ("speed", None, "", 1, ["latency"]):
-        with pytest.raises(InputError, match="tuned_for is .*give one of latency, throughput"):
+        with pytest.raises(InputError, match="^tuned_for"):
             accelerate(tiny_t5(), tuned_for=junk, progress=False)
 
 
@@ -747,7 +725,7 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_bf16_runs_in_torch(same_threads, unsaid, tiny_t5, padded_batch) -> None:
+def test_bf16_runs_in_torch(same_threads, tiny_t5, padded_batch) -> None:
     model = tiny_t5()
     accelerated = accelerate(model, precision="bf16", threads=1, progress=False)
     backend = accelerated.backend

@@ -2,10 +2,16 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
+import torch
+from typer.testing import CliRunner
+
+from t5accel.checkpoints import load_t5
 from t5accel.cli import app
 from t5accel.lab.draw import board
+from t5accel.t5.lively import random_t5
 
 ROOT = Path(__file__).resolve().parents[1]
 README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/WORKSHOP.md"))
@@ -42,3 +48,29 @@ def test_the_workshop_names_targets_and_commands_that_exist() -> None:
     assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"`t5accel (\w+)", WORKSHOP)) <= commands
+
+
+def test_a_t5_of_ones_own_is_distilled_quantised_and_run_by_the_commands_shown(
+    tmp_path: Path, monkeypatch, cache_of_its_own, random_state_put_back
+) -> None:
+    """Word for word, with a smaller model in place of the stand-in."""
+    (commands,) = re.findall(r"^<!-- own model -->\n```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (stand_in,) = re.findall(r"^<!-- a stand-in -->\n```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    sizes = dict(vocab_size=6000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2, num_decoder_layers=3)
+    made = {"random:t5-small": (random_t5(sizes), None), "mini": load_t5("mini")}
+    monkeypatch.setattr("t5accel.load_t5", made.get, raising=False)
+    monkeypatch.chdir(tmp_path)
+    exec(stand_in, {})  # noqa: S102
+    rows = [(tmp_path / name).read_text(encoding="utf-8").splitlines() for name in ("train.jsonl", "dev.jsonl")]
+    assert len({*rows[0], *rows[1]}) == 200 and not {*rows[0]} & {*rows[1]}
+    threads = torch.get_num_threads()
+    printed = []
+    for command in commands.strip().splitlines():
+        program, *arguments = shlex.split(command)
+        result = CliRunner().invoke(app, arguments)
+        assert program == "t5accel" and result.exit_code == 0, result.output
+        printed.append(result.stdout)
+    torch.set_num_threads(threads)
+    assert printed[0].startswith("Wrote student/model\nwhole model: loss ") and "bleu" in printed[0]
+    assert re.match(r"student-int8: \d+ MB, int8\nbleu [\d.]+, in fp32 [\d.]+: loses ", printed[1])
+    assert len(printed[2].splitlines()) == 1 and (tmp_path / "student-int8" / "manifest.json").is_file()

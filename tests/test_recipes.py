@@ -86,7 +86,7 @@ NO_GROUPS = ["decoder.0.q", "decoder.wo", "decoder.x.wo", "encoder.-1.wo", "Deco
 @pytest.mark.parametrize("group", NO_GROUPS, ids=str)
 def test_what_is_no_group(group: Any) -> None:
     for groups in (dict(kept=(group,)), dict(overrides=((group, None),)), dict(kept=("lm_head", group))):
-        with pytest.raises(InputError, match="is no group of weights; one is decoder.0.wo, lm_head or embedding"):
+        with pytest.raises(InputError, match="is no group"):
             Recipe("x", **groups)
     with pytest.raises(InputError, match="is no group"):
         RECIPES["int8"].without([group])
@@ -110,7 +110,7 @@ def test_odd_lists_of_what_is_kept(kept: Any) -> None:
 
 @pytest.mark.parametrize("scheme", [DYNAMIC, Scheme("static")])
 def test_rows_that_are_looked_up_are_not_multiplied_by_an_override_either(scheme: Scheme) -> None:
-    with pytest.raises(InputError, match="embedding is .*take a weight-only Scheme"):
+    with pytest.raises(InputError, match="^embedding"):
         Recipe("x", overrides=(("embedding", scheme),))
     assert Recipe("x", overrides=(("embedding", INT4),)).scheme("embedding", "decoder") == INT4
 
@@ -164,7 +164,7 @@ def test_recipes_by_name() -> None:
     for name, recipe in RECIPES.items():
         assert as_recipe(name) is as_recipe(recipe) is recipe
     for junk in ("int2", "", "INT8", None, 8, INT8, ["int8"], b"int8", {"name": "int8"}):
-        with pytest.raises(InputError, match="precision is .*give a Recipe or one of fp32, fp16, bf16, int8"):
+        with pytest.raises(InputError, match="^precision"):
             as_recipe(junk)
 
 

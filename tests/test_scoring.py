@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.graphs.numbers.probe import Example
 from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.lab.scoring import agreement, text_quality
+from t5accel.metrics import ROW_SCORES
+from t5accel.students.validation import validation
 from t5accel.text.text_to_text import text_to_text
 
 
@@ -105,7 +108,7 @@ def test_numbers_that_are_none_do_not_agree(tiny_t5, exported, examples, tmp_pat
 
 
 def test_agreement_needs_something_to_look_at(exported, padded_batch, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no examples: give at least one"):
+    with pytest.raises(InputError, match="no examples"):
         agreement(exported(), [])
     with pytest.raises(ExportError, match="holds no manifest"):
         agreement(tmp_path, [Example(*padded_batch, histories(6, 1, 3)[:, 0])])
@@ -132,6 +135,26 @@ def test_text_quality_is_that_of_the_evaluation_sets(mini, exported_mini) -> Non
                                              (["summaries"], {"rougeL"})], ids=str)  # fmt: skip
 def test_the_sets_that_are_asked_for(exported_mini, names: list[str], keys: set[str]) -> None:
     assert text_quality(names=names, limit=1, threads=1, batch_size=2)(str(exported_mini)).keys() == keys
+
+
+def test_text_quality_on_rows_or_a_file_of_them_is_that_of_validation(mini, exported_mini, tmp_path: Path) -> None:
+    """The same number as distillation logs, from torch there and from an export here; answers as long as targets."""
+    texts = ["Where is my bag?", "I am tired.", "She is at home now.", "We have to go."]
+    rows = [{"source": f"translate English to French: {text}", "target": f"Il {i} a un été là."}
+            for i, text in enumerate(texts)]  # fmt: skip
+    file = tmp_path / "dev.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for metric in ROW_SCORES:
+        expected = validation(rows, mini[1], metric)(mini[0].eval())[metric]
+        found = [text_quality(given, metric, threads=1, batch_size=3)(exported_mini) for given in (rows, file)]
+        assert found[0] == found[1] == {metric: pytest.approx(expected, abs=0.006)}
+    mini[0].eval()
+    assert found[0] == {"exact_match": 0} and text_quality(rows, "chrf", threads=1)(exported_mini)["chrf"] > 5
+    for given, options, message in (([], {}, "holds no rows"), ([{"source": "a"}], {}, r"examples\[0\]: no 'target'"),
+                                    (rows, dict(metric="luck"), "metric is 'luck'"),
+                                    (rows, dict(batch_size=0), "batch_size")):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            text_quality(given, **options)
 
 
 def test_a_model_that_says_something_else_has_less(mini, exported_mini, tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from test_encoder_cache import in_threads
 from test_greedy import check_equals_generate, generate
 
-from t5accel.backends.hf import OrtT5ForConditionalGeneration
-from t5accel.backends.ort import shortlist as ort_shortlist
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.pointers import OrtPointers
@@ -33,9 +32,9 @@ from t5accel.decoding.shortlist import MOST, Head, NearLogits, certified, error_
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs import shortlist as graphs_shortlist
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, MANIFEST, NEAR_ONLY, SHORTLIST, WEIGHTS, shortlist_spec
 from t5accel.graphs.build.layers import T5Layers
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, NEAR, NEAR_ONLY, SHORTLIST, WEIGHTS, shortlist_spec
 from t5accel.graphs.export.cache import cached_export
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.export.t5 import export_t5
@@ -61,7 +60,7 @@ class Heads:
         head, graph = quantized(rows), GraphBuilder("heads")
         graph.input("decoded", "float32", ["B", "K", "T", rows.shape[1]])
         graph.input("exact", "bool", [])
-        add_heads(T5Layers(graph, weights, "decoder"), "decoded", head)
+        add_heads(T5Layers(graph, weights, "decoder"), "decoded", shortlist_spec(weights.dims), head)
         for tensor in shortlist_spec(dims).outputs[:4]:
             graph.output(tensor.name, tensor.dtype, tensor.shape)
         options = onnxruntime.SessionOptions()
@@ -439,7 +438,7 @@ def test_the_cache_adds_it_where_it_pays(tiny_t5, tmp_path: Path, monkeypatch) -
 
 def test_a_copy_keeps_it(shortlisted, opened, tmp_path: Path) -> None:
     folder = shortlisted()
-    OrtT5ForConditionalGeneration.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
+    AcceleratedT5.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
     assert read_manifest(tmp_path / "copy").shortlist == read_manifest(folder).shortlist
 
 
@@ -567,13 +566,13 @@ def test_both_ways_leave_the_same_past(own, padded_batch) -> None:
     state = own.start(own.encode(*padded_batch), 2)
     own.step(state, np.full((6, 2, 3), 5))
     new, mask = np.full((6, 2, 2), 9), state.rows.mask()
-    results, near = own._run_step(state, new, mask, ort_shortlist.NEAR, exact=False)
+    results, near = own._run_step(state, new, mask, NEAR, exact=False)
     logits, exact = own._run_decoder(state, new, mask)
     for one, other in zip(near, exact, strict=True):
         np.testing.assert_array_equal(one, other)
     assert [array.shape for array in results] == [(6, 2, 1, 300), (6, 2, 1, 32), (6, 2, 1), (6, 2, 1)]
     assert 0 < np.abs(results[0][:, :, 0] - logits[:, :, -1]).max() < 0.5
-    (_, *nothing), _ = own._run_step(state, new, mask, ort_shortlist.NEAR)
+    (_, *nothing), _ = own._run_step(state, new, mask, NEAR)
     assert len(nothing) == len(NEAR_ONLY) and not any(array.size for array in nothing), "exact logits come alone"
 
 
@@ -590,7 +589,7 @@ def steps_of(backend: OrtNumpy, batch: Any, rows: int, count: int = 1) -> int:
 
 def test_large_batches_take_the_exact_head_at_once(own, padded_batch) -> None:
     single = [array[:1] for array in padded_batch]
-    most = ort_shortlist.MOST_ROWS
+    most = shortlist.MOST_ROWS
     assert steps_of(own, single, most) == 1 and steps_of(own, single, most + 1) == 0
 
 
@@ -647,7 +646,7 @@ def test_hidden_states_that_are_not_finite(tiny_t5, padded_batch, tmp_path: Path
 
 
 def test_it_is_given_up_where_it_fails_too_often(own, padded_batch, monkeypatch) -> None:
-    monkeypatch.setattr(ort_shortlist, "certified", lambda *_: None)
+    monkeypatch.setattr(shortlist, "certified", lambda *_: None)
     single = [array[:1] for array in padded_batch]
     tried = steps_of(own, single, 1, count=60)
     assert tried == own.shortlist.fallbacks < 30
@@ -656,7 +655,7 @@ def test_it_is_given_up_where_it_fails_too_often(own, padded_batch, monkeypatch)
 
 def test_seldom_failing_is_no_reason(own, padded_batch, monkeypatch) -> None:
     answers = iter([*[None] * 16, *[np.array([5])] * 100])
-    monkeypatch.setattr(ort_shortlist, "certified", lambda *_: next(answers))
+    monkeypatch.setattr(shortlist, "certified", lambda *_: next(answers))
     assert steps_of(own, [array[:1] for array in padded_batch], 1, count=100) == 100
 
 
@@ -686,7 +685,7 @@ def test_the_encoder_cache_passes_it_on(own, padded_batch) -> None:
 @pytest.mark.parametrize("runs", [0, 1])
 def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeypatch, runs: int) -> None:
     """The first run, of near logits, or the second, of exact ones."""
-    monkeypatch.setattr(ort_shortlist, "certified", lambda *_: None)
+    monkeypatch.setattr(shortlist, "certified", lambda *_: None)
     state, session, left = own.start(own.encode(*padded_batch)), own.decoder, [runs]
 
     class Failing:

@@ -284,7 +284,7 @@ def test_accept_never_takes_what_the_model_excludes() -> None:
 def test_a_draft_of_another_model(name: str) -> None:
     draft = Machine()
     setattr(draft, name, 11)
-    with pytest.raises(InputError, match=f"draft's {name} is 11 and the model's .*same tokenizer"):
+    with pytest.raises(InputError, match=f"{name} is 11"):
         speculative(Machine(), draft, [[3]])
     assert draft.calls == []
 

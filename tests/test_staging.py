@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -32,12 +33,14 @@ from tqdm import tqdm
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, T5AccelError
-from t5accel.graphs.build.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export.manifest import Manifest, read_manifest
+from t5accel.graphs.export.staging import locked
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.t5.lively import random_t5
 from t5accel.t5.sizes import T5Dims
 
+ROOT = Path(__file__).resolve().parents[1]
 AGAIN = r"overwrite=True"
 Snapshot = dict[str, Any]
 
@@ -486,23 +489,45 @@ def hexadecimal(digit: str) -> str:
     return digit * 32
 
 
-def test_remnants_are_cleared_and_those_of_neighbours_are_not(tiny_t5, tmp_path: Path) -> None:
+def test_remnants_are_cleared_and_those_of_living_neighbours_are_not(tiny_t5, tmp_path: Path) -> None:
     ours = [tmp_path / f".model.{hexadecimal(digit)}.partial" for digit in "0f"]
-    others = [
-        ".model.v2.{}.partial",
-        ".model2.{}.partial",
-        "model.{}.partial",
-        ".model.{}.partial.x",
-        ".other.{}.partial",
-    ]
-    theirs = [tmp_path / name.format(hexadecimal("a")) for name in others] + [tmp_path / ".model.notes.partial"]
-    for options in ({}, {}, dict(overwrite=True)):  # new, kept, and again
-        for folder in ours + theirs:
-            folder.mkdir(exist_ok=True)
-            (folder / ENCODER).write_bytes(b"cut sho")
-        export_t5(tiny_t5(seed=2 if options else 1), tmp_path / "model", **options)
-        assert beside(tmp_path) == {"model", *(folder.name for folder in theirs)}
-        assert all((folder / ENCODER).exists() for folder in theirs)
+    dead = [tmp_path / f".{name}.{hexadecimal('a')}.partial" for name in ("model.v2", "model2", "a\nb")]
+    living = [tmp_path / f".{name}.{hexadecimal('a')}.partial" for name in ("other", "model.v3")]
+    names = ["model.{}.partial", ".model.{}.partial.x", ".model.{}0.partial", ".model.notes.partial", "{}.partial"]
+    strangers = [tmp_path / name.format(hexadecimal("a")) for name in names]
+    pushed_aside = tmp_path / f".replaced.{hexadecimal('b')}.old"
+    with locked(tmp_path / "other"), locked(tmp_path / "model.v3"):
+        for options in ({}, {}, dict(overwrite=True)):  # new, kept, and again
+            for folder in [*ours, *dead, *living, *strangers, pushed_aside]:
+                folder.mkdir(exist_ok=True)
+                (folder / ENCODER).write_bytes(b"cut sho")
+            export_t5(tiny_t5(seed=2 if options else 1), tmp_path / "model", **options)
+            assert beside(tmp_path) == {"model", "replaced", *(folder.name for folder in living + strangers)}
+            assert all((folder / ENCODER).exists() for folder in [*living, *strangers, tmp_path / "replaced"])
+    export_t5(tiny_t5(seed=2), tmp_path / "model")
+    assert beside(tmp_path) == {"model", "replaced", *(folder.name for folder in strangers)}, "they are dead now"
+
+
+WRITING = """
+import sys, time
+from pathlib import Path
+from t5accel.graphs.export.staging import locked, staged
+with locked(Path(sys.argv[1])), staged(Path(sys.argv[1])) as folder:
+    (folder / "graph").write_bytes(b"cut sho")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_export_beside_it(tiny_t5, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITING, str(tmp_path / "other")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        remnant = Path(process.stdout.readline().strip())
+        export_t5(tiny_t5(), tmp_path / "model")
+        assert (remnant / "graph").read_bytes() == b"cut sho", "its process lives"
+        process.kill()
+    export_t5(tiny_t5(), tmp_path / "second")
+    assert not remnant.exists() and beside(tmp_path) == {"model", "second"}
 
 
 @pytest.mark.parametrize(
@@ -673,53 +698,7 @@ def slow_down(pause_s: float = 0.003) -> None:
     Path.write_bytes, Path.rename, os.fsync = write_bytes, slowly(Path.rename), slowly(os.fsync)
 
 
-def export_slowly(folder: Path, say: Callable[[Any], None]) -> None:
-    model = random_t5(SMALL, seed=1)
-    slow_down()
-    say("ready")
-    export_t5(model, folder)
-    say("done")
-
-
-def where_it_fell(target: Path) -> str:
-    return "after" if target.exists() else "inside" if partials(target.parent) else "before"
-
-
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-KILLS = 20
-
-
-@needs_fork
-def test_killed_at_any_time_it_is_whole_or_not_there(small, tmp_path: Path) -> None:
-    took_s = []
-    for name in ("measure", "again"):
-        child = Child(export_slowly, tmp_path / name)
-        assert child.hear() == "ready"
-        start = time.perf_counter()
-        assert child.hear() == "done"
-        took_s.append(time.perf_counter() - start)
-    expected = read_manifest(tmp_path / "measure")
-
-    fell, target = [], tmp_path / "model"
-    for kill in range(KILLS):
-        child = Child(export_slowly, target)
-        assert child.hear() == "ready"
-        time.sleep(min(took_s) * (kill + 0.5) / KILLS)
-        child.process.kill()
-        child.process.join()
-        fell.append(where_it_fell(target))
-        if fell[-1] == "after":
-            assert read_manifest(target) == expected
-            shutil.rmtree(target)
-        # Its lock is free, and what it left does not stand in the way; the next child may find it, too.
-        if kill % 2:
-            assert export_t5(small(1), target) == expected
-            assert partials(tmp_path) == [] and beside(tmp_path) == {"measure", "again", "model"}
-            shutil.rmtree(target)
-    assert fell.count("inside") >= KILLS // 2, f"the kills fell {fell}: they should fall into the writing"
-    assert export_t5(small(1), target) == expected and partials(tmp_path) == []
-
-
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
@@ -740,33 +719,29 @@ def export_and_die(folder: Path, last: int, say: Callable[[Any], None]) -> None:
 
 
 @needs_fork
-def test_killed_before_any_change_the_old_or_the_new_export_is_there(small, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
+def test_killed_before_any_change_the_old_or_the_new_export_is_there(small, tmp_path: Path, every: bool) -> None:
     old, target = tmp_path / "old", tmp_path / "here" / "model"
     before, template = export_t5(small(1), old), snapshot(old)
     after = export_t5(small(2), tmp_path / "new")
-    found: list[str] = []
-    changes = None
-    for last in range(100):  # 0: it lives, and counts
+    shutil.copytree(old, target)
+    changes = Child(export_and_die, target, 0).last_word()
+    assert read_manifest(target) == after and len(changes) > 12
+    away, there = (number for number, change in enumerate(changes, 1) if change == "os.rename")
+    assert there == away + 1, "only between two renames there is none"
+    for last in range(1, len(changes) + 1) if every else (1, away, there, there + 1):
+        shutil.rmtree(target.parent)
         shutil.copytree(old, target)
-        done = Child(export_and_die, target, last).last_word()
-        assert (done is None) == (0 < last), f"child {last} should be killed, and it only"
-        changes = changes or done
-        states = {before.source["sha256"]: "old", after.source["sha256"]: "new"}
-        found.append(states[read_manifest(target).source["sha256"]] if target.exists() else "none")
-        if found[-1] == "old":
+        assert Child(export_and_die, target, last).last_word() is None, f"child {last} should be killed"
+        if last <= away:
+            assert read_manifest(target) == before
             assert {name: data for name, (data, *_) in snapshot(target).items()} == {
                 name: data for name, (data, *_) in template.items()
             }
+        else:
+            assert read_manifest(target) == after if last > there else not target.exists()
         again = export_t5(small(2), target, overwrite=True)
-        assert again == after and beside(target.parent) == {"model"}, "the next one clears up"
-        shutil.rmtree(target.parent)
-        if last == len(changes):
-            break
-    assert changes.count("os.rename") == 2 and len(changes) > 12
-    assert found[0] == "new" and found[1] == "old"
-    kills = found[1:]
-    assert kills == sorted(kills, key=["old", "none", "new"].index), "first the old one, then the new one"
-    assert kills.count("none") == 1, "only between two renames there is none"
+        assert again == after and beside(target.parent) == {"model"}, "the next one clears up, and the lock is free"
 
 
 def export_and_count(folder: Path, seed: int, barrier: Any, marker: Path, say: Callable[[Any], None]) -> None:

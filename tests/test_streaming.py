@@ -22,7 +22,7 @@ from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream, stream_text
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ALGORITHMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -98,7 +98,7 @@ def test_tokens_come_when_they_are_known() -> None:
 
 def test_beam_search_says_why_it_cannot() -> None:
     for name in ("beam", "beam_search"):
-        with pytest.raises(InputError, match="cannot stream: which of its beams wins"):
+        with pytest.raises(InputError, match="Beam search"):
             stream(Machine(), [[3]], algorithm=name)
 
 

@@ -95,9 +95,9 @@ def test_what_was_written_before_an_interruption_stays(tmp_path: Path, monkeypat
 
 def test_a_missing_file_and_one_without_texts_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "teacher.jsonl"
-    with pytest.raises(InputError, match="No teacher's texts at .*teacher.jsonl: let write_teacher_texts"):
+    with pytest.raises(InputError, match="write_teacher_texts"):
         read_teacher_texts(file)
     for content in (b"", b"\n\n", b'{"task": "transl'):
         file.write_bytes(content)
-        with pytest.raises(InputError, match="teacher.jsonl holds no texts: delete it"):
+        with pytest.raises(InputError, match="teacher.jsonl"):
             read_teacher_texts(file)

@@ -201,7 +201,7 @@ def test_a_comparison_prints_a_table_and_survives_json(clock):
     assert row["ratios"]["ort"] == {"samples": [2.0, 2.0], "median": 2.0, "min": 2.0, "max": 2.0}
     assert list(row["latencies"]) == ["torch", "ort"]
     assert found.ratio("torch") == 1.0
-    with pytest.raises(InputError, match="'tensorrt' was not compared; choose from torch, ort"):
+    with pytest.raises(InputError, match="'tensorrt'"):
         found.ratio("tensorrt")
 
 
@@ -228,7 +228,7 @@ def test_work_really_done_is_checked_at_every_call(early):
         calls.append(1)
         return replace(WORK, new_tokens=7) if len(calls) == early + 1 else WORK
 
-    with pytest.raises(UnequalWorkError, match="'b' did other work .* new_tokens is 32 and 7"):
+    with pytest.raises(UnequalWorkError, match="'b'.*new_tokens"):
         compare(Candidate("a", lambda: WORK, WORK), Candidate("b", stops_early, WORK), warmup=1, rounds=4)
     assert len(calls) == early + 1
 

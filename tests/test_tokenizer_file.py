@@ -16,8 +16,7 @@ from test_encoder_cache import in_threads
 
 from t5accel.checkpoints import data_folder
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError
-from t5accel.text.text_to_text import text_to_text
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile, text_to_text
 
 BUNDLED = data_folder() / "mini-t5"
 TASKS = ("translation", "summaries", "questions")
@@ -187,7 +186,7 @@ def test_where_the_padding_token_is_read(folder: Path) -> None:
     assert TokenizerFile(folder).pad_token_id == 0  # T5's own
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "tokenizer.json").write_text(text.replace('"<pad>"', '"<filler>"'), encoding="utf-8")
-    with pytest.raises(InputError, match="names no padding token: give pad_token_id"):
+    with pytest.raises(InputError, match="pad_token_id"):
         TokenizerFile(folder)
     assert TokenizerFile(folder, pad_token_id=0).pad_token_id == 0
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 5,
@@ -273,7 +272,7 @@ def test_half_of_a_surrogate_pair(ours) -> None:
     "options", [dict(return_tensors="pt"), dict(return_tensors=None), dict(padding=False), dict(padding="max_length")]
 )
 def test_other_options_are_not_ignored(ours, options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="leave return_tensors and padding"):
+    with pytest.raises(InputError, match="return_tensors"):
         ours(["text"], **options)
 
 

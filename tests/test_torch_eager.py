@@ -14,7 +14,7 @@ from programs import ATOL, PROGRAM, check_program
 from torch.overrides import TorchFunctionMode
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.histories import Histories
+from t5accel.decoding.backend import Histories
 from t5accel.errors import InputError, NotT5Error
 from t5accel.parity import parity
 

@@ -80,14 +80,6 @@ def test_on_the_trained_model_rows_end_in_the_middle_of_a_run() -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_prefix_is_gone_on_from(tiny_t5, padded_batch) -> None:
-    model = tiny_t5()
-    prefix = np.random.default_rng(4).integers(3, 300, (6, 3))
-    options = dict(decoder_input_ids=prefix, min_new_tokens=20, max_new_tokens=20)
-    expected, found = (greedy(b, *padded_batch, **options).sequences for b in (TorchEager(model), TorchStatic(model)))
-    np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.parametrize("search", [lookup, lambda *a, **k: beam_search(*a, num_beams=3, **k)], ids=["lookup", "beam"])
 def test_other_algorithms_run_on_it(tiny_t5, padded_batch, search: Any) -> None:
     model = tiny_t5()

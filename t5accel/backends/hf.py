@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Generation
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
-from t5accel.backends.hf_cache import DecoderCache, EncodedBatch, OrtT5Encoder, as_cache, as_encoded, refuse
+from t5accel.backends.hf_cache import AcceleratedEncoder, DecoderCache, EncodedBatch, as_cache, as_encoded, refuse
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.graphs.build.contract import MANIFEST, as_folder
+from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.export.manifest import read_manifest
-from t5accel.graphs.export.staging import staged
+from t5accel.graphs.export.staging import locked, staged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,10 +35,11 @@ _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache t
 _NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
                "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
 _MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
-_FILES, _TOKENIZERS = ("config.json", "generation_config.json"), ("tokenizer.json", "spiece.model")
+_FILES = ("config.json", "generation_config.json")
+_TOKENIZERS = ("tokenizer.json", "spiece.model", "tokenizer_config.json")  # ByT5 has the last one alone
 
 
-class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
+class AcceleratedT5(PreTrainedModel, GenerationMixin):
     """A `Backend` as a transformers model, for inference.
 
     ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
@@ -66,7 +67,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
     >>> from t5accel.backends.torch_eager import TorchEager
     >>> from t5accel.t5.lively import random_t5
     >>> own = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> model = OrtT5ForConditionalGeneration(TorchEager(own), own.config, own.generation_config)
+    >>> model = AcceleratedT5(TorchEager(own), own.config, own.generation_config)
     >>> ids, options = torch.tensor([[5, 6, 7, 1]]), dict(num_beams=3, max_new_tokens=6)
     >>> torch.equal(model.generate(ids, **options), own.generate(ids, **options))
     True
@@ -95,7 +96,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         if generation_config is not None:
             self.generation_config = copy.deepcopy(generation_config)
-        self.backend, self.encoder, self.tokenizer = backend, OrtT5Encoder(backend), tokenizer
+        self.backend, self.encoder, self.tokenizer = backend, AcceleratedEncoder(backend), tokenizer
         self.eval()
         # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
         name = type(self).__name__
@@ -109,7 +110,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
     def dtype(self) -> torch.dtype:
         return torch.float32
 
-    def get_encoder(self, modality: str | None = None) -> OrtT5Encoder:
+    def get_encoder(self, modality: str | None = None) -> AcceleratedEncoder:
         return self.encoder
 
     def forward(
@@ -249,28 +250,25 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         backend: Callable[..., Backend] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,
-    ) -> OrtT5ForConditionalGeneration:
+    ) -> AcceleratedT5:
         """The model in the folder of an ONNX export.
 
         Args:
             folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
-            backend: the class that runs it; by default, on ONNX Runtime, `OrtNumpy` on a CPU, where binding saves
-                nothing, and `OrtPointers` if ``settings`` name another device.
+            backend: the class that runs it; by default, on ONNX Runtime, `OrtStatic` on a CPU, and `OrtPointers` if
+                ``settings`` name another device.
             tokenizer: for a folder that holds none; its own comes first.
             options: of the backend.
 
         Raises:
             ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
         """
-        from t5accel.backends.ort.numpy import OrtNumpy
-
         folder = as_folder(folder)
         if backend is None:
-            backend = OrtNumpy
-            if getattr(options.get("settings"), "device", "cpu") != "cpu":
-                from t5accel.backends.ort.pointers import OrtPointers
-
-                backend = OrtPointers
+            if getattr(options.get("settings"), "device", "cpu") == "cpu":
+                from t5accel.backends.ort.static import OrtStatic as backend
+            else:
+                from t5accel.backends.ort.pointers import OrtPointers as backend
         running = backend(folder, **options)
         if not (folder / _FILES[0]).is_file():
             raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
@@ -289,7 +287,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             save_directory: a folder that is new or empty, and not inside the export.
 
         Raises:
-            InputError: the backend came from no folder, or the one given is none of these.
+            InputError: the backend came from no folder, or ``save_directory`` is no such folder.
             ExportError: the disk is full, or refuses.
         """
         refuse({name: value for name, value in unsupported.items() if name != "safe_serialization"})
@@ -303,8 +301,7 @@ class OrtT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             raise InputError(f"{target} is there and is no empty folder: give a new one.")
         if Path(source).resolve() in target.resolve().parents:
             raise InputError(f"{target} lies inside {source}, which is to be copied: give a folder elsewhere.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with staged(target) as folder:
+        with locked(target), staged(target) as folder:
             shutil.copytree(source, folder, dirs_exist_ok=True)
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)

@@ -32,7 +32,7 @@ class Encoded:
 
 @dataclass
 class EncodedBatch(BaseModelOutput):
-    """What `OrtT5Encoder` returns: usable as ``encoder_outputs`` as often as one likes.
+    """What `AcceleratedEncoder` returns: usable as ``encoder_outputs`` as often as one likes.
 
     Attributes:
         last_hidden_state: (B, 1, 1) int64, **row numbers** 0 … B - 1 in place of hidden states, which stay in the
@@ -75,7 +75,7 @@ class EncodedBatch(BaseModelOutput):
         return EncodedBatch(last_hidden_state=self.last_hidden_state, encoded=self.encoded)
 
 
-class OrtT5Encoder:
+class AcceleratedEncoder:
     """The encoder's half of a backend, called as transformers calls an encoder."""
 
     main_input_name = "input_ids"

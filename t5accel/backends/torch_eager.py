@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.checks import as_count
-from t5accel.decoding.histories import Histories
+from t5accel.decoding.backend import Histories
 from t5accel.errors import InputError
 from t5accel.t5.sizes import T5Dims
 

@@ -19,7 +19,7 @@ import torch
 from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
-from t5accel.decoding.histories import Histories
+from t5accel.decoding.backend import Histories
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class TorchStatic:
             on_device = [array.to(self.device) for array in given]
             return StaticSource(self.decoder.encode(*on_device), on_device[1])
         batch, length = input_ids.shape
-        slot = self._encoder((batch, self._bucket(length)))
+        slot = self._encoder((batch, self._bucket(length)))  # ids and mask (B, S), S >= length
         for place, array in zip((slot.ids, slot.mask), given, strict=True):
             place[:, :length] = array
         slot.mask[:, length:] = 0  # whatever token stands there
@@ -142,9 +142,9 @@ class TorchStatic:
         if input_ids.shape[2] == 1:  # as greedy steps, so that beams and samples have the graph, too
             self._feed(slot, input_ids)
             self._advance(slot, forbidden=None)
-            logits = slot.logits
+            logits = slot.logits  # (R, V)
         else:
-            logits = self.decoder.logits(self.decoder.read(slot, self._on_device(input_ids)))
+            logits = self.decoder.logits(self.decoder.read(slot, self._on_device(input_ids)))  # (R, T, V)
         state.rows = state.rows.appended(input_ids.shape[2])
         return logits.to("cpu", copy=True).numpy().reshape(*input_ids.shape, self.vocab_size)
 
@@ -156,7 +156,7 @@ class TorchStatic:
             self._feed(slot, input_ids)
             self._advance(slot, forbidden)
         else:
-            hidden = self.decoder.read(slot, self._on_device(input_ids))
+            hidden = self.decoder.read(slot, self._on_device(input_ids))  # (R, T, d_model)
             self._prepare(slot, forbidden)
             self.decoder.choose(slot, hidden)
         state.rows = state.rows.appended(input_ids.shape[2])
@@ -242,7 +242,7 @@ class TorchStatic:
     @torch.inference_mode()
     def _gather(self, old: Slot, new: Slot, flat: np.ndarray) -> None:
         """Rows of one slot, by their numbers, into another, or into the same one."""
-        index = torch.as_tensor(flat, device=self.device)
+        index = torch.as_tensor(flat, device=self.device)  # (R,)
         new.own.gather_(old.own, index)
         new.lengths.copy_(old.lengths[index])
         new.token.copy_(old.token[index])

@@ -42,20 +42,15 @@ def beam_search(
     order changes.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
         num_beams: K, less than the vocabulary. 1 is greedy search, as in transformers.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many; equal to ``max_new_tokens`` it forces the length.
         length_penalty: an answer of n new tokens scores the sum of their log-probabilities over
             ``n ** length_penalty``: above 0 this favours long answers, below 0 short ones.
         early_stopping: when a source that has K answers stops. ``True``: at once. ``False``: when its best beam would
             not be one of them if it ended now. ``"never"``: the same, but with a ``length_penalty`` above 0 when it
             would not be one of them even if it reached ``max_new_tokens`` without losing any likelihood.
         num_return_sequences: N, at most K.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; it is part of the
-            returned sequences (without the start token), neither counted as new nor scored.
+        decoder_input_ids: as of `greedy.greedy`; it is not scored.
 
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source, best first, then those of the next, and their
@@ -96,23 +91,23 @@ def beam_search(
 
     state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
     order, first_rows = np.arange(beams), np.arange(0, batch * beams, beams)[:, None]
-    active = np.arange(batch)  # which source each one in the state is
+    active = np.arange(batch)  # (n,) which source each one in the state is
     scores = np.zeros((batch, 1), dtype=np.float32)  # one column: before the first step all rows of a source are equal
     nodes = np.full((batch, 1), START)  # in the tree, of the first row of each source; those of the others follow it
-    step_input, length = np.repeat(request.prefix[:, None], beams, axis=1), 0
+    step_input, length = np.repeat(request.prefix[:, None], beams, axis=1), 0  # (B, K, T)
     while True:
-        logits = backend.step(state, step_input)[:, : scores.shape[1], -1]
+        logits = backend.step(state, step_input)[:, : scores.shape[1], -1]  # (n, K, V), (B, 1, V) at first
         forbidden = end if length < request.min_new_tokens else None
         # Twice K, because each beam may end and K have to go on.
-        scores, rows, tokens = continuations.best(logits, scores, 2 * beams, forbidden=forbidden)
+        scores, rows, tokens = continuations.best(logits, scores, 2 * beams, forbidden=forbidden)  # (n, 2K) each
         del logits  # so that the runtime can use their memory for the next ones
-        parents = nodes + rows
+        parents = nodes + rows  # (n, 2K)
         length += 1
         ends = tokens == end
         if length == longest:
             ends[:] = True
         if ends.any():
-            ended = ends[:, :beams] & answers.is_open[active, None]
+            ended = ends[:, :beams] & answers.is_open[active, None]  # (n, K)
             if ended.any():
                 leaves = tree.grow(parents[:, :beams], tokens[:, :beams])
                 found = np.where(ended, scores[:, :beams], -np.inf)
@@ -121,10 +116,10 @@ def beam_search(
             scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
         if length == longest:
             break
-        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]
-        nodes = tree.grow(parents[:, :beams], tokens) + first_rows[: len(active)]
+        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
+        nodes = tree.grow(parents[:, :beams], tokens) + first_rows[: len(active)]  # (n, 1)
         if answers.close(active, scores[:, 0], length):
-            kept = np.flatnonzero(answers.is_open[active])
+            kept = np.flatnonzero(answers.is_open[active])  # (n',)
             if not kept.size:
                 break
             if 4 * kept.size <= 3 * len(active):
@@ -132,8 +127,9 @@ def beam_search(
                 active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
         if length > 1 and (rows != order).any():  # after the first step all rows still have one history
             backend.reorder(state, rows)
-        step_input = tokens[:, :, None]
+        step_input = tokens[:, :, None]  # (n, K, 1)
 
+    # (B * N, L)
     new = tree.sequences(answers.nodes[:, :returned].ravel(), pad_token_id=backend.pad_token_id)
     given = np.repeat(request.prefix[:, 1:], returned, axis=0)
     sequences = np.concatenate([given, new], axis=1)

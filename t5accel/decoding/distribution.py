@@ -55,7 +55,7 @@ def as_sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
     """``sampling``, or one of these options by name.
 
     Raises:
-        InputError: both are given, an option is unknown or out of bounds, or ``sampling`` is none.
+        InputError: both are given, an option is unknown or out of bounds, or ``sampling`` is no `Sampling`.
 
     >>> as_sampling(None, {"top_k": 5})
     Sampling(temperature=1.0, top_k=5, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
@@ -142,7 +142,7 @@ def draw(odds: np.ndarray, uniform: Any) -> np.ndarray:
 
 
 def _number(sampling: Sampling, name: str) -> float:
-    """The value; not a number where it is none, so that no bound holds."""
+    """The value, or NaN for what is no number, so that no bound holds."""
     value = getattr(sampling, name)
     return value if is_number(value) else math.nan
 

@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from t5accel.decoding.backend import Backend, State
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Step
+from t5accel.decoding.request import Request, Step
 
 Drafts = list[list[int]]  # for each row the tokens that are guessed to come next; any number of them, also none
 

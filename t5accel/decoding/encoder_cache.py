@@ -60,8 +60,8 @@ class EncoderCache:
         size_bytes: memory of the rows that are kept.
 
     Raises:
-        InputError: the backend lacks methods, or ``max_bytes`` is no count; where the backend's ``encode`` raises,
-            the cache is as before.
+        InputError: the backend lacks methods, or ``max_bytes`` is not an integer of at least 0. Where the backend's
+            ``encode`` raises, the cache is as before.
 
     >>> class Toy:  # a toy backend whose source is a list of rows
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 1, 0

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Generated, State
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Step, Steps
+from t5accel.decoding.backend import Backend, State
+from t5accel.decoding.request import Request, Step, Steps, from_steps
 
 AT_ONCE = 16  # steps between two looks at which rows have ended, where a backend takes several without the host
 
 
+@from_steps
 def greedy(
     backend: Backend,
     input_ids: Any,
@@ -23,7 +23,7 @@ def greedy(
     max_new_tokens: int = 64,
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
-) -> Generated:
+) -> Steps:
     """Generate until every row ends or ``max_new_tokens`` are there.
 
     A backend that offers ``next_tokens`` is asked for tokens, which it may find without computing all logits; one that
@@ -52,32 +52,6 @@ def greedy(
     ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
     >>> greedy(Counter(), [[3]], max_new_tokens=8).sequences.tolist()
     [[1, 2, 3, 4, 5]]
-    """
-    return greedy_steps(
-        backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids,
-    ).generated()  # fmt: skip
-
-
-def greedy_steps(
-    backend: Backend,
-    input_ids: Any,
-    attention_mask: Any,
-    *,
-    max_new_tokens: int,
-    min_new_tokens: int,
-    decoder_input_ids: Any,
-) -> Steps:
-    """`greedy`, step by step; the arguments are checked at once.
-
-    >>> class Counter:
-    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
-    ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
-    ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
-    >>> found = greedy_steps(Counter(), [[3]], None, max_new_tokens=8, min_new_tokens=0, decoder_input_ids=[[3]])
-    >>> [step.tokens.tolist() for step in found.steps]
-    [[4], [5]]
     """
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Backend, Generated
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.drafts import Drafts, Likeliest, verified
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Steps
+from t5accel.decoding.request import Request, Steps, from_steps
 from t5accel.errors import InputError
 
 LONGEST_RUN = 16  # tokens: how far back a match is followed, and the longest n-gram
@@ -26,6 +25,7 @@ FIXED, VERIFYING = 6.0, 1.0  # a call that reads nothing yet; what forgetting wr
 TRUST = 8.0  # how many guesses of a row weigh as much as what its match makes one expect
 
 
+@from_steps
 def lookup(
     backend: Backend,
     input_ids: Any,
@@ -36,12 +36,11 @@ def lookup(
     max_new_tokens: int = 64,
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
-) -> Generated:
+) -> Steps:
     """Greedy search that guesses from the source and from what it has written itself.
 
     The last tokens of a row, the longest n-gram first, are searched in the row's source and in its output. What
-    followed there, the last time, is the draft; one call of the decoder verifies it. At the very start there is nothing
-    to look up, and nothing is guessed.
+    followed there, the last time, is the draft; one call of the decoder verifies it.
 
     How many tokens are guessed depends on what they promise. A guess is right with probability p, and the i-th guess of
     a draft counts only if all before it are right: it brings p^i tokens. All rows read as many tokens as the longest
@@ -58,23 +57,19 @@ def lookup(
     Looking takes time for every row, and in a batch a single row's match hardly pays. So after looks in vain as many
     calls are made without one, one fewer than there are rows at most.
 
-    Nothing is timed: the same batch is guessed the same, always.
+    Nothing is timed: the same batch is always guessed the same.
 
-    The tokens are those of `greedy.greedy`, whatever is guessed: lossless up to the rounding of floats, by which a call
-    that reads several tokens differs from one that reads a single token. Two tokens whose logits are equal to the last
-    bits can change places. Precisions that also round activations are not lossless: "int8-dynamic" rounds a whole call
-    together, and for "int8" and "int4" ONNX Runtime multiplies a single token by another kernel than several, unless
-    their ``accuracy_level`` is 1. Their answers are as good, and mostly the same.
+    The tokens are those of `greedy.greedy`, whatever is guessed, up to the rounding of floats: a call that reads
+    several tokens rounds otherwise than one that reads a single token, so nearly equal logits can change places.
+    Precisions that round activations, too, are not lossless: "int8-dynamic" rounds a whole call together, and for
+    "int8" and "int4" ONNX Runtime has another kernel for a single token, unless their ``accuracy_level`` is 1. Their
+    answers are as good, and mostly the same.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
         max_ngram: the longest n-gram that is searched.
         max_draft: upper bound on the guesses of a row for one call.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; also searched.
+        decoder_input_ids: as of `greedy.greedy`; also searched.
 
     Returns:
         ``sequences`` (B, L) int64, how many tokens were ``drafted``, and how many of them ``accepted``. Rows that end
@@ -93,36 +88,6 @@ def lookup(
     >>> found = lookup(Counter(), [[1, 2, 3, 4, 5, 6, 7, 8]])
     >>> found.sequences.tolist(), found.decoder_calls, found.drafted, found.accepted
     ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], 4, 7, 5)
-    """
-    return lookup_steps(
-        backend, input_ids, attention_mask, max_ngram=max_ngram, max_draft=max_draft, max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids,
-    ).generated()  # fmt: skip
-
-
-def lookup_steps(
-    backend: Backend,
-    input_ids: Any,
-    attention_mask: Any,
-    *,
-    max_ngram: int,
-    max_draft: int,
-    max_new_tokens: int,
-    min_new_tokens: int,
-    decoder_input_ids: Any,
-) -> Steps:
-    """`lookup`, step by step; the arguments are checked at once.
-
-    >>> class Counter:
-    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 9, 0
-    ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
-    ...     def step(self, state, input_ids): return np.eye(12, dtype=np.float32)[input_ids + 1]
-    ...     def trim(self, state, accepted): pass
-    ...     def keep(self, state, sources): pass
-    >>> bounds = dict(max_ngram=3, max_draft=12, max_new_tokens=20, min_new_tokens=0, decoder_input_ids=None)
-    >>> [step.tokens.tolist() for step in lookup_steps(Counter(), [[7, 1, 2, 3, 4, 5]], None, **bounds).steps]
-    [[1], [2], [3, 4, 5], [6], [7], [8], [9]]
     """
     longest = as_count(max_ngram, "max_ngram", at_least=1)
     if longest > LONGEST_RUN:

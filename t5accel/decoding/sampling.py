@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Backend, Generated
+from t5accel.decoding.backend import Backend
 from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
-from t5accel.decoding.request import Request
-from t5accel.decoding.steps import Step, Steps
+from t5accel.decoding.request import Request, Step, Steps, from_steps
 
 
+@from_steps
 def sample(
     backend: Backend,
     input_ids: Any,
@@ -26,7 +26,7 @@ def sample(
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
     **options: float,
-) -> Generated:
+) -> Steps:
     """Draw K answers to each source.
 
     The K rows of a source share its cross-attention. Every row has a random generator of its own, made from the seed,
@@ -35,16 +35,10 @@ def sample(
     rounding of logits.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids: as of `greedy.greedy`.
         sampling: what is changed in the distribution; by default nothing.
         seed: at least 0.
         num_return_sequences: K.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many; equal to ``max_new_tokens`` it forces the length.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; it is part of the
-            returned sequences (without the start token) and not counted as new.
         options: the fields of `Sampling` by name, in place of one: ``sample(…, temperature=0.7, top_p=0.9)``.
 
     Returns:
@@ -62,38 +56,6 @@ def sample(
     ...     def keep(self, state, sources): pass
     >>> sample(Coin(), [[1]], seed=2, num_return_sequences=3, max_new_tokens=6).sequences.tolist()
     [[2, 1, 2, 2, 2, 1], [2, 2, 2, 1, 2, 1], [2, 2, 2, 2, 2, 2]]
-    """
-    return sample_steps(
-        backend, input_ids, attention_mask, sampling=sampling, seed=seed, num_return_sequences=num_return_sequences,
-        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids, **options,
-    ).generated()  # fmt: skip
-
-
-def sample_steps(
-    backend: Backend,
-    input_ids: Any,
-    attention_mask: Any,
-    *,
-    sampling: Sampling | None,
-    seed: int,
-    num_return_sequences: int,
-    max_new_tokens: int,
-    min_new_tokens: int,
-    decoder_input_ids: Any,
-    **options: float,
-) -> Steps:
-    """`sample`, step by step; the arguments are checked at once.
-
-    >>> class Even:  # a toy backend: all tokens are as likely, and 3 is the end
-    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
-    ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
-    ...     def step(self, state, input_ids): return np.zeros((*input_ids.shape, 4))
-    ...     def keep(self, state, sources): pass
-    >>> options = dict(num_return_sequences=2, max_new_tokens=3, min_new_tokens=3, decoder_input_ids=None)
-    >>> found = sample_steps(Even(), [[1]], None, sampling=None, seed=0, **options)
-    >>> [len(step.tokens) for step in found.steps]
-    [2, 2, 2]
     """
     sampling = as_sampling(sampling, options)
     rows_per_source = as_count(num_return_sequences, "num_return_sequences", at_least=1)

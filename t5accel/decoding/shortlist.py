@@ -8,6 +8,9 @@ Mamoulis, 2017) has it for largest inner products. Here the bounds also cover wh
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +21,10 @@ TINY = 2.0**-90  # more than all that can underflow, even where a CPU takes the 
 HUGE = 1e37  # sums below cannot overflow on their way
 LOST = 2.0**-54  # more than the norm of up to 2**16 numbers whose squares underflow
 MOST = 256  # candidates of a row; to look at more takes longer than to compute all logits
+MOST_ROWS = 64  # of a step; what is beyond was not measured
+# It is given up for steps of so many rows of which more than 16 and one in 8 had to be taken again: near logits save
+# less than that. Where the order of additions decides one token in 200, as in random weights, 32 rows are too many.
+PATIENCE, SHARE = 16, 8
 
 
 @dataclass(frozen=True)
@@ -164,3 +171,48 @@ def rounding(width: int) -> float:
     514.0157...
     """
     return (width + 2) * UNIT / (1 - (width + 2) * UNIT)
+
+
+class Shortlist:
+    """An export's shortlist, how often it was enough, and for which steps it pays.
+
+    A step that is not certain is taken again with all exact logits. One session holds the layers and both heads for
+    that, which is 66 MB more in memory than near logits need (of t5-small's shape); two sessions would hold the layers
+    twice, and open the second one in the middle of an answer.
+
+    Attributes:
+        head: the exact rows of the head, mapped from the file of weights, and the bounds of its copy.
+
+    >>> shortlist = Shortlist(Head(np.eye(2, dtype=np.float32), largest_row=1.0, largest_error=0.0))
+    >>> shortlist.pays(rows=1), shortlist.pays(rows=1000), shortlist.steps, shortlist.fallbacks
+    (True, False, 0, 0)
+    """
+
+    def __init__(self, head: Head):
+        self.head = head
+        self._steps: Counter[int] = Counter()  # by their number of rows
+        self._fallbacks: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def steps(self) -> int:
+        """How many were tried with it."""
+        return self._steps.total()
+
+    @property
+    def fallbacks(self) -> int:
+        """How many of these were taken again with all exact logits."""
+        return self._fallbacks.total()
+
+    def pays(self, rows: int) -> bool:
+        """Whether to try it on a step of so many rows."""
+        return rows <= MOST_ROWS and self._fallbacks[rows] <= PATIENCE + self._steps[rows] / SHARE
+
+    def choose(self, near: Sequence[np.ndarray], forbidden: int | None) -> np.ndarray | None:
+        """(R,) tokens from the arrays of `NearLogits`, or ``None`` where one of them is not certain; counted."""
+        near = NearLogits(*near)
+        tokens = certified(self.head, near, forbidden)
+        with self._lock:
+            self._steps[near.norms.size] += 1
+            self._fallbacks[near.norms.size] += tokens is None
+        return tokens

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Backend, Generated, State
+from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.distribution import Sampling, draw
 from t5accel.decoding.draft_model import Guesser, RandomGuesser, odds_after
 from t5accel.decoding.drafts import Drafts, Likeliest, verified, without_end
-from t5accel.decoding.request import Request
+from t5accel.decoding.request import Request, Step, Steps, from_steps
 from t5accel.decoding.sampling import generators
-from t5accel.decoding.steps import Step, Steps
 from t5accel.errors import InputError
 
 _SAME = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 
 
+@from_steps
 def speculative(
     backend: Backend,
     draft: Backend,
@@ -36,15 +36,11 @@ def speculative(
     max_new_tokens: int = 64,
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
-) -> Generated:
+) -> Steps:
     """Generate with ``backend``, helped by the guesses of a faster model.
 
-    Without ``sampling`` the tokens are those of `greedy.greedy` on ``backend``, whatever the draft guesses: lossless up
-    to the rounding of floats, by which a call that reads several tokens differs from one that reads a single token. Two
-    tokens whose logits are equal to the last bits can change places. Precisions that also round activations are not
-    lossless: "int8-dynamic" rounds a whole call together, and for "int8" and "int4" ONNX Runtime multiplies a single
-    token by another kernel than several, unless their ``accuracy_level`` is 1. Their answers are as good, and mostly
-    the same. In which precision the draft is does not matter.
+    Without ``sampling`` the tokens are those of `greedy.greedy` on ``backend``, whatever the draft guesses and in
+    whichever precision it is, but for the rounding of floats that `lookup.lookup` explains.
 
     With ``sampling`` every row is distributed as `sampling.sample` would draw it. Guesses are drawn from the draft's
     distribution q and accepted with probability min(1, p / q), p being that of ``backend``; in place of the first one
@@ -56,16 +52,11 @@ def speculative(
     further one, and keeps of them what was accepted.
 
     Args:
-        backend: any runtime that satisfies `Backend`; its model decides.
-        draft: one of a model with the same vocabulary, which guesses.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids: as of `greedy.greedy`.
+        draft: a backend of a model with the same vocabulary, which guesses; the model of ``backend`` decides.
         sampling: how to draw; ``None`` takes the likeliest token.
         seed: at least 0, of the draws; each row has a generator of its own, made of the seed and its place.
         max_draft: upper bound on the guesses for one call.
-        max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many.
-        decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front.
 
     Returns:
         ``sequences`` (B, L) int64; ``decoder_calls`` of ``backend``, not of the draft; how many tokens were ``drafted``
@@ -84,39 +75,6 @@ def speculative(
     >>> found = speculative(Counter(), Counter(), [[3]])
     >>> found.sequences.tolist(), found.decoder_calls, found.drafted, found.accepted
     ([[1, 2, 3, 4, 5]], 1, 4, 4)
-    """
-    return speculative_steps(
-        backend, draft, input_ids, attention_mask, sampling=sampling, seed=seed, max_draft=max_draft,
-        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids,
-    ).generated()  # fmt: skip
-
-
-def speculative_steps(
-    backend: Backend,
-    draft: Backend,
-    input_ids: Any,
-    attention_mask: Any,
-    *,
-    sampling: Sampling | None,
-    seed: int,
-    max_draft: int,
-    max_new_tokens: int,
-    min_new_tokens: int,
-    decoder_input_ids: Any,
-) -> Steps:
-    """`speculative`, step by step; the arguments are checked at once.
-
-    >>> class Counter:
-    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 8, 0, 5, 0
-    ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
-    ...     def step(self, state, input_ids): return np.eye(8, dtype=np.float32)[input_ids + 1]
-    ...     def trim(self, state, accepted): pass
-    ...     def keep(self, state, sources): pass
-    >>> bounds = dict(max_draft=2, max_new_tokens=9, min_new_tokens=0, decoder_input_ids=None)
-    >>> found = speculative_steps(Counter(), Counter(), [[3]], None, sampling=None, seed=0, **bounds)
-    >>> [step.tokens.tolist() for step in found.steps]
-    [[1, 2, 3], [4, 5]]
     """
     most = as_count(max_draft, "max_draft", at_least=1)
     if sampling is not None and not isinstance(sampling, Sampling):

@@ -10,18 +10,13 @@ import numpy as np
 
 from t5accel.checks import as_integers
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.greedy import greedy, greedy_steps
-from t5accel.decoding.lookup import lookup, lookup_steps
-from t5accel.decoding.sampling import sample, sample_steps
-from t5accel.decoding.speculative import speculative, speculative_steps
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.lookup import lookup
+from t5accel.decoding.sampling import sample
+from t5accel.decoding.speculative import speculative
 from t5accel.errors import InputError
 
-_ALGORITHMS = {
-    "greedy": (greedy, greedy_steps),
-    "sample": (sample, sample_steps),
-    "lookup": (lookup, lookup_steps),
-    "speculative": (speculative, speculative_steps),
-}
+_ALGORITHMS = {"greedy": greedy, "sample": sample, "lookup": lookup, "speculative": speculative}
 
 
 def stream(
@@ -33,9 +28,7 @@ def stream(
     is; whoever stops asking stops the generation.
 
     Args:
-        backend: any runtime that satisfies `Backend`.
-        input_ids: (B, S) integers, numpy or torch.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        backend, input_ids, attention_mask: as of `greedy.greedy`.
         algorithm: "greedy", "sample", "lookup" or "speculative".
         options: of that algorithm, by name: ``stream(…, algorithm="speculative", draft=small, max_new_tokens=40)``.
 
@@ -62,14 +55,13 @@ def stream(
         )
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise InputError(f"algorithm is {algorithm!r}; choose one of {', '.join(_ALGORITHMS)}.")
-    public, start = _ALGORITHMS[algorithm]
-    signature = inspect.signature(public)
+    start = _ALGORITHMS[algorithm].steps
+    signature = inspect.signature(start)
     try:
         bound = signature.bind(backend=backend, input_ids=input_ids, attention_mask=attention_mask, **options)
     except TypeError as error:
         known = ", ".join(list(signature.parameters)[1:])
         raise InputError(f"{algorithm}: {error}. It takes {known}.") from error
-    bound.apply_defaults()
     return start(*bound.args, **bound.kwargs).chunks()
 
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from t5accel import machine
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.build.contract import DECODER, ENCODER, as_folder
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder
 from t5accel.graphs.export.folder import ALIGNMENT, ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.export.portability import as_level, import_onnxruntime, optimization_level, this_machine
@@ -91,12 +91,11 @@ def optimize_export(
 
     Args:
         folder: an export of two graphs that is not optimised.
-        out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
+        out, overwrite: as of `numbers.fp16.half_export`.
         level: one of `portability.LEVELS`.
         tool: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX
             Runtime optimise at ``level`` (it knows no "layout"). Below "extended" it looks for the norms by itself, and
             fails in that if numpy is 2.4 or newer.
-        overwrite: replace another export that is in ``out``.
 
     Raises:
         ExportError: there is no export, it is damaged, the tool failed, or ``out`` is taken or cannot be written;

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import as_folder
+from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export.folder import ALIGNMENT
 
 

@@ -14,10 +14,12 @@ from onnx import TensorProto
 
 from t5accel.errors import InputError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import NEAR_ONLY, shortlist_spec
 from t5accel.graphs.build.layers import T5Layers, headless_decoder
+from t5accel.graphs.build.step import headless_step
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import NEAR_ONLY, GraphSpec, shortlist_spec, step_spec
 from t5accel.graphs.export.folder import ALIGNMENT
+from t5accel.graphs.numbers.surgery import drop_unused
 
 # 7 of the 8 bits. CPUs without VNNI add products of two neighbours in 16 bits, and saturate: with hidden states of 8
 # bits, 2 * 255 * 64 is the most that fits. An approximation that depends on the CPU could not be certified.
@@ -97,21 +99,38 @@ def shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
     """
     spec = shortlist_spec(weights.dims)
     layers, hidden = headless_decoder("decoder_shortlist", weights, spec)
-    add_heads(layers, hidden, head)
+    add_heads(layers, hidden, spec, head)
     return layers.graph
 
 
-def add_heads(layers: T5Layers, hidden: str, head: QuantizedHead) -> None:
-    """The outputs of ``contract.shortlist_spec`` that stand before the longer history.
+def step_shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
+    """`step.step_graph` with both heads.
+
+    >>> from t5accel.graphs.export.t5 import t5_weights
+    >>> from t5accel.t5.lively import random_t5
+    >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
+    >>> graph = step_shortlist_graph(weights, quantized(weights.array(weights.head)))
+    >>> [node.op_type for node in graph.proto().graph.node][-3:]
+    ['SkipSimplifiedLayerNormalization', 'Transpose', 'If']
+    """
+    layers, hidden = headless_step("decoder_step", weights, shortlist=True)
+    add_heads(layers, hidden, step_spec(weights.dims, shortlist=True), head)
+    return layers.graph
+
+
+def add_heads(layers: T5Layers, hidden: str, spec: GraphSpec, head: QuantizedHead) -> None:
+    """The outputs that stand before the history in ``contract.shortlist_spec``, or in that of a step with a shortlist.
 
     Args:
-        layers: of a graph that has the inputs of that contract.
-        hidden: (B, K, T, d_model), what the head reads.
+        layers: of a graph that has the inputs of ``spec``.
+        hidden: (…, T, d_model), what the head reads.
+        spec: of the graph.
         head: in integers.
     """
-    graph, weights = layers.graph, layers.weights
-    outputs = shortlist_spec(weights.dims).outputs[: 1 + len(NEAR_ONLY)]
+    graph = layers.graph
+    outputs = spec.outputs[: 1 + len(NEAR_ONLY)]
     empty = {tensor.name: (0, 0, *tensor.shape[2:]) for tensor in outputs[1:]}
+    positions = len(outputs[0].shape) - 2
     # Outside of its branch: in there ONNX Runtime would compute the transpose ahead, too, and never let go of it.
     table = layers.head_weight(by_rows=True)
     exact, near = graph.branch("exact"), graph.branch("near")
@@ -119,7 +138,7 @@ def add_heads(layers: T5Layers, hidden: str, head: QuantizedHead) -> None:
     for name, shape in empty.items():
         exact.op("Identity", exact.constant(np.zeros(shape, dtype=np.float32)), output=f"exact_{name}")
 
-    last = near.op("Gather", hidden, near.constant([-1]), axis=2, output="near_hidden")
+    last = near.op("Gather", hidden, near.constant([-1]), axis=positions, output="near_hidden")
     integers, scale, zero = quantized_hidden = "integers", "scale", "zero"
     near.op_of_many("DynamicQuantizeLinear", [last], quantized_hidden)
     lost = near.op("Sub", last, near.op("DequantizeLinear", *quantized_hidden))
@@ -135,12 +154,33 @@ def add_heads(layers: T5Layers, hidden: str, head: QuantizedHead) -> None:
     graph.choose("exact", exact, near, [tensor.name for tensor in outputs])
 
 
+def leave_one_head(graph: GraphBuilder) -> None:
+    """Undo `add_heads`: only the exact logits are left, and what belongs to the others goes.
+
+    >>> from t5accel.graphs.export.t5 import t5_weights
+    >>> from t5accel.t5.lively import random_t5
+    >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
+    >>> graph = step_shortlist_graph(weights, quantized(weights.array(weights.head)))
+    >>> leave_one_head(graph)
+    >>> graph.nodes[-1].op_type, graph.inputs[-1].name, [output.name for output in graph.outputs][:2]
+    ('MatMul', 'cross_value_0', ['logits', 'present_key_0'])
+    """
+    (choice,) = (node for node in graph.nodes if node.op_type == "If")
+    (exact,) = (branch.g for branch in choice.attribute if branch.name == "then_branch")
+    (product,) = (node for node in exact.node if node.op_type == "MatMul")
+    graph.nodes.remove(choice)
+    graph.op("MatMul", *product.input, output="logits")
+    graph.inputs = [tensor for tensor in graph.inputs if tensor.name != "exact"]
+    graph.outputs = [tensor for tensor in graph.outputs if tensor.name not in NEAR_ONLY]
+    drop_unused(graph)
+
+
 def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
     """The quantised head of a model if it is ``wanted``; for ``None``, if it pays and can be had.
 
     Raises:
-        InputError: ``wanted`` is none of these; it is true, and the head is so small that it lies inside the graphs; or
-            what `quantized` says.
+        InputError: ``wanted`` is something else; or it is true, and the head is so small that it lies inside the
+            graphs; or as `quantized`.
 
     >>> from types import SimpleNamespace
     >>> head_for(SimpleNamespace(head="lm_head.weight", array=lambda name: np.ones((300, 8), np.float32)), None)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.build.contract import as_folder
+from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export.cache import ENGINES, cache_folder
 from t5accel.graphs.export.staging import locked, staged
 from t5accel.graphs.tensorrt_plan import GraphPlan, Plan
@@ -29,7 +29,7 @@ def load_tensorrt(name: str | None = None) -> ModuleType:
     """The module ``tensorrt`` or ``tensorrt_rtx``: the one that is named, or the first that is installed.
 
     Raises:
-        MissingPackageError: there is none.
+        MissingPackageError: TensorRT is not installed.
         InputError: it is called otherwise.
 
     >>> load_tensorrt("onnxruntime")

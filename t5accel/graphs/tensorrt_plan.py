@@ -16,7 +16,7 @@ from typing import Any
 
 from t5accel.checks import as_count
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER, GraphSpec
+from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.recipes import recipe_of
 
@@ -49,7 +49,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The range of every axis that varies, by the names of `graphs.build.contract`.
+    """The range of every axis that varies, by the names of `graphs.contract`.
 
     Attributes:
         B: sources at once.

@@ -45,21 +45,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Need:
-    """What is wanted.
+    """What is wanted: a model, one of `METRICS`' tasks or ``None`` for all, one of `MATTERS`, and a typical call.
 
     Attributes:
-        model: as `checkpoints.load_t5` knows it.
-        task: one of `METRICS`, or ``None``: all of them.
-        matters: one of `MATTERS`. With ``"quality"`` no score may fall, unless ``max_loss`` allows it.
-        batch: texts at a time; by default 32 where throughput matters, else 1.
-        beams, source_tokens, new_tokens: of a typical call.
-        max_loss: what each score may be lower than in fp32, by its name in `METRICS`; by default 1.0 of each score of
-            the task.
-        device: ``"cpu"`` or ``"cuda"``.
+        batch: by default 32 where throughput matters, else 1.
+        max_loss: what each score may be lower than in fp32; by default 1.0 of each score of the task, and nothing
+            where quality matters.
         threads: by default those that this process may use.
 
     Raises:
-        InputError: a value is none of these.
+        InputError: a value is not one that it can have.
 
     >>> Need(matters="throughput").batch, Need(task="summaries").limits
     (32, {'rougeL': 1.0})
@@ -106,15 +101,8 @@ class Found:
     about: Mapping[str, Any]
 
     def __str__(self) -> str:
-        facts = self.about["machine"]
-        return (
-            f"{self.file}, row {self.number} ({facts['cpu']}, {facts['usable_threads']} threads; {self.about['date']})"
-        )
-
-    @property
-    def run(self) -> tuple[Any, ...]:
-        """Rows whose ratios compare have the same."""
-        return (self.file, *(self.row.get(key) for key in ("cell", "model", "reference", "threads", *WORK)))
+        on = "{cpu}, {usable_threads} threads".format(**self.about["machine"])
+        return f"{self.file}, row {self.number} ({on}; {self.about['date']})"
 
 
 @dataclass(frozen=True)
@@ -122,11 +110,10 @@ class Advice:
     """What is recommended, and what it rests on.
 
     Attributes:
-        run: the candidates: rows of the run that is nearest to the need, the best first.
-        losses: by precision, what each score of the need's model loses against fp32; a recipe that was never scored on
-            this model is missing.
-        allowed: those candidates that lose no more than the need's limits and are faster than transformers.
-        far: by what the nearest run differs from the need, as factors; where it is too far, there is no ``run``.
+        run: the rows of the run that is nearest to the need, the best first; empty where it is too far.
+        losses: by precision, what each score loses against fp32 on the need's model; without what was never scored.
+        allowed: those rows that lose no more than the need's limits and are faster than transformers.
+        far: by what the nearest run differs from the need, as factors.
         beside: drafts and smaller models of the recommended precision.
     """
 
@@ -153,39 +140,35 @@ def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Adv
     >>> advice.recommended.row["ratio"] > 1, set(advice.far.values())
     (True, {1.0})
     """
-    own_size = weights_per_step(need.model)
+    size, here = weights_per_step(need.model), machine.facts(gpu=False)
     record = list(_recorded([data_folder() / "results", *results]))
-    sizes = {found.row.get("model"): None for found in record} | {need.model: own_size}
-    runs: dict[Any, list[Found]] = {}
+    runs: dict[Any, list[Found]] = {}  # within one, ratios compare
     for found in record:
         if _is_evidence(found, need):
-            runs.setdefault(found.run, []).append(found)
+            same = (found.row.get(key) for key in ("cell", "model", "reference", "threads", *WORK))
+            runs.setdefault((found.file, *same), []).append(found)
 
-    def far(run: Any) -> dict[str, float]:
-        row = runs[run][0].row
-        if sizes[row["model"]] is None:
-            sizes[row["model"]] = _size_or_nan(row["model"])
-        size = 1.0 if row["model"] == need.model else sizes[row["model"]] / (own_size or math.nan)
-        return {"model size": size, **{key.replace("_", " "): row[key] / getattr(need, key) for key in WORK}}
+    def factors(run: Sequence[Found]) -> dict[str, float]:
+        row = run[0].row
+        sizes = 1.0 if row["model"] == need.model else _size(row["model"]) / (size or math.nan)
+        return {"model size": sizes, **{key.replace("_", " "): row[key] / getattr(need, key) for key in WORK}}
 
-    here = machine.facts(gpu=False)
-    distances = {run: found for run in runs if not math.isnan((found := far(run))["model size"])}
+    def preference(run: Sequence[Found]) -> tuple[Any, ...]:
+        doublings = sum(abs(math.log2(factor)) for factor in factors(run).values())
+        return (doublings, not same_machine(run[0].about["machine"], here), -len(run))
 
-    def preference(run: Any) -> tuple[Any, ...]:
-        doublings = sum(abs(math.log2(factor)) for factor in distances[run].values())
-        return (doublings, not same_machine(runs[run][0].about["machine"], here), -len(runs[run]))
-
-    order = sorted(distances, key=preference)
-    if not order:
+    able = [run for run in runs.values() if not math.isnan(factors(run)["model size"])]
+    nearest = min(able, key=preference, default=None)
+    if nearest is None:
         return Advice(need)
-    nearest = distances[order[0]]
-    if max(max(factor, 1 / factor) for factor in nearest.values()) > FAR:
-        return Advice(need, far=nearest)
-    rows = sorted(runs[order[0]], key=lambda found: _rank(need, found, runs[order[0]]))
+    far = factors(nearest)
+    if max(max(factor, 1 / factor) for factor in far.values()) > FAR:
+        return Advice(need, far=far)
+    rows = sorted(nearest, key=lambda found: _rank(need, found, nearest))
     losses = _losses(need, record)
     allowed = [found for found in rows if _passes(need, found.row["precision"], losses) and found.row["ratio"] > 1]
     beside = [found for found in record if allowed and _is_beside(found, need, allowed[0].row["precision"])]
-    return Advice(need, tuple(rows), losses, tuple(allowed), nearest, tuple(beside))
+    return Advice(need, tuple(rows), losses, tuple(allowed), far, tuple(beside))
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -224,7 +207,7 @@ def weights_per_step(name: str) -> int | None:
     return decoder_weights_per_step(T5Dims.from_config(config, name))
 
 
-def _size_or_nan(model: str) -> float:
+def _size(model: str) -> float:
     try:
         return weights_per_step(model) or math.nan
     except T5AccelError:  # a folder of another machine, for one
@@ -316,9 +299,8 @@ def call(need: Need, row: Row) -> str:
     """The call that was measured: our own loops skip what ``generate()`` keeps account of."""
     if SYSTEMS[row["system"]]:
         return f"model.generate(**batch, num_beams={need.beams}, do_sample=False)"
-    source = 'batch["input_ids"], batch["attention_mask"]'
-    beams = f", num_beams={need.beams}" if need.beams > 1 else ""
-    return f"{'beam_search' if need.beams > 1 else 'greedy'}(model.backend, {source}{beams}).sequences"
+    search, beams = ("beam_search", f", num_beams={need.beams}") if need.beams > 1 else ("greedy", "")
+    return f'{search}(model.backend, batch["input_ids"], batch["attention_mask"]{beams}).sequences'
 
 
 def report(advice: Advice, *, explain: bool = False) -> str:

@@ -17,8 +17,8 @@ from t5accel.errors import InputError
 from t5accel.lab.harness import Way, measured, memory_alone
 from t5accel.lab.rows import Row
 from t5accel.lab.scoring import generated_scores
-from t5accel.lab.techniques import REFERENCE, WAYS, Generate, Subject, Technique, choose
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.lab.techniques import NAMED, REFERENCE, Generate, Subject, Technique, choose
+from t5accel.text.text_to_text import TokenizerFile
 from t5accel.timing import Work
 
 # From a way of generating and how many texts it gets at once to its tokens, (N, L) int64, padded with 0. It can be
@@ -160,7 +160,7 @@ def bench(
     Raises:
         ParityError: two techniques in fp32 do not give the same tokens; nothing is timed then.
         InputError: the reference is missing among the techniques, or its output is degenerate, or the peak memory of a
-            technique was asked for that is not one of ``WAYS``.
+            technique was asked for that is not one of ``NAMED``.
     """
     import torch
 
@@ -168,7 +168,7 @@ def bench(
     names = [technique.name for technique in techniques]
     if REFERENCE not in names:
         raise InputError(f"The techniques {names} lack the reference, {REFERENCE!r}.")
-    if peak_memory and (own := {*names} - WAYS.keys()):
+    if peak_memory and (own := {*names} - NAMED.keys()):
         raise InputError(f"peak_memory is for {REFERENCE!r} and its like, not for {sorted(own)}: set it to False.")
     as_count(rounds, "rounds", at_least=1)
     threads = machine.cpu_threads() if threads is None else as_count(threads, "threads", at_least=1)
@@ -215,4 +215,4 @@ def sizes(technique: Technique, subject: Subject, answers: Answers, batch: int, 
 
 
 def _generate_once(technique: str, model: str, seed: int, threads: int, answers: Answers, batch: int) -> None:
-    answers(WAYS[technique].build(Subject(model, seed, threads)), batch)
+    answers(NAMED[technique].build(Subject(model, seed, threads)), batch)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.lab.ladder import fastest, inside, way_to
-from t5accel.lab.rows import aligned
+from t5accel.lab.rows import aligned, step_ms
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ _SCORES = {"BLEU": _or_dash("bleu", "{:.1f}"), "ROUGE-L": _or_dash("rougeL", "{:
 BOARD: Columns = {
     "technique": lambda row: row["system"],
     "precision": lambda row: row["precision"],
-    "ms/token": lambda row: f"{median(row['latency_s']) / row['new_tokens'] * 1e3:.2f}",
+    "ms/token": lambda row: f"{step_ms(row):.2f}",
     "tokens/s": _or_dash("tokens_per_s", "{:.0f}"),
     "ratio": _or_dash("ratio", "{:.2f}x"),
     **_SIZES, **_SCORES,
@@ -194,9 +194,7 @@ def plot_ladders(ladders: Mapping[str, Rows], path: str | os.PathLike[str] | Non
     The axis is logarithmic, so equal factors are bars of equal length. Colours tell what is on the way to the fastest
     rung, what was tried beside it, what answers many texts at once, and what is outside the gate.
 
-    Raises:
-        InputError: no ladders, or rows of several in one.
-        MissingPackageError: matplotlib is not installed.
+    Raises ``InputError`` without ladders, and for rows of several in one.
 
     >>> rows = [dict(cell="toy", rung="naive", adds="naive", batch=1, inside=True, ratio=1.0, ratio_samples=[1.0]),
     ...         dict(cell="toy", rung="cache", adds="cache", on="naive", batch=1, inside=True, factor=2.5, ratio=2.5,
@@ -301,14 +299,9 @@ def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
 
 
 def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:
-    """Held-out loss of a training run by step, a line for each task; saved if ``path`` is given.
+    """Held-out loss of a training run by step, in nats per token, a line for each task; saved if ``path`` is given.
 
-    Args:
-        rows: with ``step`` and, for each task, nats per token. Where ``stage`` changes, a line says so.
-        path: of the picture.
-
-    Raises:
-        InputError: there are no rows.
+    Where ``stage`` changes, a line says so. Raises ``InputError`` without rows.
 
     >>> rows = [{"step": step, "translation": 3.0, "summaries": 2.0, "questions": 1.0} for step in (1, 2)]
     >>> [line.get_label() for line in plot_losses(rows).axes[0].lines]

@@ -28,7 +28,7 @@ from t5accel.lab.scoring import backend_scores
 from t5accel.lab.techniques import bytes_of
 from t5accel.t5.roofline import decoder_weights_per_step
 from t5accel.t5.sizes import T5Dims
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.text.text_to_text import TokenizerFile
 from t5accel.timing import Work
 
 Name = TypeVar("Name")

@@ -7,7 +7,7 @@ This module needs numpy alone; what a `Way` builds brings the rest.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -181,6 +181,17 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
     """
     samples = [one / other for one, other in zip(slower, faster, strict=True)]
     return {name: median(samples), f"{name}_samples": samples}
+
+
+def pairwise(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
+    """How many times as fast as another system ours is, by rows of one run; ``None`` if one of them has no times.
+
+    >>> rows = [{"system": "a", "latency_s": [1.0, 2.0]}, {"system": "b", "latency_s": [2.0, 6.0]}]
+    >>> pairwise(rows, "a", "b")
+    2.5
+    """
+    times = {row["system"]: row["latency_s"] for row in rows if row.get("latency_s")}
+    return ratio(times[other], times[ours])["ratio"] if {ours, other} <= times.keys() else None
 
 
 def said(error: Exception) -> str:

@@ -18,8 +18,8 @@ from t5accel.lab.bench import Job, as_way, sizes
 from t5accel.lab.harness import measured, ratio
 from t5accel.lab.rows import Row
 from t5accel.lab.scoring import generated_scores
-from t5accel.lab.techniques import LOOKUP, THROUGHPUT, WAYS, Generate, Subject, Technique
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.lab.techniques import LOOKUP, NAMED, THROUGHPUT, Generate, Subject, Technique
+from t5accel.text.text_to_text import TokenizerFile
 
 MODEL, STUDENT = "mini", "mini-d1"
 AT_ONCE = 32  # texts of a batch, where many are answered together
@@ -56,12 +56,12 @@ class Rung:
         return self.technique.recipe.name == "fp32" and self.model is None
 
 
-_LOOP, _INT8 = "ONNX Runtime, our loop", WAYS["ONNX Runtime, our loop, int8"]
+_LOOP, _INT8 = "ONNX Runtime, our loop", NAMED["ONNX Runtime, our loop, int8"]
 _BELOW = (
-    Rung("naive", "the naive loop", None, WAYS["transformers without cache"]),
-    Rung("cache", "a cache of keys and values", "naive", WAYS["transformers with cache"]),
-    Rung("onnx", "our graphs, ONNX Runtime", "cache", WAYS["ONNX Runtime, generate()"]),
-    Rung("loop", "our own loop", "onnx", WAYS[f"{_LOOP}, all logits"]),
+    Rung("naive", "the naive loop", None, NAMED["transformers without cache"]),
+    Rung("cache", "a cache of keys and values", "naive", NAMED["transformers with cache"]),
+    Rung("onnx", "our graphs, ONNX Runtime", "cache", NAMED["ONNX Runtime, generate()"]),
+    Rung("loop", "our own loop", "onnx", NAMED[f"{_LOOP}, all logits"]),
 )
 
 
@@ -73,10 +73,10 @@ def forced_rungs() -> tuple[Rung, ...]:
     """
     return (
         *_BELOW,
-        Rung("shortlist", "a shortlist for the head", "loop", WAYS[f"{_LOOP}, numpy feeds"]),
-        Rung("bound", "bound buffers", "shortlist", WAYS[f"{_LOOP}, bound"]),
+        Rung("shortlist", "a shortlist for the head", "loop", NAMED[f"{_LOOP}, numpy feeds"]),
+        Rung("bound", "bound buffers", "shortlist", NAMED[f"{_LOOP}, bound"]),
         Rung("int8", "8 bits", "shortlist", _INT8),
-        Rung("int4", "4 bits in place of 8", "int8", WAYS[f"{_LOOP}, int4"]),
+        Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
     )
 
 
@@ -95,7 +95,7 @@ def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
     rungs = [
         *_BELOW,
         Rung("int8", "8 bits", "loop", _INT8),
-        Rung("int4", "4 bits in place of 8", "int8", WAYS[f"{_LOOP}, int4"]),
+        Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
         Rung("lookup", "drafts copied from the source", "int8", LOOKUP),
         Rung("naive, batches", f"{AT_ONCE} texts at once, naive", "naive", _BELOW[0].technique, batch=AT_ONCE),
         Rung("batches", f"{AT_ONCE} texts at once", "int8", _INT8, batch=AT_ONCE),
@@ -124,14 +124,9 @@ def climb(
 
     Args:
         rungs: the first one is what all are compared with; each stands on one before it.
-        job: what every rung does.
-        model: of the ladder, as `checkpoints.load_t5` knows it.
+        job, model, rounds, threads, limit, peak_memory: as of `bench.bench`.
         ladder: the rows' ``cell``; by default the model.
-        rounds: of the timing.
-        threads: of torch and ONNX Runtime; by default those that this process may use.
         max_loss: points that a rung may lose, by the names of `quality.MAIN_SCORES`; others are not looked at.
-        limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
-        peak_memory: measure it too, each rung in a process of its own.
         on_rung: is called with the name of each rung that was built and checked.
 
     Raises:
@@ -200,12 +195,7 @@ def with_quality_of(rows: Rows, scored: Rows, *, max_loss: Mapping[str, float] =
     """The rows, each with the quality of the same recipe on another ladder's model, and how it stands in a gate.
 
     For random weights, which write nothing that could be scored: the recipe is the same, by its hash, the model is not,
-    and ``quality_of`` says whose quality it is. A recipe that was not scored there is left as it is.
-
-    Args:
-        rows: of `climb`.
-        scored: rows of `climb` on a model with a tokenizer; those that only add a recipe are looked at.
-        max_loss: as of `climb`.
+    and ``quality_of`` says whose quality it is. A recipe that was not ``scored`` there is left as it is.
 
     >>> whole = dict(system="loop", recipe_hash="a", model="mini", batch=1, exact=True, bleu=28.6)
     >>> coarse = dict(system="int8", recipe_hash="b", model="mini", batch=1, exact=False, bleu=28.0)
@@ -246,14 +236,7 @@ def inside(rows: Rows, *, at_once: bool) -> list[Mapping[str, Any]]:
 
 
 def fastest(rows: Rows, *, at_once: bool = False) -> Mapping[str, Any]:
-    """The row of the highest ratio among those inside the gate.
-
-    Args:
-        rows: of one ladder.
-        at_once: look at rungs that answer many texts at once, instead of those that answer one at a time.
-
-    Raises:
-        InputError: there is no such rung.
+    """The row of the highest ratio among those `inside` the gate; raises ``InputError`` where there is no such rung.
 
     >>> rows = [dict(rung=name, batch=1, inside=inside, ratio=ratio)
     ...         for name, inside, ratio in (("naive", True, 1.0), ("int8", True, 20.0), ("student", False, 40.0))]

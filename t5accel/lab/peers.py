@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from t5accel.errors import PeerError
 from t5accel.graphs.numbers.recipes import RECIPES
-from t5accel.lab.harness import Way, measured
-from t5accel.lab.rows import Row, aligned
+from t5accel.lab.harness import Way, measured, pairwise
+from t5accel.lab.rows import Row, aligned, step_ms
 from t5accel.timing import Work
 
 REFERENCE = "transformers 4.57"
@@ -145,16 +144,8 @@ def measure_cell(
 ) -> list[Row]:  # fmt: skip
     """A row for each system in one cell; one that fails, before or while it is timed, has no time and says why.
 
-    Args:
-        cell: what every system does.
-        systems: what takes part; the first one is the reference.
-        rounds: each system generates once in each; every second round goes backwards.
-        model, threads: what the rows say of them.
-        seed: of the sources.
-
-    Raises:
-        InputError: ``rounds`` is below 1, or the reference's output is degenerate.
-        PeerError: the reference fails.
+    The first of ``systems`` is the reference: where it fails, ``PeerError`` is raised. ``seed`` draws the sources; else
+    as `harness.measured`.
     """
     ids = np.random.default_rng(seed).integers(3, 32_000, (cell.batch, cell.source_tokens))
 
@@ -171,19 +162,6 @@ def measure_cell(
 def cell_of(row: Mapping[str, Any]) -> Work:
     """The cell that a row was measured in."""
     return Work(*(row[name] for name in ("batch", "source_tokens", "new_tokens", "beams")))
-
-
-def pairwise(rows: Sequence[Mapping[str, Any]], ours: str, peer: str) -> float | None:
-    """The median over rounds of the peer's time over ours, in one cell's rows; ``None`` if one of them has no times.
-
-    >>> rows = [{"system": "a", "latency_s": [1.0, 2.0]}, {"system": "b", "latency_s": [2.0, 6.0]}]
-    >>> pairwise(rows, ours="a", peer="b")
-    2.5
-    """
-    times = {row["system"]: row["latency_s"] for row in rows if "latency_s" in row}
-    if ours not in times or peer not in times:
-        return None
-    return median(theirs / mine for mine, theirs in zip(times[ours], times[peer], strict=True))
 
 
 @dataclass(frozen=True)
@@ -204,10 +182,7 @@ def standings(
 ) -> Iterator[Standing]:
     """For each measured cell the best peer of this precision, whether it is behind us or ahead.
 
-    Args:
-        rows: of `measure_cell`, of any number of cells.
-        ours: the system that stands for us, in each cell.
-        peers: only these; by default all systems that are not ours.
+    ``ours`` stands for us, in all cells or by cell; ``peers`` are by default all systems that are not ours.
     """
     mine = {system.name for system in SYSTEMS if system.ours}
     for cell in dict.fromkeys(map(cell_of, rows)):
@@ -251,4 +226,4 @@ def _per_step(row: Mapping[str, Any]) -> str:
     if "latency_s" not in row:
         return "!" if "failed" in row else "–"  # alone, a system is not timed
     mark = "*" if row["precision"] == "fp32" and row["equal"] < row["of"] else ""
-    return f"{mark}{median(row['latency_s']) / row['new_tokens'] * 1e3:.2f}"
+    return f"{mark}{step_ms(row):.2f}"

@@ -17,7 +17,7 @@ import numpy as np
 from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.build.contract import decoder_spec
+from t5accel.graphs.contract import decoder_spec
 from t5accel.t5.sizes import T5Dims
 from t5accel.timing import measure
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any, TypedDict
 
 from t5accel import machine
@@ -204,6 +205,15 @@ def chosen(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> Iterator[Mapping
     [{'batch': 8, 'system': 'a'}]
     """
     return (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
+
+
+def step_ms(row: Mapping[str, Any]) -> float:
+    """Milliseconds for a step of a row that was timed.
+
+    >>> step_ms({"latency_s": [0.2, 0.1, 0.3], "new_tokens": 100})
+    2.0
+    """
+    return median(row["latency_s"]) / row["new_tokens"] * 1e3
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:

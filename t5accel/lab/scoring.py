@@ -1,4 +1,4 @@
-"""Scores of an export, for gates and sweeps: text quality on the bundled sets, and agreement with the model in fp32."""
+"""Scores of an export, for gates and sweeps: text quality on rows or bundled sets, agreement with fp32."""
 
 from __future__ import annotations
 
@@ -12,46 +12,80 @@ import numpy as np
 from t5accel import quality, tasks
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
 from t5accel.graphs.numbers.probe import Example, checked_example
 from t5accel.lab.rows import Row, scores
-from t5accel.text.text_to_text import text_to_text
-from t5accel.text.tokenizer_file import TokenizerFile
+from t5accel.metrics import ROW_SCORES
+from t5accel.students.examples import Rows, read_examples
+from t5accel.text.text_to_text import text_to_text, tokenizer_of
 
 LONGEST = 64  # tokens of an answer that is scored
 Score = Callable[[Path], dict[str, float]]
 
 
 def text_quality(
-    *, names: Sequence[str] = tasks.NAMES, limit: int | None = None, threads: int | None = None, batch_size: int = 32
-) -> Score:
-    """A function from the folder of an export to its scores on the bundled evaluation sets, greedily decoded.
+    rows: Rows | None = None, metric: str = "bleu", *, names: Sequence[str] = tasks.NAMES, limit: int | None = None,
+    threads: int | None = None, batch_size: int = 32,
+) -> Score:  # fmt: skip
+    """A function from the folder of an export to its scores, greedily decoded: on your rows, or on the bundled sets.
 
-    It returns ``"bleu"``, ``"rougeL"`` and ``"exact_match"``, of those sets that were asked for.
+    On rows it returns one number, named as the metric is; an answer is cut at twice the tokens of the longest target.
+    On the bundled evaluation sets it returns ``"bleu"``, ``"rougeL"`` and ``"exact_match"``, of those asked for.
 
     Args:
-        names: of the sets, some of `tasks.NAMES`.
+        rows: dicts ``{"source", "target"}``, T5's prefix included in the source, or a JSON Lines file of such rows.
+        metric: of rows, one of `metrics.ROW_SCORES`.
+        names: of the bundled sets, some of `tasks.NAMES`; with rows not used, as ``limit``.
         limit: rows of each length bucket or half; by default all.
         threads: of ONNX Runtime.
         batch_size: texts that are decoded together.
 
+    Raises:
+        InputError: an unknown metric, or a wrong row, which the message names.
+        MissingPackageError: the metric's package is not installed.
+
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.checkpoints import load_t5
     >>> from t5accel.graphs.export.t5 import export_t5
+    >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_t5("mini", f"{folder}/mini")
-    ...     scores = text_quality(names=["questions"], limit=4)(f"{folder}/mini")
-    >>> scores.keys()
+    ...     text_quality(rows, "exact_match")(f"{folder}/mini")
+    ...     text_quality(names=["questions"], limit=4)(f"{folder}/mini").keys()
+    {'exact_match': 100.0}
     dict_keys(['exact_match'])
     """
+    if rows is not None:
+        return _on_rows(rows, metric, threads=threads, batch_size=batch_size)
 
     def score(folder: str | os.PathLike[str]) -> dict[str, float]:
         found = backend_scores(
-            _opened(folder, threads), TokenizerFile(folder), names=names, limit=limit, batch_size=batch_size
+            _opened(folder, threads), tokenizer_of(folder), names=names, limit=limit, batch_size=batch_size
         )
         return {name: found[name] for name in quality.MAIN_SCORES if name in found}
+
+    return score
+
+
+def _on_rows(rows: Rows, metric: str, *, threads: int | None, batch_size: int) -> Score:
+    if metric not in ROW_SCORES:
+        raise InputError(f"metric is {metric!r}; give one of {', '.join(ROW_SCORES)}.")
+    as_count(batch_size, "batch_size", at_least=1)
+    examples = sorted(read_examples(rows), key=lambda example: len(example[0]))  # alike lengths: less padding
+    sources, targets = [source for source, _ in examples], [[target] for _, target in examples]
+    ROW_SCORES[metric](["a"], [["a"]])  # a missing package is reported now
+
+    def score(folder: str | os.PathLike[str]) -> dict[str, float]:
+        backend, tokenizer = _opened(folder, threads), tokenizer_of(folder)
+        mask = tokenizer([target for (target,) in targets], return_tensors="np", padding=True)["attention_mask"]
+        most = 2 * int(mask.sum(axis=1).max())
+        answer = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=most).sequences)
+        starts = range(0, len(sources), batch_size)
+        answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
+        return {metric: ROW_SCORES[metric](answers, targets)}
 
     return score
 

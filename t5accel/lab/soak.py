@@ -46,9 +46,7 @@ def soak(
     """Greedy generations of random tokens; batch, source and forced length are drawn anew for each.
 
     The largest of each is drawn before ``settled_after`` ends, so that what comes later needs no more than was needed.
-
-    Raises:
-        InputError: a count below 1, no generation after the warm-up, or an operating system that does not tell.
+    Raises ``InputError`` for counts that make no sense, and on a system that does not tell its memory.
 
     >>> from t5accel.backends.torch_eager import TorchEager
     >>> from t5accel.t5.lively import random_t5

@@ -18,7 +18,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, WEIGHTS
 from t5accel.graphs.export.cache import cached_export
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe
@@ -193,7 +193,7 @@ LOOKUP = replace(_in("int8"), name="ONNX Runtime, lookup, int8", backend="decodi
                  build=lambda subject: _engine(subject, "int8", decode=lookup))  # fmt: skip
 
 
-WAYS = {technique.name: technique for technique in (*TECHNIQUES, LOOKUP, THROUGHPUT)}  # found by name elsewhere
+NAMED = {technique.name: technique for technique in (*TECHNIQUES, LOOKUP, THROUGHPUT)}  # found by name elsewhere
 
 
 def choose(parts: Sequence[str], *, model: str = "mini") -> tuple[Technique, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from t5accel.errors import InputError
 
 Step = TypeVar("Step")
+SAVE_SHARE = 0.05  # of a run's time, at most, goes into checkpoints that only the clock asked for
 
 
 class RunConfig(Protocol):
@@ -56,7 +58,10 @@ class Checkpoint:
         """Load the last state, if there is one, and return its step (0 without)."""
         if not self.file.is_file():
             return 0
-        state = torch.load(self.file, map_location=device, weights_only=True)
+        try:
+            state = torch.load(self.file, map_location=device, weights_only=True)
+        except Exception as error:  # whatever torch and zipfile make of a broken file
+            raise InputError(f"{self.file} cannot be read: delete it to begin anew, or use another folder.") from error
         if {**state["config"], "steps": 0} != {**self.config, "steps": 0}:
             raise InputError(f"{self.file} was made with {state['config']}, not {self.config}: use another folder.")
         self.model.load_state_dict(state["model"])
@@ -76,7 +81,7 @@ def run_steps(
     folder: Path, config: RunConfig, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *,
     batches_from: Callable[[int], Iterator[Step]], update: Callable[[int, Step], float],
     validate: Callable[[], dict[str, float]], device: str = "cpu", validate_every: int = 250, save_every: int = 250,
-    label: str | None = None,
+    save_seconds: float = 30.0, label: str | None = None,
 ) -> None:  # fmt: skip
     """Train until ``config.steps``, from the checkpoint in ``folder`` if there is one.
 
@@ -86,15 +91,19 @@ def run_steps(
         batches_from: the batches of this step and of those after it, without end.
         update: takes a step's number and its batches, changes the model and returns the loss.
         validate: losses by task, for ``log.jsonl``.
+        save_seconds: of training without a checkpoint, at most, where steps are slow; more where saving takes long.
         label: of the bar.
 
     Raises:
-        InputError: the checkpoint was made with another configuration.
+        InputError: the checkpoint was made with another configuration, or cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(folder, config, model, optimizers)
     step = checkpoint.resume(device)
+    if step:
+        print(f"Going on after step {step}, from {checkpoint.file}.", file=sys.stderr)
     mean, started = None, time.perf_counter()
+    saved, saving = started, 0.0
     with tqdm(total=config.steps, initial=step, desc=label, unit="step", mininterval=5) as bar:
         for batches in batches_from(step):
             if step >= config.steps:
@@ -112,8 +121,12 @@ def run_steps(
                     log.write(json.dumps(row) + "\n")
             if config.factor(step) < 1.0 <= config.factor(step - 1):
                 checkpoint.save(checkpoint.stable, step)
-            if step % save_every == 0 or step == config.steps:
+            now = time.perf_counter()
+            overdue = now - saved > max(save_seconds, saving / SAVE_SHARE)
+            if overdue or step % save_every == 0 or step == config.steps:
                 checkpoint.save(checkpoint.file, step)
+                saved = time.perf_counter()
+                saving = saved - now
 
 
 def require_device(device: str) -> None:

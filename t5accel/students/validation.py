@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
-from t5accel.metrics import bleu, exact_match, rouge
+from t5accel.metrics import ROW_SCORES
 from t5accel.students.batches import packed
 from t5accel.students.examples import LONGEST, Rows, read_examples
 from t5accel.students.optimise import validation_losses
@@ -17,12 +17,7 @@ from t5accel.text.text_to_text import text_to_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SCORES = {
-    "bleu": bleu,
-    "rougeL": lambda texts, references: rouge(texts, references)["rougeL"],
-    "exact_match": exact_match,
-}
-METRICS = ("loss", *SCORES)
+METRICS = ("loss", *ROW_SCORES)
 
 
 def validation(
@@ -58,7 +53,7 @@ def validation(
     sets = {"loss": packed(examples, lambda texts: tokenizer(texts)["input_ids"], 6000)}
     most = 2 * max(len(target) for _, targets in sets["loss"] for target in targets)
     if metric != "loss":
-        SCORES[metric](["a"], [["a"]])  # a missing package is reported now and not after the first 250 steps
+        ROW_SCORES[metric](["a"], [["a"]])  # a missing package is reported now and not after the first 250 steps
 
     def validate(model: PreTrainedModel) -> dict[str, float]:
         found = validation_losses(model, sets)
@@ -69,7 +64,7 @@ def validation(
             )
             starts = range(0, len(sources), batch_size)
             answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
-            found[metric] = round(SCORES[metric](answers, references), 2)
+            found[metric] = round(ROW_SCORES[metric](answers, references), 2)
             model.train()
         return found
 

@@ -39,7 +39,7 @@ def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreT
         kind: ``"t5"``, ``"mt5"`` or ``"umt5"``.
 
     Raises:
-        InputError: the sizes make no model, or the kind or the seed is none.
+        InputError: the sizes make no model, the kind is unknown, or the seed is no integer.
 
     >>> random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)).config.model_type
     't5'

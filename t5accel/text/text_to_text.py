@@ -1,26 +1,38 @@
-"""From texts to texts: tokenise a batch, let any algorithm generate ids, and turn them back into text."""
+"""From texts to texts: tokenise a batch, let any algorithm generate ids, and turn them back into text.
+
+Any tokenizer of transformers will do; a `TokenizerFile` needs the tokenizers library alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel.checks import as_integers
-from t5accel.errors import InputError
+from t5accel.checks import as_count, as_integers
+from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GenerateIds = Callable[[np.ndarray, np.ndarray], Any]
 
+# transformers' clean-up of decoded English, which a tokenizer's configuration turns on or off.
+_TIDIED = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"))
+_TIDIED += ((" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 
-def text_to_text(tokenizer: PreTrainedTokenizerBase, generate_ids: GenerateIds) -> Callable[[list[str]], list[str]]:
+
+def text_to_text(
+    tokenizer: PreTrainedTokenizerBase | TokenizerFile, generate_ids: GenerateIds
+) -> Callable[[list[str]], list[str]]:
     """Wrap a function from ids to ids into one from texts to texts, as `quality.evaluate` wants it.
 
     Args:
-        tokenizer: a transformers tokenizer with a padding token.
+        tokenizer: a `TokenizerFile`, or a transformers tokenizer with a padding token.
         generate_ids: called with ``input_ids`` and ``attention_mask``, both (B, S) int64; returns (B, L) token ids.
 
     The returned function raises ``InputError`` for anything but a non-empty list of texts, and if ``generate_ids``
@@ -62,3 +74,152 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+class TokenizerFile:
+    """A ``tokenizer.json`` without transformers: what `text_to_text` and a decoding algorithm need of a tokenizer.
+
+    It gives the ids and texts of transformers' fast tokenizer with ``padding=True``, and starts in a fraction of its
+    time. Threads may share it.
+
+    Args:
+        path: a folder with ``tokenizer.json`` (a saved model, an export), or that file. The configuration beside it
+            is read, too, if there is one: the padding token, and whether decoded text is tidied.
+        pad_token_id: which id fills up shorter rows; by default the padding token of the configuration, else that of
+            the file.
+
+    Attributes:
+        pad_token_id: as above.
+
+    Raises:
+        ModelUnavailableError: there is no such file, or it is damaged.
+        InputError: no padding token is known, or the one given is not in the vocabulary.
+        MissingPackageError: tokenizers is not installed.
+
+    >>> from t5accel.checkpoints import data_folder
+    >>> tokenizer = TokenizerFile(data_folder() / "mini-t5")
+    >>> batch = tokenizer(["The house is small.", "No"])
+    >>> batch["attention_mask"][:, -1].tolist()  # the second text is shorter
+    [1, 0]
+    >>> tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
+    ['The house is small.', 'No']
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, pad_token_id: int | None = None):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise MissingPackageError("A tokenizer.json needs tokenizers: pip install tokenizers.") from error
+        if not isinstance(path, str | os.PathLike):
+            raise InputError(f"path is {path!r}; give the folder of a model or export, or its tokenizer.json.")
+        file = Path(path) / "tokenizer.json" if os.path.isdir(path) else Path(path)
+        if not os.path.isfile(file):
+            raise ModelUnavailableError(
+                f"There is no file {file}: give a folder that holds a tokenizer.json, or that file. transformers "
+                "writes it with tokenizer.save_pretrained(folder)."
+            )
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # a bare Exception, whatever is wrong with the file
+            raise ModelUnavailableError(f"{file} cannot be read as a tokenizer: {error}") from error
+        padding = self.tokenizer.padding or {}
+        # A file saved after use may hold how that use padded and cut; here that is the caller's business.
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        config = _read(file.parent / "tokenizer_config.json")
+        self._is_tidied = config.get("clean_up_tokenization_spaces") is True
+        token = _content(config) or _content(_read(file.parent / "special_tokens_map.json"))
+        if pad_token_id is None:
+            found = self.tokenizer.token_to_id(token or "<pad>")
+            pad_token_id = padding.get("pad_id") if found is None else found
+        if pad_token_id is None:
+            raise InputError(f"{file} names no padding token: give pad_token_id.")
+        self.pad_token_id = as_count(pad_token_id, "pad_token_id", at_least=0)
+        if self.pad_token_id >= self.tokenizer.get_vocab_size():
+            raise InputError(
+                f"pad_token_id is {pad_token_id}; {file} has {self.tokenizer.get_vocab_size()} tokens, numbered from 0."
+            )
+
+    def __call__(
+        self, texts: Sequence[str], *, return_tensors: str = "np", padding: bool = True
+    ) -> dict[str, np.ndarray]:
+        """Texts -> ``input_ids`` and ``attention_mask``, both (B, S) int64, padded on the right.
+
+        Args:
+            texts: at least one. Each ends with the tokens that the file's post-processor adds, in T5 ``</s>``.
+            return_tensors, padding: only these values; there for callers that also pass them to transformers.
+
+        Raises:
+            InputError: no texts, or other options.
+        """
+        if return_tensors != "np" or padding is not True:
+            raise InputError(
+                "A TokenizerFile returns padded numpy arrays: leave return_tensors and padding as they are."
+            )
+        given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
+        if not given or not all(isinstance(text, str) for text in given):
+            raise InputError(f"Give a non-empty list of texts; {texts!r} was given.")
+        try:
+            rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(given)]
+        except (TypeError, UnicodeEncodeError) as error:  # the library's answer to a text that cannot be encoded
+            raise InputError(
+                "A text holds half of a surrogate pair, as undecodable bytes become: decode it first."
+            ) from error
+        mask = np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]
+        ids = np.full(mask.shape, self.pad_token_id, dtype=np.int64)
+        ids[mask] = np.concatenate(rows)
+        return {"input_ids": ids, "attention_mask": mask.astype(np.int64)}
+
+    def batch_decode(self, ids: Any, skip_special_tokens: bool = False) -> list[str]:
+        """(B, L) ids, or rows of different lengths -> B texts.
+
+        Raises:
+            InputError: no rows of integers, or one that no token can have.
+        """
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 2) == 0:
+            raise InputError(f"ids is {ids!r}; give (B, L) token ids.")
+        rows = [as_integers(row, "a row of ids", rank=1) for row in ids]
+        for row in rows:
+            if row.size and (row.min() < 0 or row.max() > np.iinfo(np.uint32).max):
+                raise InputError(f"ids hold {row.min()} … {row.max()}; a token's id is not negative and has 32 bits.")
+        texts = self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=skip_special_tokens)
+        return [_tidied(text) for text in texts] if self._is_tidied else texts
+
+
+def tokenizer_of(folder: str | os.PathLike[str]) -> Any:
+    """The tokenizer in the folder of a model or export; without transformers, where there is a ``tokenizer.json``.
+
+    Raises:
+        ModelUnavailableError: there is none, or it is damaged.
+    """
+    if not os.path.isfile(Path(folder) / "tokenizer.json") and os.path.isfile(Path(folder) / "tokenizer_config.json"):
+        from transformers import AutoTokenizer  # ByT5's, for one, is no file but code
+
+        return AutoTokenizer.from_pretrained(folder)
+    return TokenizerFile(folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnavailableError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelUnavailableError(f"{path} is damaged: it holds no JSON object.")
+    return content
+
+
+def _content(config: dict[str, Any]) -> str | None:
+    """The padding token's text, which is written in two ways."""
+    token = config.get("pad_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _tidied(text: str) -> str:
+    for loose, tight in _TIDIED:
+        text = text.replace(loose, tight)
+    return text

@@ -17,7 +17,7 @@ from t5accel.backends.older.past_layouts import open_layout
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import ENCODER
+from t5accel.graphs.contract import ENCODER
 from t5accel.graphs.export.t5 import source_hash, t5_weights
 from t5accel.graphs.older.row_graphs import LM_HEAD
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from t5accel.backends.ort.session import SessionSettings, open_session
-from t5accel.decoding.histories import Histories
+from t5accel.decoding.backend import Histories
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER, as_folder, names
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
 from t5accel.graphs.older.layouts import Layout, read_layout
 from t5accel.graphs.older.row_graphs import INIT_DECODER, LAYOUTS, MERGED_DECODER, WHOLE
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.state import OrtState
+from t5accel.backends.ort.numpy import OrtNumpy, OrtState
 
 
 class OrtBound(OrtNumpy):

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from t5accel.backends.cuda_graphs import captured, side_stream
+from t5accel.backends.ort.numpy import OrtSource, OrtState
 from t5accel.backends.ort.pointers import OrtPointers
 from t5accel.backends.ort.session import open_session
-from t5accel.backends.ort.state import OrtSource, OrtState
-from t5accel.decoding.histories import right_aligned
-from t5accel.graphs.build.contract import DECODER
+from t5accel.decoding.backend import right_aligned
+from t5accel.graphs.contract import DECODER
 
 LONGEST_RUN = 64  # steps that are queued before the host reads the tokens
 MULTIPLE = 64  # source positions and the past come in multiples of that many: one captured graph for all in between

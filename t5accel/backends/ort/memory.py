@@ -68,6 +68,11 @@ class Pool:
                 memory[:size].reshape(shape) for memory, size, shape in zip(self._memory, sizes, shapes, strict=True)
             ]
 
+    def unused(self) -> list[int]:
+        """The sizes of the set that would be handed out again, empty if there is none that nobody holds."""
+        with self._lock:
+            return [memory.size for memory in self._memory] if _references(self._memory) == self._unused else []
+
     def _fits(self, sizes: Sequence[int], dtype: np.dtype) -> bool:
         same = len(sizes) == len(self._memory) and all(memory.dtype == dtype for memory in self._memory)
         large = same and all(memory.size >= size for memory, size in zip(self._memory, sizes, strict=True))

@@ -9,23 +9,54 @@ import json
 import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from t5accel.backends.ort import memory
-from t5accel.backends.ort.memory import Pool, encode_in_slices
-from t5accel.backends.ort.session import SessionSettings, open_session, shared_weights
-from t5accel.backends.ort.shortlist import NEAR, Shortlist
-from t5accel.backends.ort.state import OrtSource, OrtState
+from t5accel.backends.ort.memory import Pool, Spare, encode_in_slices
+from t5accel.backends.ort.session import SessionSettings, open_session, shared_weights, shortlist_of
 from t5accel.checks import as_count
+from t5accel.decoding.backend import Histories, of_each_head
 from t5accel.decoding.greedy import likeliest
-from t5accel.decoding.histories import Histories, of_each_head
-from t5accel.decoding.shortlist import NearLogits
 from t5accel.errors import InputError
-from t5accel.graphs.build.contract import DECODER, ENCODER, SHORTLIST, as_folder, names
+from t5accel.graphs.contract import DECODER, ENCODER, NEAR, SHORTLIST, as_folder, names
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.export.portability import require_runnable_here
+
+
+@dataclass(frozen=True)
+class OrtSource:
+    """The encoder's work on B sources.
+
+    Attributes:
+        inputs: what the decoder is handed for it at every step, by name, as its backend holds tensors: keys and values
+            of cross-attention, each (B, H_i, S, d_kv), and ``attention_mask`` (B, S).
+        mask: (B, S) int64, on the host.
+    """
+
+    inputs: dict[str, Any]
+    mask: np.ndarray
+
+
+@dataclass
+class OrtState:
+    """A decoder state: which source, how long each row's past is, and the keys and values of self-attention.
+
+    Attributes:
+        past: layer by layer, each (B, K, H_i, P, d_kv), as the backend holds tensors.
+        binding: of `bound` and `pointers`, to which the source's tensors are bound.
+        spare: for reordered pasts on the host.
+        token: (B, K) int64, of `captured`: chosen and not read yet.
+    """
+
+    source: OrtSource
+    rows: Histories
+    past: list[Any]
+    binding: Any = field(default=None, repr=False)
+    spare: Spare = field(default_factory=Spare, repr=False)
+    token: np.ndarray | None = None
 
 
 class OrtNumpy:
@@ -90,10 +121,9 @@ class OrtNumpy:
         on_cpu = self.settings.device == "cpu"
         self._weights = shared_weights(self.folder, self.manifest) if on_cpu else {}
         wanted = on_cpu and self._takes_shortlist and self.settings.shortlist
-        self.shortlist = Shortlist.of_export(self.folder, self.manifest, self._weights) if wanted else None
+        self.shortlist = shortlist_of(self.folder, self.manifest, self._weights) if wanted else None
         # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
-        decoder = SHORTLIST if self.shortlist else DECODER
-        self.decoder = self._open(decoder)
+        self._open_decoder()
         self.encoder = self._open(ENCODER)
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
@@ -132,7 +162,7 @@ class OrtNumpy:
         new, mask, tokens = np.ascontiguousarray(input_ids), state.rows.mask(), None
         if self.shortlist and self.shortlist.pays(new.shape[0] * new.shape[1]):
             results, past = self._run_step(state, new, mask, NEAR, exact=False)
-            tokens = self.shortlist.choose(NearLogits(*results), forbidden)
+            tokens = self.shortlist.choose(results, forbidden)
         if tokens is None:
             logits, past = self._run_decoder(state, new, mask)
             tokens = likeliest(logits[:, :, -1], forbidden)
@@ -162,6 +192,15 @@ class OrtNumpy:
         cross = [self._gathered(state.source.inputs[name], 1, index, kept.shape) for name in self.cross_names]
         source = self._source(cross, state.source.mask[kept])
         state.source, state.rows, state.past, state.binding = source, histories, past, None
+
+    def admit(self, state: OrtState, source: OrtSource) -> None:
+        joined, histories = self.join([state.source, source]), state.rows.joined(len(source.mask))
+        past = []
+        for heads, held in zip(self.past_heads, state.past, strict=True):
+            longer = self._zeros((*histories.shape, heads, histories.width, self.dims.d_kv))
+            longer[: len(state.rows.padding)] = self._array(held)
+            past.append(self._hold(longer))
+        state.source, state.rows, state.past, state.binding = joined, histories, past, None
 
     def split(self, source: OrtSource) -> list[OrtSource]:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
@@ -202,6 +241,9 @@ class OrtNumpy:
         return self.manifest.source["sha256"], json.dumps(self.manifest.recipe, sort_keys=True)
 
     # How tensors are held, and handed to the sessions: here as numpy arrays. What the siblings replace.
+
+    def _open_decoder(self) -> None:
+        self.decoder = self._open(SHORTLIST if self.shortlist else DECODER)
 
     def _open(self, graph: str) -> Any:
         return open_session(self.folder / graph, self.settings, self._weights)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.state import OrtState
+from t5accel.backends.ort.numpy import OrtNumpy, OrtState
 from t5accel.errors import InputError, MissingPackageError
 
 ELEMENT_TYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}

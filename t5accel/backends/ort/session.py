@@ -14,12 +14,14 @@ from t5accel import machine
 from t5accel.backends.ort.memory import huge_pages
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.build.contract import WEIGHTS
+from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.export.portability import as_level, import_onnxruntime, optimization_level
 
 if TYPE_CHECKING:
     import onnxruntime
+
+    from t5accel.decoding.shortlist import Shortlist
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 MOST_THREADS = 1024
@@ -80,6 +82,18 @@ def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.Or
     """
     ort_value = import_onnxruntime().OrtValue
     return {name: ort_value.ortvalue_from_numpy(mapped(folder, place)) for name, place in manifest.shared.items()}
+
+
+def shortlist_of(folder: Path, manifest: Manifest, weights: Mapping[str, onnxruntime.OrtValue]) -> Shortlist | None:
+    """That of an export, if it has one; ``weights`` are its `shared_weights`, which may hold the rows."""
+    if not manifest.shortlist:
+        return None
+    from t5accel.decoding.shortlist import Head, Shortlist  # most exports have none
+
+    place = manifest.shortlist["rows"]
+    same = [weights[name].numpy() for name, shared in manifest.shared.items() if shared == place]
+    bounds = {name: manifest.shortlist[name] for name in ("largest_row", "largest_error")}
+    return Shortlist(Head(same[0] if same else mapped(folder, place), **bounds))
 
 
 def mapped(folder: Path, place: Mapping[str, Any]) -> np.ndarray:

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 if TYPE_CHECKING:
-    from t5accel.graphs.build.contract import GraphSpec
+    from t5accel.graphs.contract import GraphSpec
 
 # The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
 OPSET = 20
@@ -64,15 +64,15 @@ class GraphBuilder:
 
     def op(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
         """Add a node of one output and return that output's name, a fresh one unless ``output`` says another."""
-        name = output or self._fresh(kind)
-        self.nodes.append(helper.make_node(kind, inputs, [name], name=f"{kind}:{name}", **attributes))
-        if domain := attributes.get("domain"):
-            self.opsets.setdefault(domain, 1)
+        name = output or self.fresh(kind)
+        self.op_of_many(kind, inputs, [name], **attributes)
         return name
 
-    def op_of_many(self, kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        """Add a node of several outputs, under these names."""
-        self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}"))
+    def op_of_many(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
+        """Add a node of several outputs, under these names; an empty one is an output that nobody wants."""
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}", **attributes))
+        if domain := attributes.get("domain"):
+            self.opsets.setdefault(domain, 1)
 
     def size(self, tensor: str, axis: int) -> str:
         """One dimension as a number (a tensor of rank 0)."""
@@ -83,7 +83,7 @@ class GraphBuilder:
         array = np.asarray(value)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
-            self._constants[key] = name = self._fresh("constant")
+            self._constants[key] = name = self.fresh("constant")
             self.weights[name] = array
         return self._constants[key]
 
@@ -139,7 +139,8 @@ class GraphBuilder:
     def _graph(self, tensors: Sequence[TensorProto] = ()) -> onnx.GraphProto:
         return helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
 
-    def _fresh(self, kind: str) -> str:
+    def fresh(self, kind: str) -> str:
+        """A name that nothing in the graph has."""
         while True:
             self._used[kind] = number = self._used.get(kind, -1) + 1
             if (name := f"{kind.lower()}_{number}") not in self._taken:

@@ -18,8 +18,8 @@ from onnx import TensorProto, numpy_helper
 
 from t5accel.errors import NotT5Error
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.t5.rules import relative_position_bucket
 
 LOWEST = np.finfo(np.float32).min  # added to a score it makes the softmax ignore the position
@@ -68,6 +68,14 @@ class AttentionBiases:
         history = graph.op("Concat", "past_mask", own, axis=axis)
         history_bias = self.of_mask(history, axes=(axis, axis + 1))  # (R, 1, 1, P + T)
         return self._by_layer(queries, keys, lambda bias: graph.op("Add", bias, history_bias))
+
+    def on_columns(self) -> list[str]:
+        """Of one new token at column P, ``past_length`` (1,), on the columns 0 … P: for each layer (1, H, 1, P + 1)."""
+        graph, one = self.graph, self.graph.constant(1)
+        past = graph.op("Squeeze", graph.op("Cast", "past_length", to=TensorProto.INT64))
+        total = graph.op("Add", past, one)
+        queries, keys = graph.op("Range", past, total, one), graph.op("Range", graph.constant(0), total, one)
+        return self._by_layer(queries, keys, lambda bias: graph.op("Unsqueeze", bias, graph.constant([0])))
 
     def _by_layer(self, queries: str, keys: str, finish: Callable[[str], str]) -> list[str]:
         """For each layer the name of its biases (…, H, n, m), looked up by distance once where layers share them.
@@ -291,8 +299,10 @@ class T5Layers:
         square = graph.op("Pow", hidden, graph.constant(np.float32(2)))
         mean = graph.op("ReduceMean", square, graph.constant([-1]), keepdims=1)
         root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(np.float32(self.weights.norm_epsilon))))
-        weight = graph.weight(name, self.weights.array(name) * np.float32(scale))
-        return graph.op("Mul", graph.op("Div", hidden, root), weight, output=output)
+        return graph.op("Mul", graph.op("Div", hidden, root), self.norm_weight(name, scale), output=output)
+
+    def norm_weight(self, name: str, scale: float = 1.0) -> str:
+        return self.graph.weight(name, self.weights.array(name) * np.float32(scale))
 
     def feed_forward(self, hidden: str, prefix: str) -> str:
         graph, dense = self.graph, f"{prefix}.DenseReluDense"

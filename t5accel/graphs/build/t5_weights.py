@@ -40,7 +40,7 @@ class T5Weights:
         return "shared.weight" if self.dims.tied else "lm_head.weight"
 
     def array(self, name: str) -> np.ndarray:
-        """The weight of that name; raises ``NotT5Error`` if there is none.
+        """The weight of that name; raises ``NotT5Error`` if the model lacks it.
 
         >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
         >>> arrays = {"shared.weight": np.zeros((300, 8), dtype=np.float32)}

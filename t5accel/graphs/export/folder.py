@@ -13,7 +13,7 @@ import numpy as np
 
 from t5accel.errors import ExportError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import WEIGHTS, as_folder
+from t5accel.graphs.contract import WEIGHTS, as_folder
 from t5accel.graphs.export.manifest import Manifest, files_of_export, read_manifest
 from t5accel.graphs.export.staging import locked, staged
 
@@ -104,6 +104,12 @@ def is_occupied(target: Path) -> bool:
         raise ExportError(f"{target} cannot be read: {error}") from error
 
 
+def require_place(target: Path) -> None:
+    """Raise ``ExportError`` if something lies there that an export may never replace, before hours go into one."""
+    if is_occupied(target):
+        _refuse_unless_replaceable(target, overwrite=True)
+
+
 def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) -> bool:
     """Whether an export of this very model lies there, whole, and with all that is asked for."""
     try:
@@ -113,7 +119,7 @@ def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) 
     if (WEIGHTS in there.files) != external or (tokenizer and "tokenizer_config.json" not in there.files):
         return False
     deciding = [
-        (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel"), m.optimized, not m.shortlist)
+        (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel"), m.optimized, not m.shortlist, m.step)
         for m in (there, manifest)
     ]
     return deciding[0] == deciding[1]

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.errors import ExportError
-from t5accel.graphs.build.contract import (
+from t5accel.graphs.contract import (
     DECODER,
     ENCODER,
     MANIFEST,
     SHORTLIST,
+    STEP,
     WEIGHTS,
     GraphSpec,
     TensorSpec,
@@ -28,6 +29,7 @@ from t5accel.graphs.build.contract import (
     decoder_spec,
     encoder_spec,
     shortlist_spec,
+    step_spec,
 )
 from t5accel.t5.sizes import T5Dims
 
@@ -37,8 +39,9 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
 # What an export may hold, for when its manifest cannot be asked any more.
-WRITTEN = {ENCODER, DECODER, SHORTLIST, WEIGHTS, MANIFEST, "config.json", "generation_config.json", "tokenizer.json",
-           "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model"}  # fmt: skip
+WRITTEN = {ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS, MANIFEST, "config.json", "generation_config.json",
+           "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+           "spiece.model"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Manifest:
         shortlist: what goes into ``decoder_shortlist.onnx`` and out of it, ``"inputs"`` and ``"outputs"``; where in
             ``weights.data`` the head's ``"rows"`` lie, as in ``shared``; and the ``"largest_row"`` and
             ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph, as in manifests from before.
+        step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
         graphs: by file name what goes into the two graphs and out of them.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
@@ -72,6 +76,7 @@ class Manifest:
     shared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     optimized: Mapping[str, Any] = field(default_factory=dict)
     shortlist: Mapping[str, Any] = field(default_factory=dict)
+    step: Mapping[str, Any] = field(default_factory=dict)
     graphs: Mapping[str, GraphSpec] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -165,6 +170,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         files=files,
         optimized=content.get("optimized", {}),
         shortlist=content.get("shortlist", {}),
+        step=content.get("step", {}),
         **{key: content[key] for key in keys},
     )
     _require({"name": str, "sha256": str}, manifest.source)
@@ -179,6 +185,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         _require_place(entry, files)
     _require_optimized(manifest.optimized)
     _require_shortlist(manifest.shortlist, dims, files)
+    _require_step(manifest.step, dims, files, shortlist=bool(manifest.shortlist))
     return manifest
 
 
@@ -210,6 +217,12 @@ def _require_shortlist(entry: Any, dims: T5Dims, files: Mapping[str, Any]) -> No
         raise ValueError(f"its shortlist has no {SHORTLIST}, or the bounds {bounds}")
     if _graph(entry) != shortlist_spec(dims):
         raise ValueError("the graph of its shortlist is not that of its sizes")
+
+
+def _require_step(entry: Any, dims: T5Dims, files: Mapping[str, Any], *, shortlist: bool) -> None:
+    _require({"step": dict}, {"step": entry})
+    if entry and (STEP not in files or _graph(entry) != step_spec(dims, shortlist=shortlist)):
+        raise ValueError(f"its {STEP} is missing, or not that of its sizes")
 
 
 def _require_optimized(entry: Any) -> None:

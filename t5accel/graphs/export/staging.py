@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,9 +11,12 @@ from glob import escape
 from pathlib import Path
 from uuid import uuid4
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from t5accel.errors import ExportError
+
+_REMNANT = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{32}\.(?:partial|old)", re.DOTALL)
+_LOCK = re.compile(r"\.(?P<target>.+)\.lock", re.DOTALL)
 
 
 @contextmanager
@@ -20,7 +24,7 @@ def locked(target: Path) -> Iterator[None]:
     """Wait for whoever is writing ``target``, then keep others from it. The lock file lies hidden beside the folder.
 
     The kernel lets go of the lock when its process ends, however that happens. What that process left is cleared away,
-    and a folder that it was about to replace is put back.
+    and a folder that it was about to replace is put back; so is what others left that were killed beside this folder.
 
     Raises:
         ExportError: the folder above cannot be made or written to.
@@ -34,16 +38,43 @@ def locked(target: Path) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:
         raise ExportError(f"{target} cannot be written to: {_reason(error)}") from error
     try:
-        # Exactly our names: those of the folder beside it that is called model.v2 must not look like model's.
-        ours = f".{escape(target.name)}.{'[0-9a-f]' * 32}"
-        for old in target.parent.glob(f"{ours}.old"):
-            if not target.exists():  # killed after the old folder had left its place, and before the new one took it
-                old.rename(target)
-        for remnant in [*target.parent.glob(f"{ours}.partial"), *target.parent.glob(f"{ours}.old")]:
-            shutil.rmtree(remnant, ignore_errors=True)
+        _clear(target)
+        clear_remnants(target.parent, but=target.name)
         yield
     finally:
         lock.release()
+
+
+def clear_remnants(above: Path, *, but: str = "", locks: bool = False) -> None:
+    """Clear away what killed processes left in a folder; what a living one is writing is locked, and left alone.
+
+    Args:
+        above: the folder in which they wrote.
+        but: the name of one folder that is not looked after.
+        locks: delete lock files that nobody holds, too.
+
+    >>> clear_remnants(Path("no/such/folder"))
+    """
+    listed = [path.name for path in above.iterdir()] if above.is_dir() else []
+    kinds = (_REMNANT, _LOCK) if locks else (_REMNANT,)
+    found = {match["target"] for name in listed for kind in kinds if (match := kind.fullmatch(name))}
+    for name in found - {but}:
+        lock = FileLock(above / f".{name}.lock")
+        with suppress(OSError, NotImplementedError, Timeout), lock.acquire(timeout=0):
+            _clear(above / name)
+            if locks:
+                Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _clear(target: Path) -> None:
+    """What was left of writing ``target``, by whoever holds its lock."""
+    # Exactly our names: those of the folder beside it that is called model.v2 must not look like model's.
+    ours = f".{escape(target.name)}.{'[0-9a-f]' * 32}"
+    for old in target.parent.glob(f"{ours}.old"):
+        if not target.exists():  # killed after the old folder had left its place, and before the new one took it
+            old.rename(target)
+    for remnant in [*target.parent.glob(f"{ours}.partial"), *target.parent.glob(f"{ours}.old")]:
+        shutil.rmtree(remnant, ignore_errors=True)
 
 
 @contextmanager

@@ -16,12 +16,13 @@ from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import OPSET
-from t5accel.graphs.build.contract import DECODER, ENCODER, SHORTLIST, shortlist_spec
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
+from t5accel.graphs.build.step import step_graph
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
 from t5accel.graphs.export.folder import LARGEST_INSIDE, ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest
-from t5accel.graphs.shortlist import head_for, shortlist_graph
+from t5accel.graphs.shortlist import head_for, shortlist_graph, step_shortlist_graph
 from t5accel.t5.rules import logit_scale
 from t5accel.t5.sizes import T5Dims
 
@@ -39,6 +40,7 @@ def export_t5(
     name: str | None = None,
     external_threshold_bytes: int = LARGEST_INSIDE,
     shortlist: bool | None = False,
+    step: bool = False,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Manifest:
@@ -57,8 +59,11 @@ def export_t5(
         shortlist: write ``decoder_shortlist.onnx``, too, with which a backend on a CPU finds the likeliest token faster
             (`shortlist`); ``None``: where it pays. All weights then lie in the file beside the graphs, whatever
             ``external_threshold_bytes`` is, and a quarter of the head's bytes is added.
-        overwrite: replace another export that is there. A folder that is none, or that holds other files too, is never
-            replaced.
+        step: write ``decoder_step.onnx``, too: the decoder for one new token on buffers that stay, in ONNX Runtime's
+            fused operators (`graphs.build.step`), which `backends.ort.static` runs. All weights lie in the file beside
+            the graphs, and none is added.
+        overwrite: replace another export that is there. A folder that is no export, or that holds other files, too, is
+            never replaced.
         progress: show a bar on standard error.
 
     Raises:
@@ -77,6 +82,8 @@ def export_t5(
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
     if threshold > LARGEST_INSIDE:
         raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
+    if not isinstance(step, bool):
+        raise InputError(f"step is {step!r:.80}; give True or False.")
     target = as_target(folder)
     if name is not None and not isinstance(name, str):
         raise InputError(f"name is {name!r}; give a text.")
@@ -96,6 +103,9 @@ def export_t5(
         recipe=FP32, opset=OPSET, versions=machine.versions(),
     )  # fmt: skip
     rows = None
+    if step:
+        graphs[STEP], threshold = step_shortlist_graph(weights, head) if head else step_graph(weights), 0
+        manifest = replace(manifest, step=asdict(step_spec(weights.dims, shortlist=head is not None)))
     if head:
         graphs[SHORTLIST], threshold, rows = shortlist_graph(weights, head), 0, weights.head
         manifest = replace(manifest, shortlist={**asdict(shortlist_spec(weights.dims)), **head.bounds})

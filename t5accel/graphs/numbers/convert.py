@@ -24,16 +24,12 @@ def convert_export(
     """Write a copy of an export in fp32 as the recipe says, without looking at what it loses.
 
     Args:
-        folder: an export in fp32 that is not optimised.
-        out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
+        folder, out, overwrite: as of `fp16.half_export`.
         recipe: of integers or of fp16, or its name.
         examples: to probe. "static" schemes need some; in fp16 they tell what has to stay in fp32.
-        overwrite: replace another export that is in ``out``.
 
     Raises:
-        ExportError: there is no export, it is damaged, or ``out`` is taken or cannot be written; nothing is left of the
-            attempt.
-        InputError: another argument is wrong; the recipe is one that no ONNX graph is written for (fp32, bf16).
+        ExportError, InputError: as of `fp16.half_export`; or no ONNX graph is written for the recipe (fp32, bf16).
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.graphs.export.t5 import export_t5

@@ -21,7 +21,7 @@ from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.fp32_export import Fp32Export
 from t5accel.graphs.numbers.probe import Example, largest, probe
 from t5accel.graphs.numbers.recipes import Recipe, as_recipe, group_of
-from t5accel.graphs.numbers.surgery import check, products, prune
+from t5accel.graphs.numbers.surgery import check, drop_unused, products
 
 LARGEST = float(np.finfo(np.float16).max)  # 65,504
 MARGIN = 8.0  # other inputs than the probe's may be larger
@@ -152,7 +152,7 @@ class _Halving:
         types = {value.name: value.type.tensor_type.elem_type for value in graph.outputs}
         for node in before:
             self._convert(node, {name: types[name] for name in node.output if name in outputs & self.floats})
-        prune(graph)
+        drop_unused(graph)
         check(graph)
 
     def _convert(self, node: onnx.NodeProto, declared: Mapping[str, int]) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, as_folder
+from t5accel.graphs.contract import DECODER, ENCODER, STEP, as_folder, step_spec
 from t5accel.graphs.export.folder import ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.numbers.recipes import Recipe
 from t5accel.graphs.saved_graph import reread
+from t5accel.graphs.shortlist import leave_one_head
 
 STACKS = {"encoder": ENCODER, "decoder": DECODER}
 
@@ -40,7 +41,7 @@ class Fp32Export:
         """Check an export, every file of it.
 
         Raises:
-            ExportError: there is none, or it is damaged.
+            ExportError: there is no export, or it is damaged.
             InputError: it is optimised, or in other numbers already.
         """
         folder = as_folder(folder)
@@ -50,10 +51,16 @@ class Fp32Export:
             raise InputError(f"{folder} is {state} already: give the export in fp32 that it was made from.")
         return cls(folder, manifest)
 
-    def graphs(self) -> dict[str, GraphBuilder]:
-        """Both graphs, to be changed; their weights are mapped from the files."""
-        found = reread(self.folder / name for name in STACKS.values())
-        return {stack: found[name] for stack, name in STACKS.items()}
+    def graphs(self, *, step: bool = False) -> dict[str, GraphBuilder]:
+        """Both graphs, to be changed; their weights are mapped from the files.
+
+        With ``step`` also ``"step"``, if the export has one: without the shortlist, whose 8 bits belong to fp32.
+        """
+        wanted = {**STACKS, "step": STEP} if step and self.manifest.step else STACKS
+        found = reread(self.folder / name for name in wanted.values())
+        if STEP in found and self.manifest.shortlist:
+            leave_one_head(found[STEP])
+        return {part: found[name] for part, name in wanted.items()}
 
     def target(self, out: str | os.PathLike[str]) -> Path:
         """``out`` as a folder that can be written to. Raises ``ExportError``, or ``InputError`` if it is this one."""
@@ -79,6 +86,8 @@ class Fp32Export:
             ExportError: ``target`` is taken, or cannot be written; nothing is left of the attempt.
         """
         entry = {**recipe.to_json(), **notes}
-        manifest = replace(self.manifest, recipe=entry, versions=machine.versions(), shortlist={})
-        plan = ExportPlan.derived(self.folder, manifest, {STACKS[stack]: graph for stack, graph in graphs.items()})
+        step = asdict(step_spec(self.manifest.dims)) if "step" in graphs else {}
+        manifest = replace(self.manifest, recipe=entry, versions=machine.versions(), shortlist={}, step=step)
+        files = {**STACKS, "step": STEP}
+        plan = ExportPlan.derived(self.folder, manifest, {files[part]: graph for part, graph in graphs.items()})
         return write_export(target, plan, overwrite=overwrite)

@@ -5,8 +5,8 @@ Everything here takes a finished graph apart, so it works on whatever graph has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx
@@ -71,7 +71,7 @@ class Integers:
                 if scheme is None:
                     return False
                 self._multiply(graph, product, scheme, self.ranges.get(stack, {}), quantized)
-                changed[product.weight] = group
+                changed.update(dict.fromkeys(product.weights, group))
                 return True
             if node.op_type == "Gather" and _is_table(graph, node):
                 scheme = self.recipe.scheme(EMBEDDING, stack)
@@ -89,12 +89,33 @@ class Integers:
         self, graph: GraphBuilder, product: Product, scheme: Scheme, ranges: Ranges,
         quantized: dict[str, tuple[str, ...]],
     ) -> None:  # fmt: skip
-        hidden, output = product.node.input[0], product.node.output[0]
+        output = product.node.output[0]
+        joined = scheme.method == "weight-only" or (scheme.method == "dynamic" and scheme.per_channel)
+        if len(product.weights) > 1 and not joined:  # a scale for each
+            parts = [replace(product, weights=(name,)) for name in product.weights]
+            made = [graph.fresh("part") for _ in parts]
+            for part, name in zip(parts, made, strict=True):
+                self._product(graph, part, name, scheme, ranges, quantized)
+            graph.op("Concat", *made, axis=-1, output=output)
+        else:
+            self._product(graph, product, output, scheme, ranges, quantized)
+
+    def _product(
+        self, graph: GraphBuilder, product: Product, output: str, scheme: Scheme, ranges: Ranges,
+        quantized: dict[str, tuple[str, ...]],
+    ) -> None:  # fmt: skip
+        hidden = product.node.input[0]
         if scheme.method == "weight-only":
-            self._in_blocks(graph, product, scheme)
+            self._in_blocks(graph, product, output, scheme)
             return
-        array = graph.weights[product.weight]
-        integers, scales = self._channels(graph, product.weight, array.T if product.transposed else array, scheme)
+        arrays = [graph.weights[name] for name in product.weights]
+        stored = [
+            self._channels(graph, name, array.T if product.transposed else array, scheme)
+            for name, array in zip(product.weights, arrays, strict=True)
+        ]
+        integers, scales = (
+            _joined(graph, parts, axis) for parts, axis in zip(zip(*stored, strict=True), (1, 0), strict=True)
+        )
         if scheme.method == "static":
             if hidden not in ranges:
                 raise InputError(f"{product.weight} has a static scheme, and {hidden} was not calibrated.")
@@ -112,13 +133,14 @@ class Integers:
         # ONNX Runtime makes one operator of these, and of the one above.
         graph.op("Mul", graph.op("Cast", sums, to=TensorProto.FLOAT), graph.op("Mul", scale, scales), output=output)
 
-    def _in_blocks(self, graph: GraphBuilder, product: Product, scheme: Scheme) -> None:
-        array = graph.weights[product.weight]
-        rows = array if product.transposed else array.T  # (N, K)
-        integers, scales = self._blocks(graph, product.weight, rows, scheme)
+    def _in_blocks(self, graph: GraphBuilder, product: Product, output: str, scheme: Scheme) -> None:
+        arrays = [graph.weights[name] for name in product.weights]
+        rows = [array if product.transposed else array.T for array in arrays]  # (N, K)
+        stored = [self._blocks(graph, *named, scheme) for named in zip(product.weights, rows, strict=True)]
+        integers, scales = (_joined(graph, parts, 0) for parts in zip(*stored, strict=True))
         graph.op(
-            "MatMulNBits", product.node.input[0], integers, scales, output=product.node.output[0], domain=OWN,
-            N=rows.shape[0], K=rows.shape[1], bits=scheme.bits, block_size=scheme.block_size,
+            "MatMulNBits", product.node.input[0], integers, scales, output=output, domain=OWN,
+            N=sum(map(len, rows)), K=rows[0].shape[1], bits=scheme.bits, block_size=scheme.block_size,
             accuracy_level=scheme.accuracy_level,
         )  # fmt: skip
 
@@ -154,6 +176,10 @@ class Integers:
     def _weights(self, graph: GraphBuilder, *names: str) -> tuple[str, str]:
         integers, scales = (graph.weight(name, self._arrays[name]) for name in names)
         return integers, scales
+
+
+def _joined(graph: GraphBuilder, names: Sequence[str], axis: int) -> str:
+    return names[0] if len(names) == 1 else graph.op("Concat", *names, axis=axis)
 
 
 def _is_table(graph: GraphBuilder, node: onnx.NodeProto) -> bool:

@@ -20,8 +20,8 @@ from onnx import TensorProto
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import WEIGHTS, names
 from t5accel.graphs.build.layers import LOWEST
+from t5accel.graphs.contract import WEIGHTS, names
 from t5accel.graphs.export.folder import WeightsFile
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.export.portability import import_onnxruntime

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from t5accel.errors import GateError, InputError
+from t5accel.graphs.export.folder import require_place
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.fp32_export import Fp32Export
 from t5accel.graphs.numbers.integer_graphs import Integers, Ranges
@@ -67,16 +68,12 @@ def quantize_export(
     where the logits are of 8 bits.
 
     Args:
-        folder: an export in fp32 that is not optimised.
-        out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
+        folder, out, overwrite: as of `fp16.half_export`.
         recipe: one with integers.
         ranges: for "static" schemes, by graph (`probe.ranges`).
-        overwrite: replace another export that is in ``out``.
 
     Raises:
-        ExportError: there is no export, it is damaged, or ``out`` is taken or cannot be written; nothing is left of the
-            attempt.
-        InputError: another argument is wrong, or a weight holds infinity or NaN.
+        ExportError, InputError: as of `fp16.half_export`; or a weight holds infinity or NaN.
 
     >>> from t5accel.graphs.export.t5 import export_t5
     >>> with TemporaryDirectory() as folder:
@@ -120,6 +117,7 @@ def quantize(
     """
     source, recipe = Fp32Export.read(folder), _with_integers(recipe)
     target = source.target(out)
+    require_place(target)
     limits, order, tried = _limits(max_loss), list(groups or ()), []
     recipe.without(order, instead=instead)  # what is no group is refused before anything is scored
     baseline = _scores(score, source.folder, limits)
@@ -142,7 +140,8 @@ def quantize(
         lost = ", ".join(f"{name} {closest.losses[name]:.3g} (allowed {limits[name]:g})" for name in limits)
         raise GateError(
             f"Recipe {recipe.name} does not pass the gate. The closest, {closest.recipe.name}, lost {lost}. Nothing "
-            "was written: allow more, quantise less, or give more groups that may stay in floats."
+            "was written: allow more (max_loss, --max-loss), take a gentler recipe (int8 for int4), or name groups of "
+            "weights that may stay in floats (quantize(…, groups=…))."
         )
     chosen = next(one for one in tried if one.recipe == candidate_of(count))
     tried.append(tried.pop(tried.index(chosen)))
@@ -155,10 +154,11 @@ def _converted(
     source: Fp32Export, target: Path, recipe: Recipe, ranges: Mapping[str, Ranges] | None, gate: Mapping[str, Any],
     overwrite: bool = False,
 ) -> Manifest:  # fmt: skip
-    graphs = source.graphs()
+    # What calibration has seen are values of the other two graphs.
+    graphs = source.graphs(step=all(scheme.method != "static" for scheme in recipe.schemes))
     integers = Integers(recipe, ranges or {})
-    for stack, graph in graphs.items():
-        integers.rewrite(graph, stack)
+    for part, graph in graphs.items():
+        integers.rewrite(graph, "decoder" if part == "step" else part)
     return source.write(target, graphs, recipe, {"gated": bool(gate), "gate": dict(gate)}, overwrite=overwrite)
 
 

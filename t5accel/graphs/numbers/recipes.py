@@ -42,7 +42,7 @@ class Scheme:
             VNNI).
 
     Raises:
-        InputError: a value is none of these.
+        InputError: a value is not one of these.
 
     >>> Scheme("weight-only", bits=4, block_size=32)
     Scheme(method='weight-only', bits=4, block_size=32, accuracy_level=4, per_channel=True, reduce_range=False)
@@ -86,7 +86,7 @@ class Recipe:
         kept: of fp16: groups whose products are computed in fp32 all the same.
 
     Raises:
-        InputError: a value is of the wrong kind, or a group is none.
+        InputError: a value is of the wrong kind, or a group does not exist.
 
     >>> RECIPES["int8"].hash == replace(RECIPES["int8"], name="another").hash
     False
@@ -127,8 +127,13 @@ class Recipe:
     @property
     def integers(self) -> bool:
         """Whether anything is stored as integers."""
+        return bool(self.schemes)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All that are used somewhere."""
         schemes = (self.encoder, self.decoder, self.head, self.embedding, *dict(self.overrides).values())
-        return any(scheme is not None for scheme in schemes)
+        return [scheme for scheme in schemes if scheme is not None]
 
     @property
     def hash(self) -> str:

@@ -15,21 +15,26 @@ from t5accel.graphs.build.builder import GraphBuilder
 
 @dataclass(frozen=True)
 class Product:
-    """A node that multiplies by a weight.
+    """A node that multiplies by a weight, or by several side by side.
 
     Attributes:
         node: the MatMul.
-        weight: the name of the array, by transformers' name where it is ours.
+        weights: the names of the arrays, by transformers' names where they are ours.
         transposed: the array is (N, K), and the product is with its transpose.
     """
 
     node: onnx.NodeProto
-    weight: str
-    transposed: bool
+    weights: tuple[str, ...]
+    transposed: bool = False
+
+    @property
+    def weight(self) -> str:
+        """The only one, or the first of those that are joined: they all belong to one group."""
+        return self.weights[0]
 
 
 def products(graph: GraphBuilder) -> list[Product]:
-    """All MatMul nodes whose second operand is a weight, or a transposed one, in the order of the graph.
+    """All MatMul nodes whose second operand is a weight, its transpose, or several joined, in order.
 
     >>> import numpy as np
     >>> graph = GraphBuilder("two")
@@ -43,11 +48,11 @@ def products(graph: GraphBuilder) -> list[Product]:
     for node in graph.nodes:
         if node.op_type != "MatMul":
             continue
-        operand, maker = node.input[1], made_by.get(node.input[1])
-        flipped = maker is not None and maker.op_type == "Transpose" and maker.input[0] in graph.weights
-        weight = maker.input[0] if flipped else operand
-        if weight in graph.weights and graph.weights[weight].ndim == 2:
-            found.append(Product(node, weight, flipped))
+        maker = made_by.get(node.input[1])
+        kind = maker.op_type if maker is not None else None
+        weights = tuple(maker.input) if kind in ("Transpose", "Concat") else (node.input[1],)
+        if all(name in graph.weights and graph.weights[name].ndim == 2 for name in weights):
+            found.append(Product(node, weights, transposed=kind == "Transpose"))
     return found
 
 
@@ -66,11 +71,11 @@ def rebuild(graph: GraphBuilder, change: Callable[[GraphBuilder, onnx.NodeProto]
     for node in before:
         if not change(graph, node):
             graph.nodes.append(node)
-    prune(graph)
+    drop_unused(graph)
     check(graph)
 
 
-def prune(graph: GraphBuilder) -> None:
+def drop_unused(graph: GraphBuilder) -> None:
     """Drop nodes whose outputs nobody reads, and weights likewise."""
     wanted = {output.name for output in graph.outputs}
     kept = []
@@ -105,7 +110,7 @@ def check(graph: GraphBuilder) -> None:
             if name not in made:
                 when = "after it" if name in times else "nowhere"
                 raise ExportError(f"Graph {graph.name}: {node.name} reads {name}, which is made {when}.")
-        for name in node.output:
+        for name in filter(None, node.output):
             if name in made:
                 raise ExportError(f"Graph {graph.name}: {name} is made twice, the second time by {node.name}.")
             made.add(name)

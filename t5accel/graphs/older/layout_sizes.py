@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import onnx
 
 from t5accel.errors import ExportError
-from t5accel.graphs.build.contract import as_folder
+from t5accel.graphs.contract import as_folder
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import as_folder
+from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export.folder import LARGEST_INSIDE, WeightsFile, as_target, is_occupied
 from t5accel.graphs.export.staging import locked, staged
 from t5accel.graphs.export.t5 import source_hash, special_tokens, t5_weights
@@ -118,7 +118,7 @@ def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
         layouts: those that are wanted; by default any.
 
     Raises:
-        ExportError: there is none, it is damaged, or it is of another layout.
+        ExportError: there is no layout, it is damaged, or it is of another layout.
         InputError: ``folder`` is no path.
     """
     folder = as_folder(folder)

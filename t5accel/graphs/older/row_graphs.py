@@ -15,9 +15,9 @@ import numpy as np
 from onnx import numpy_helper
 
 from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.contract import DECODER, ENCODER, GraphSpec, TensorSpec, names
 from t5accel.graphs.build.layers import T5Layers
 from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec, TensorSpec, names
 from t5accel.t5.sizes import T5Dims
 
 WHOLE, LM_HEAD = "model.onnx", "lm_head.onnx"

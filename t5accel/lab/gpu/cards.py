@@ -26,11 +26,7 @@ _WITH_80_GB = {"a100": 2.039e12, "a100-pcie": 1.935e12}  # sold under the same n
 def slug(name: str) -> str:
     """The short name of a card, as files are named after it.
 
-    Args:
-        name: as torch or the driver reports it.
-
-    Raises:
-        InputError: ``name`` has no letter or digit.
+    ``name`` is what torch or the driver reports. Raises ``InputError`` where it has no letter or digit.
 
     >>> slug("NVIDIA H100 80GB HBM3"), slug("NVIDIA H100 PCIe"), slug("NVIDIA A100-SXM4-40GB")
     ('h100', 'h100-pcie', 'a100')
@@ -46,14 +42,9 @@ def slug(name: str) -> str:
 
 
 def bandwidth(gpu: Mapping[str, Any]) -> float | None:
-    """The theoretical memory bandwidth of a recorded card, in bytes per second.
+    """The theoretical memory bandwidth of a recorded card, in bytes per second; ``None`` for one without a datasheet.
 
-    Args:
-        gpu: ``machine["gpu"]`` of a file of results: its ``name``; where recorded, ``memory_bytes`` and the driver's
-            own figure, ``bus_bytes_per_s``, which goes before the datasheet's.
-
-    Returns:
-        `None` for a card that the table of datasheets lacks.
+    ``gpu`` is ``machine["gpu"]`` of a file of results. The driver's own figure, ``bus_bytes_per_s``, goes first.
 
     >>> bandwidth({"name": "NVIDIA H200"}), bandwidth({"name": "an unknown card"})
     (4800000000000.0, None)
@@ -67,14 +58,9 @@ def bandwidth(gpu: Mapping[str, Any]) -> float | None:
 
 
 def recorded_cards(folder: str | os.PathLike[str] | None = None) -> dict[str, dict[str, Any]]:
-    """The recorded GPU runs, by the short name of their card.
+    """The content of every ``gpu-<card>.json`` in a folder, by default ``data/results``, that bears its card's name.
 
-    Args:
-        folder: of the files of results; by default ``data/results``.
-
-    Returns:
-        The content of every ``gpu-<card>.json`` that bears its own card's name. Others, such as runs that were put
-        aside, are left out.
+    Others, such as runs that were put aside, are left out.
     """
     folder = Path(folder) if folder is not None else data_folder() / "results"
     cards = {}

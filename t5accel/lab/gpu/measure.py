@@ -16,7 +16,7 @@ from t5accel.backends.static_t5 import LONGEST_RUN
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.errors import InputError
 from t5accel.lab.gpu.cells import Cell
-from t5accel.lab.gpu.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, Subject
+from t5accel.lab.gpu.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
 from t5accel.lab.harness import Way, measured, said
 from t5accel.lab.launches import Prices, kernels, operators, prices
 from t5accel.lab.rows import Row
@@ -33,19 +33,13 @@ TIMES_THEIRS = 1.25
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def measure(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int = 5) -> list[Row]:
-    """The rows of a cell.
+def measure(
+    cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], seconds: float, rounds: int = 5
+) -> list[Row]:
+    """A row for each system of a cell, and more by what is measured; a system that fails has a row that says why.
 
-    Args:
-        cell: what to measure.
-        subject: its model.
-        refused: systems that are not equal in this dtype, and why: they are not timed.
-        seconds: that it may take; fewer rounds are made where five would take longer.
-        rounds: at most.
-
-    Returns:
-        A row for each system that takes part, and more by what is measured. A system that fails has a row that says
-        why. No rows at all where the time is too short for `harness.FEWEST_ROUNDS`.
+    ``refused`` systems, which are not equal in this dtype, are not timed. Within ``seconds`` fewer ``rounds`` may be
+    made; where not even `harness.FEWEST_ROUNDS` are possible, there are no rows at all.
     """
     if cell.measured == "equality":
         return equality(cell, subject)
@@ -75,7 +69,7 @@ def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
 # Equality
 
 
-def equality(cell: Cell, subject: Subject) -> list[Row]:
+def equality(cell: Cell, subject: ModelOnDevice) -> list[Row]:
     """Tokens and logits beside those of transformers in fp32 on the same device.
 
     In fp32 every token has to be equal. With fewer bits outputs part ways sooner or later, so logits of given tokens
@@ -83,7 +77,7 @@ def equality(cell: Cell, subject: Subject) -> list[Row]:
     """
     exact = subject
     if subject.dtype != "float32":
-        exact = Subject(subject.name, "float32", subject.device, subject.scratch)
+        exact = ModelOnDevice(subject.name, "float32", subject.device, subject.scratch)
     ids, mask = batch_of(cell, exact.model.config.vocab_size)
     expected = exact.generate(REFERENCE, ids, mask, cell.new_tokens, 1)
     assert_varied(expected)
@@ -100,7 +94,7 @@ def equality(cell: Cell, subject: Subject) -> list[Row]:
 
 
 def _equality_of(
-    name: str, cell: Cell, subject: Subject, texts: tuple[Any, ...], forced: tuple[Any, ...], allowed: float
+    name: str, cell: Cell, subject: ModelOnDevice, texts: tuple[Any, ...], forced: tuple[Any, ...], allowed: float
 ) -> Row:
     (ids, mask, expected), (given, logits), system = texts, forced, SYSTEMS[name]
     row = _row(name, cell)
@@ -146,7 +140,7 @@ def _by_steps(backend: Any, ids: np.ndarray, mask: np.ndarray, given: np.ndarray
 # Speed
 
 
-def speed(cell: Cell, subject: Subject, *, refused: Mapping[str, str], seconds: float, rounds: int) -> list[Row]:
+def speed(cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], seconds: float, rounds: int) -> list[Row]:
     """All systems by the harness: built and compared, which warms them up, then interleaved."""
     arguments = (*batch_of(cell, subject.model.config.vocab_size), cell.new_tokens, cell.beams)
     unable = {name: f"it does not run in {subject.dtype}"
@@ -194,7 +188,7 @@ def price_of_compiling(rows: list[Row]) -> list[Row]:
 # The floor
 
 
-def floor(cell: Cell, subject: Subject) -> Row:
+def floor(cell: Cell, subject: ModelOnDevice) -> Row:
     """What a step launches and reads, and the least time that this takes on this device.
 
     What cannot be found out, as where the driver lets nobody profile, is named in ``lacks``; the rest is kept.
@@ -212,7 +206,7 @@ def floor(cell: Cell, subject: Subject) -> Row:
     return row | ({"lacks": lacks} if lacks else {})
 
 
-def _floor_parts(cell: Cell, subject: Subject) -> Iterator[Callable[[], Row]]:
+def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Row]]:
     model, dims, device = subject.model, T5Dims.of(subject.model), torch.device(subject.device)
     ids, mask = batch_of(cell, dims.vocab_size)
     backend = TorchStatic(model)

@@ -5,14 +5,16 @@ A run may lack cells, and a cell systems: what is not there is not drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from t5accel.lab.gpu.cards import bandwidth
 from t5accel.lab.gpu.cells import LENGTHS
 from t5accel.lab.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
-from t5accel.lab.rows import aligned
+from t5accel.lab.harness import pairwise
+from t5accel.lab.launches import Prices
+from t5accel.lab.rows import aligned, step_ms
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,26 +37,13 @@ PANELS = (
 
 
 def timed(record: Record, cell: str) -> dict[str, Mapping[str, Any]]:
-    """The rows of a cell that have a time, by their system."""
-    return {row["system"]: row for row in record["rows"] if row["cell"] == cell and row.get("latency_s")}
+    """The rows of a cell that have a time, by their system.
 
-
-def ratio(record: Record, cell: str, system: str, reference: str = REFERENCE) -> float | None:
-    """How many times as fast as the reference, round by round; `None` where one of them was not timed."""
-    rows = timed(record, cell)
-    if not {system, reference} <= rows.keys():
-        return None
-    pairs = zip(rows[reference]["latency_s"], rows[system]["latency_s"], strict=False)
-    return median(slower / mine for slower, mine in pairs)
-
-
-def step_ms(row: Mapping[str, Any]) -> float:
-    """Milliseconds for a step of a row that was timed.
-
-    >>> step_ms({"latency_s": [0.2, 0.1, 0.3], "new_tokens": 100})
-    2.0
+    >>> rows = [{"cell": "t5-small", "system": "a", "latency_s": [0.1]}, {"cell": "t5-small", "system": "b"}]
+    >>> timed({"rows": rows}, "t5-small").keys()
+    dict_keys(['a'])
     """
-    return median(row["latency_s"]) / row["new_tokens"] * 1e3
+    return {row["system"]: row for row in record["rows"] if row["cell"] == cell and row.get("latency_s")}
 
 
 def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> Figure:
@@ -74,7 +63,10 @@ def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
     for cell in cells:
         for card, record in cards.items():
             for system in timed(record, cell):
-                if system != REFERENCE and (value := ratio(record, cell, system)) is not None:
+                if (
+                    system != REFERENCE
+                    and (value := pairwise(timed(record, cell).values(), system, REFERENCE)) is not None
+                ):
                     found.setdefault(system if len(cells) == 1 else f"{cell}: {system}", {})[card] = value
     if not found:
         return _say(axis, f"not timed in any recorded run: {', '.join(cells)}")
@@ -101,7 +93,7 @@ def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], 
         predicted: of some cards, by number of tokens: the seconds of a captured step that computes all again.
     """
     lengths: set[int] = set()
-    for style, (card, record) in zip(_endless(STYLES), cards.items(), strict=False):
+    for style, (card, record) in zip(cycle(STYLES), cards.items(), strict=False):
         for system, colour in LINES.items():
             rows = {length: timed(record, f"cache, {length} tokens").get(system) for length in LENGTHS}
             points = {length: step_ms(row) for length, row in rows.items() if row}
@@ -137,7 +129,8 @@ def floors(cards: Cards, predicted: Mapping[str, float]) -> str:
             if rate := bandwidth(record["machine"]["gpu"]):
                 theirs["bytes_per_s"] = rate
                 if {"kernels", "replayed_s"} <= predicted.keys() and "bytes_per_step" in row:
-                    theirs["floor_s"] = predicted["kernels"] * predicted["replayed_s"] + row["bytes_per_step"] / rate
+                    found = Prices(predicted.get("launch_s", 0.0), predicted["replayed_s"], rate)
+                    theirs["floor_s"] = found.floor_s(predicted["kernels"], row["bytes_per_step"])
             mine = dict(row)
             if found := timed(record, row["cell"].removesuffix(", floor")).get(GRAPH):
                 mine["step_s"] = step_ms(found) / 1e3
@@ -165,8 +158,3 @@ def failed(cards: Cards) -> str:
 def _say(axis: Axes, text: str) -> None:
     axis.set_axis_off()
     axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes)
-
-
-def _endless(values: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from values

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -27,9 +26,9 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from t5accel.lab.gpu.cards import slug
 from t5accel.lab.gpu.cells import Cell, cells_for
 from t5accel.lab.gpu.measure import PRECISIONS, failed, let_go, measure
-from t5accel.lab.gpu.systems import NAIVE, REFERENCE, Subject
+from t5accel.lab.gpu.systems import NAIVE, REFERENCE, ModelOnDevice
 from t5accel.lab.harness import said
-from t5accel.lab.rows import Row, aligned, at_path, here, rows_so_far, write_rows
+from t5accel.lab.rows import Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
@@ -91,7 +90,7 @@ def run_suite(
     again = [cell for cell in chosen if any("failed" in row for row in book.of(cell))]
     todo = [cell for cell in chosen if not book.of(cell)] + again
     with TemporaryDirectory() as scratch, caches_in(scratch):
-        subject: Subject | None = None
+        subject: ModelOnDevice | None = None
         for cell in todo:
             refused = unequal(book.rows, cell.dtype)
             if cell in again and cell.measured != "equality" and not _may_change(book.of(cell), refused):
@@ -102,7 +101,7 @@ def run_suite(
             if subject is None or (subject.name, subject.dtype) != (cell.model, cell.dtype):
                 subject = None  # before the next one is there
                 let_go(device)
-                subject = Subject(cell.model, cell.dtype, device, Path(scratch))
+                subject = ModelOnDevice(cell.model, cell.dtype, device, Path(scratch))
             begun = perf_counter()
             with book.open(cell):
                 try:
@@ -232,10 +231,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             after = "never" if steps is None else f"after {steps:,.0f} steps"
             notes.append(f"{row['cell']}: {row['compile_s']:.0f} s to compile, won back {after}")
         elif "latency_s" in row:
-            step = median(row["latency_s"]) / row["new_tokens"] * 1e3
-            lines.append(
-                (row["cell"], row["system"], f"{step:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
-            )
+            speed = (f"{step_ms(row):.2f}", f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
+            lines.append((row["cell"], row["system"], *speed))
     shown = aligned(lines, left=(0, 1)) if len(lines) > 1 else []
     return "\n".join([*notes, *([""] if notes and shown else []), *shown])
 

@@ -34,7 +34,7 @@ Generate = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
 
 
 @dataclass
-class Subject:
+class ModelOnDevice:
     """A model of one dtype on one device, and what was built on it: built once, for compilers and captures take long.
 
     Attributes:
@@ -74,7 +74,7 @@ class Subject:
         """The backend of one of `SYSTEMS`, whose logits can be looked at."""
         return self.once(name, SYSTEMS[name].backend)
 
-    def once(self, name: str, build: Callable[[Subject], Any]) -> Any:
+    def once(self, name: str, build: Callable[[ModelOnDevice], Any]) -> Any:
         """What was built under this name, or is built now."""
         if name not in self._built:
             self._built[name] = build(self)
@@ -100,13 +100,13 @@ class System:
     """
 
     name: str
-    build: Callable[[Subject], Generate]
-    backend: Callable[[Subject], Backend] | None = None
+    build: Callable[[ModelOnDevice], Generate]
+    backend: Callable[[ModelOnDevice], Backend] | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
-def _transformers(use_cache: bool) -> Callable[[Subject], Generate]:
-    def build(subject: Subject) -> Generate:
+def _transformers(use_cache: bool) -> Callable[[ModelOnDevice], Generate]:
+    def build(subject: ModelOnDevice) -> Generate:
         model = subject.model
 
         def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
@@ -122,8 +122,8 @@ def _transformers(use_cache: bool) -> Callable[[Subject], Generate]:
     return build
 
 
-def _ours(name: str, backend: Callable[[Subject], Backend], **more: Any) -> System:
-    def build(subject: Subject) -> Generate:
+def _ours(name: str, backend: Callable[[ModelOnDevice], Backend], **more: Any) -> System:
+    def build(subject: ModelOnDevice) -> Generate:
         running = subject.backend(name)
 
         def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
@@ -137,20 +137,20 @@ def _ours(name: str, backend: Callable[[Subject], Backend], **more: Any) -> Syst
     return System(name, build, backend, **more)
 
 
-def _static(**options: Any) -> Callable[[Subject], Backend]:
+def _static(**options: Any) -> Callable[[ModelOnDevice], Backend]:
     return lambda subject: TorchStatic(subject.model, **options)
 
 
-def _recompute(subject: Subject) -> Generate:
+def _recompute(subject: ModelOnDevice) -> Generate:
     running = subject.once(f"{RECOMPUTE}, all of it", lambda subject: TorchRecompute(subject.model))
     return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
 
 
-def _onnx(kind: type[OrtNumpy]) -> Callable[[Subject], Backend]:
+def _onnx(kind: type[OrtNumpy]) -> Callable[[ModelOnDevice], Backend]:
     return lambda subject: kind(subject.export, settings=SessionSettings(device=subject.device))
 
 
-def _tensorrt(subject: Subject) -> Backend:
+def _tensorrt(subject: ModelOnDevice) -> Backend:
     from t5accel.backends.tensorrt import TensorRT  # which needs onnx, too
 
     sizes = Sizes(B=Range(1, 1, 4), K=Range(1, 1, 1), S=Range(1, 64, 64), T=Range(1, 1, 8), P=Range(0, 64, 160))

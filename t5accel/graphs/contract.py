@@ -7,7 +7,7 @@ positions, V vocabulary entries, H_i heads of layer i.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from t5accel.t5.sizes import T5Dims
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
 SHORTLIST = "decoder_shortlist.onnx"  # an optional third graph: the decoder with a second, smaller head
+STEP = "decoder_step.onnx"  # another: one new token on buffers that stay, in ONNX Runtime's fused operators
 NEAR_ONLY = ("hidden", "norm", "error")  # its outputs that only near logits come with
+NEAR = ("logits", *NEAR_ONLY)
 WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
 MANIFEST = "manifest.json"
 
@@ -106,6 +108,43 @@ def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
             TensorSpec("norm", "float32", ("B", "K", 1)),
             TensorSpec("error", "float32", ("B", "K", 1)),
             *decoder.outputs[1:],
+        ),
+    )
+
+
+def step_spec(dims: T5Dims, *, shortlist: bool = False) -> GraphSpec:
+    """``decoder_step.onnx``: one new token for each of R = B * K rows, on buffers of M columns (`step`).
+
+    ``past_key_i`` and ``present_key_i`` are the same memory. The keys and values of the new token are written to column
+    P, ``past_length``. ``past_mask`` is 1 where a column is real, or yet to be written, and 0 in front of a row whose
+    history is shorter; what lies under a 0 has to be finite. Mask and length are int32, as the operators take them.
+    With ``shortlist`` the results are those of `shortlist_spec`.
+
+    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+    >>> step_spec(dims).inputs[4]
+    TensorSpec(name='past_key_0', dtype='float32', shape=('R', 2, 'M', 6))
+    >>> [tensor.name for tensor in step_spec(dims).outputs]
+    ['logits', 'present_key_0', 'present_value_0']
+    """
+
+    def buffers(prefix: str) -> tuple[TensorSpec, ...]:
+        return tuple(replace(tensor, shape=("R", *tensor.shape[2:])) for tensor in _self(dims, prefix, "M", "float32"))
+
+    results = shortlist_spec(dims).outputs[: 1 + len(NEAR_ONLY)] if shortlist else decoder_spec(dims).outputs[:1]
+    exact = (TensorSpec("exact", "bool", ()),) if shortlist else ()
+    return GraphSpec(
+        inputs=(
+            TensorSpec("input_ids", "int64", ("R", 1)),
+            TensorSpec("attention_mask", "int32", ("B", "S")),
+            TensorSpec("past_mask", "int32", ("R", "M")),
+            TensorSpec("past_length", "int32", (1,)),
+            *buffers("past"),
+            *_cross(dims, "float32"),
+            *exact,
+        ),
+        outputs=(
+            *(replace(tensor, shape=("R", 1, *tensor.shape[3:])) for tensor in results),
+            *buffers("present"),
         ),
     )
 

@@ -1,0 +1,138 @@
+"""A decoder step in ONNX Runtime's own fused operators, on keys and values that stay where they are.
+
+`layers` writes the step in operators of the standard, for every runtime and any number of new tokens: its history grows
+by ``Concat``, so that each step copies all keys and values, and a layer is some forty nodes. Here a layer is a dozen:
+
+- **Buffers of a capacity.** ``DecoderMaskedMultiHeadAttention`` writes the new token's key and value into a column of
+  the memory that it reads, which is bound as input and output alike. Nothing is copied.
+- Queries, keys and values are **one product**, as are the two of a gated feed-forward layer.
+- A residual and the norm behind it are one node, ``SkipSimplifiedLayerNormalization``.
+- The rows of a source are the queries of one ``MultiHeadAttention`` over its keys and values, which are not repeated.
+
+The price: one new token at a time, the same column for all rows (a shorter history is masked in front), and float32.
+"""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.layers import LOWEST, T5Layers
+from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import step_spec
+
+OWN = "com.microsoft"  # ONNX Runtime's own set of operators
+
+
+def step_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBuilder:
+    """One new token for each row, on buffers that stay: the graph of `contract.step_spec`.
+
+    Args:
+        weights: of the model.
+        head_by_rows: store the head's weight as (V, d_model), as `T5Layers.head_weight` explains.
+
+    >>> from t5accel.graphs.export.t5 import t5_weights
+    >>> from t5accel.t5.lively import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> graph = step_graph(t5_weights(model))
+    >>> len(graph.nodes), graph.nodes[-3].op_type
+    (43, 'SkipSimplifiedLayerNormalization')
+    """
+    layers, hidden = headless_step("decoder_step", weights)
+    layers.head(hidden, output="logits", by_rows=head_by_rows)
+    return layers.graph
+
+
+def headless_step(name: str, weights: T5Weights, *, shortlist: bool = False) -> tuple[T5Layers, str]:
+    """A step to which a head is still to be added, as `layers.headless_decoder`.
+
+    Returns:
+        The layers, in their graph, and the name of what the head reads: (R, 1, d_model), normed and scaled.
+    """
+    graph, dims = GraphBuilder(name), weights.dims
+    graph.declare(step_spec(dims, shortlist=shortlist))
+    layers = _StepLayers(graph, weights, "decoder")
+    residual = layers.embed()  # (R, 1, d_model)
+    normed = layers.norm(residual, "decoder.block.0.layer.0.layer_norm.weight")
+    biases, mask, per_source = layers.biases.on_columns(), layers.columns_so_far(), layers.rows_by_source()
+    for layer in range(dims.decoder_layers):
+        block = f"decoder.block.{layer}.layer"
+        found = layers.attend_to_columns(normed, layer, biases[layer], mask)
+        normed, residual = layers.add_and_norm(residual, found, f"{block}.1.layer_norm.weight")
+        found = layers.attend_to_source(normed, layer, per_source)
+        normed, residual = layers.add_and_norm(residual, found, f"{block}.2.layer_norm.weight")
+        found = layers.dense(normed, f"{block}.2.DenseReluDense")
+        if layer + 1 < dims.decoder_layers:
+            following = f"decoder.block.{layer + 1}.layer.0.layer_norm.weight"
+            normed, residual = layers.add_and_norm(residual, found, following)
+        else:
+            normed, _ = layers.add_and_norm(residual, found, "decoder.final_layer_norm.weight", weights.logit_scale)
+    return layers, normed
+
+
+class _StepLayers(T5Layers):
+    """The parts of a decoder layer in fused operators, for R rows with one new token each."""
+
+    def add_and_norm(self, residual: str, found: str, name: str, scale: float = 1.0) -> tuple[str, str]:
+        """(the norm of the sum, the sum)."""
+        graph, normed, total = self.graph, self.graph.fresh("normed"), self.graph.fresh("residual")
+        graph.op_of_many(
+            "SkipSimplifiedLayerNormalization", [residual, found, self.norm_weight(name, scale)],
+            [normed, "", "", total], domain=OWN, epsilon=self.weights.norm_epsilon,
+        )  # fmt: skip
+        return normed, total
+
+    def columns_so_far(self) -> str:
+        """The mask of the columns 0 … P: (R, P + 1) of (R, M)."""
+        graph = self.graph
+        end = graph.op("Add", graph.op("Cast", "past_length", to=TensorProto.INT64), graph.constant([1]))
+        return graph.op("Slice", "past_mask", graph.constant([0]), end, graph.constant([1]))
+
+    def rows_by_source(self) -> str:
+        """The shape (B, K, …) as which the queries of cross-attention are read, all behind in one axis."""
+        sources = self.graph.op("Shape", "attention_mask", start=0, end=1)
+        return self.graph.op("Concat", sources, self.graph.constant([-1]), axis=0)
+
+    def attend_to_columns(self, normed: str, layer: int, bias: str, mask: str) -> str:
+        graph, dims = self.graph, self.weights.dims
+        prefix, heads = f"decoder.block.{layer}.layer.0.SelfAttention", dims.decoder_heads[layer]
+        names = [f"{prefix}.{part}.weight" for part in "qkv"]
+        for name in names:
+            self.require_heads(name, heads, axis=0)
+        parts = self.at_once(normed, names)
+        attended = graph.fresh("attended")
+        graph.op_of_many(
+            "DecoderMaskedMultiHeadAttention",
+            [*parts, mask, bias, f"past_key_{layer}", f"past_value_{layer}", "past_length"],
+            [attended, f"present_key_{layer}", f"present_value_{layer}"],
+            domain=OWN, num_heads=heads, scale=1.0, past_present_share_buffer=1, mask_filter_value=float(LOWEST),
+        )  # fmt: skip
+        return self.output(attended, f"{prefix}.o.weight", heads)
+
+    def attend_to_source(self, normed: str, layer: int, per_source: str) -> str:
+        graph, heads = self.graph, self.weights.dims.cross_heads[layer]
+        prefix, width = f"decoder.block.{layer}.layer.1.EncDecAttention", heads * self.weights.dims.d_kv
+        self.require_heads(f"{prefix}.q.weight", heads, axis=0)
+        shape = graph.op("Concat", per_source, graph.constant([width]), axis=0)
+        query = graph.op("Reshape", self.linear(normed, f"{prefix}.q.weight"), shape)  # (B, K, H * d)
+        attended = graph.op(
+            "MultiHeadAttention", query, f"cross_key_{layer}", f"cross_value_{layer}", "", "attention_mask",
+            domain=OWN, num_heads=heads, scale=1.0, mask_filter_value=float(LOWEST),
+        )  # fmt: skip
+        rows = graph.op("Reshape", attended, graph.constant([-1, 1, width]))
+        return self.output(rows, f"{prefix}.o.weight", heads)
+
+    def dense(self, normed: str, prefix: str) -> str:
+        if self.weights.dims.gated:
+            gate, inner = self.at_once(normed, [f"{prefix}.wi_{part}.weight" for part in (0, 1)])
+            inner = self.graph.op("Mul", self.activation(gate), inner)
+        else:
+            inner = self.activation(self.linear(normed, f"{prefix}.wi.weight"))
+        return self.linear(inner, f"{prefix}.wo.weight")
+
+    def at_once(self, hidden: str, names: list[str]) -> list[str]:
+        """Several products of one input as one, and its parts; a session joins the weights when it is opened."""
+        graph, parts = self.graph, [self.graph.fresh("part") for _ in names]
+        product = graph.op("MatMul", hidden, graph.op("Concat", *map(self.transposed, names), axis=1))
+        graph.op_of_many("Split", [product], parts, axis=-1, num_outputs=len(parts))
+        return parts

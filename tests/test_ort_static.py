@@ -1,0 +1,380 @@
+"""Buffers that stay: growth, memory that is used again, what is copied and what not, rows that join and leave.
+
+That its logits are transformers' by whatever mixture of operations is in `test_conformance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_greedy import generate
+
+from t5accel.backends.ort.memory import Pool
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import COLUMNS, Buffers, OrtStatic
+from t5accel.decoding.backend import Histories
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.lookup import lookup
+from t5accel.errors import ExportError
+from t5accel.graphs.build.step import step_graph
+from t5accel.graphs.contract import STEP
+from t5accel.graphs.export.t5 import export_t5, t5_weights
+from t5accel.graphs.numbers.convert import convert_export
+
+ONE_THREAD = SessionSettings(threads=1)
+PRECISIONS = ("fp32", "int8", "int4")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By precision, exports with a step, of one tiny model that does not end."""
+    root = tmp_path_factory.mktemp("static")
+    export_t5(tiny_t5(eos_token_id=299), root / "fp32", step=True)
+    for precision in PRECISIONS[1:]:
+        convert_export(root / "fp32", root / precision, precision)
+    return root.joinpath
+
+
+@pytest.fixture(scope="module")
+def opened(folder_of) -> dict[str, OrtStatic]:
+    return {precision: OrtStatic(folder_of(precision), settings=ONE_THREAD) for precision in PRECISIONS}
+
+
+@pytest.fixture
+def own(folder_of) -> OrtStatic:
+    """One that the test may change."""
+    return OrtStatic(folder_of("fp32"), settings=ONE_THREAD)
+
+
+def tokens_of(backend: Any, state: Any, first: np.ndarray, count: int) -> list[np.ndarray]:
+    """So many greedy steps: (B, K) each."""
+    found = [first]
+    for _ in range(count):
+        found.append(backend.next_tokens(state, found[-1][:, :, None]))
+    return found[1:]
+
+
+# The graph
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nothing_is_joined_or_laid_out_anew_within_a_step(opened, precision: str) -> None:
+    """No history is concatenated, no weight stored twice, and a layer is a dozen nodes."""
+    folder = opened[precision].folder
+    graph_bytes = (folder / STEP).stat().st_size
+    assert graph_bytes < 100_000, "its weights lie in the file that all graphs share"
+
+
+def test_a_step_is_a_third_of_the_nodes(tiny_t5) -> None:
+    kinds = [node.op_type for node in step_graph(t5_weights(tiny_t5())).nodes]
+    assert kinds.count("DecoderMaskedMultiHeadAttention") == kinds.count("MultiHeadAttention") == 3
+    assert kinds.count("SkipSimplifiedLayerNormalization") == 9
+    assert len(kinds) < 90
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_in_integers_it_is_as_near_as_another_order_of_additions(folder_of, precision: str, padded_batch) -> None:
+    """Activations are rounded at each step, so the least difference in floats moves logits, whichever graph it is."""
+    ids, mask = padded_batch
+    new = np.random.default_rng(5).integers(3, 300, (6, 1, 12))
+
+    def logits(kind: type[OrtNumpy], level: str = "all") -> np.ndarray:
+        backend = kind(folder_of(precision), settings=SessionSettings(threads=1, graph_optimization=level))
+        source = OrtNumpy(folder_of(precision), settings=ONE_THREAD).encode(ids, mask)
+        state = backend.start(source)
+        return np.concatenate([backend.step(state, new[:, :, i : i + 1]) for i in range(12)], axis=2)
+
+    def distance(a: np.ndarray, b: np.ndarray) -> float:
+        return float(np.sqrt(np.square(a - b).mean()))
+
+    portable, other_order, fused = logits(OrtNumpy), logits(OrtNumpy, "basic"), logits(OrtStatic)
+    assert 0 < distance(fused, portable) < 2 * distance(other_order, portable) < 0.2 * portable.std()
+
+
+# Buffers
+
+
+def test_buffers_grow_and_keep_what_is_in_them(own, folder_of, padded_batch) -> None:
+    ids, mask = padded_batch
+    count = 2 * COLUMNS + 5
+    portable = OrtNumpy(folder_of("fp32"), settings=ONE_THREAD)
+    found, expected = (greedy(b, ids, mask, max_new_tokens=count, min_new_tokens=count) for b in (own, portable))
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+
+
+def test_the_next_call_gets_the_memory_again(own, padded_batch) -> None:
+    ids, mask = padded_batch
+
+    def address(count: int) -> int:
+        state = own.start(own.encode(ids, mask))
+        tokens_of(own, state, np.zeros((6, 1), dtype=np.int64), count)
+        return next(iter(state.buffers.room.values())).ctypes.data
+
+    grown = address(COLUMNS + 1)
+    assert address(3) == address(COLUMNS + 1) == grown, "it is not allocated a second time, and need not grow again"
+
+
+def test_what_spare_memory_holds_is_never_seen(own, padded_batch, monkeypatch) -> None:
+    """NaN in a masked column would give NaN: a rule of the operator."""
+    ids, mask = padded_batch
+    clean = run_with_guests(own, ids, mask)
+    arrays = Pool.arrays
+
+    def planted(pool: Pool, shapes: Any, dtype: Any) -> list[np.ndarray]:
+        found = arrays(pool, shapes, dtype)
+        for array in found:
+            array[...] = np.nan
+        return found
+
+    monkeypatch.setattr(Pool, "arrays", planted)
+    np.testing.assert_array_equal(run_with_guests(own, ids, mask), clean)
+
+
+def run_with_guests(backend: OrtStatic, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    state = backend.start(backend.encode(ids[:2], mask[:2]))
+    first = tokens_of(backend, state, np.zeros((2, 1), dtype=np.int64), 3)[-1]
+    backend.admit(state, backend.encode(ids[2:4], mask[2:4]))
+    return tokens_of(backend, state, np.concatenate([first, np.zeros_like(first)]), 4)[-1]
+
+
+def test_only_what_differs_is_copied(opened, padded_batch) -> None:
+    """Beams have nearly all of their history in common."""
+    ids, mask = padded_batch
+    backend = opened["fp32"]
+    state = backend.start(backend.encode(ids[:1], mask[:1]), 3)
+    for token in (0, 7, 8):
+        backend.next_tokens(state, np.full((1, 3, 1), token))
+    backend.next_tokens(state, np.array([[[4], [5], [6]]]))
+    backend.reorder(state, np.array([[1, 1, 0]]))
+    copied = [new.shape for _, _, new in state.buffers.moves]
+    assert [shape[3] for shape in copied] == [1] * len(copied), "the column in which they differ"
+    assert [shape[1] for shape in copied] == [2] * len(copied), "rows 0 and 2"
+    state.buffers.settle()
+    for group in state.buffers.groups.values():
+        np.testing.assert_array_equal(group[:, 0, :, :4], group[:, 1, :, :4])
+        assert (group[:, 2, :, 3] != group[:, 1, :, 3]).any()
+
+
+def test_moves_that_are_cut_short_are_made_again(own, padded_batch) -> None:
+    ids, mask = padded_batch
+    new = np.random.default_rng(1).integers(3, 300, (6, 2, 4))
+
+    def after(cut: bool) -> np.ndarray:
+        state = own.start(own.encode(ids, mask), 2)
+        for i in range(3):
+            own.step(state, new[:, :, i : i + 1])
+        own.reorder(state, np.array([[1, 0]] * 6))
+        if cut:
+            array, where, value = state.buffers.moves[-1]
+            array[where] = value  # as if the process had been interrupted before it was taken off the list
+        return own.step(state, new[:, :, 3:])
+
+    np.testing.assert_array_equal(after(cut=True), after(cut=False))
+
+
+# Which graph
+
+
+def test_the_portable_graph_is_opened_when_it_is_needed(own, tiny_t5, padded_batch) -> None:
+    ids, mask = padded_batch
+    prefix = np.full((6, 3), 9)
+    greedy(own, ids, mask, max_new_tokens=4, decoder_input_ids=prefix)
+    beam_search(own, ids, mask, max_new_tokens=4, num_beams=3)
+    assert own._portable is None
+    ids = np.tile(np.arange(3, 9), (6, 4))  # guesses are found in what repeats itself
+    found = lookup(own, ids, max_new_tokens=12)
+    assert found.drafted and own._portable is not None
+    expected = generate(tiny_t5(eos_token_id=299), ids, np.ones_like(ids), max_new_tokens=12)
+    np.testing.assert_array_equal(found.sequences, expected)
+
+
+@pytest.mark.parametrize("precision, reason", [("fp32", "has no"), ("fp16", "float32")])
+def test_without_a_step_it_says_why(exported, tmp_path: Path, padded_batch, precision: str, reason: str) -> None:
+    folder = exported()
+    if precision == "fp16":
+        convert_export(folder, tmp_path / "fp16", "fp16")
+        folder = tmp_path / "fp16"
+    backend = OrtStatic(folder, settings=ONE_THREAD)
+    assert reason in backend.why_portable
+    found, expected = (greedy(b, *padded_batch, max_new_tokens=5) for b in (backend, OrtNumpy(folder)))
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+
+
+def test_an_older_onnxruntime_takes_the_portable_graph(folder_of, padded_batch, monkeypatch) -> None:
+    monkeypatch.setattr("onnxruntime.__version__", "1.30.0")
+    backend = OrtStatic(folder_of("fp32"), settings=ONE_THREAD)
+    assert "1.31" in backend.why_portable
+    assert greedy(backend, *padded_batch, max_new_tokens=3).decoder_calls == 3
+
+
+def test_a_damaged_step_is_no_reason_to_go_on_without(folder_of, tmp_path: Path) -> None:
+    import shutil
+
+    folder = shutil.copytree(folder_of("fp32"), tmp_path / "damaged")
+    (folder / STEP).write_bytes(b"\0" * (folder / STEP).stat().st_size)
+    with pytest.raises(ExportError, match=STEP):
+        OrtStatic(folder, verify=False)
+
+
+def test_a_shortlist_chooses_the_same_tokens(tiny_t5, tmp_path: Path, padded_batch) -> None:
+    export_t5(tiny_t5(eos_token_id=299), tmp_path / "both", shortlist=True, step=True)
+    near = OrtStatic(tmp_path / "both", settings=ONE_THREAD)
+    exact = OrtStatic(tmp_path / "both", settings=SessionSettings(threads=1, shortlist=False))
+    found, expected = (greedy(b, *padded_batch, max_new_tokens=20, min_new_tokens=20) for b in (near, exact))
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    assert near.shortlist.steps == 20
+    first = np.zeros((6, 1, 1), dtype=np.int64)
+    logits = [b.step(b.start(b.encode(*padded_batch)), first) for b in (near, exact)]
+    np.testing.assert_array_equal(*logits)
+
+
+# Rows that join and leave
+
+
+@st.composite
+def visits(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """What happens between steps: somebody joins, somebody leaves, or so many steps go by."""
+    kinds = st.sampled_from(["join", "leave", "steps", "steps"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 99)), min_size=3, max_size=14))
+
+
+def alone(backend: Any, ids: np.ndarray, count: int) -> tuple[list[int], list[float]]:
+    """Its greedy tokens, and by how much the best logit leads at each step, in standard deviations of all."""
+    state, token, tokens, leads = backend.start(backend.encode(ids, np.ones_like(ids))), 0, [], []
+    for _ in range(count):
+        logits = backend.step(state, np.full((1, 1, 1), token))[0, 0, 0]
+        token = int(logits.argmax())
+        second, first = np.sort(logits)[-2:]
+        tokens.append(token)
+        leads.append(float((first - second) / logits.std()))
+    return tokens, leads
+
+
+def together(backend: Any, sources: list[np.ndarray], program: list[tuple[str, int]]) -> dict[int, list[int]]:
+    """By visitor, the tokens of a state that they join and leave."""
+    answers: dict[int, list[int]] = {0: []}
+    inside, state = [0], backend.start(backend.encode(sources[0], np.ones_like(sources[0])))
+    tokens = np.zeros((1, 1), dtype=np.int64)
+    for what, number in [*program, ("steps", 6)]:
+        if what == "join" and len(answers) < len(sources):
+            coming = len(answers)
+            backend.admit(state, backend.encode(sources[coming], np.ones_like(sources[coming])))
+            tokens = np.concatenate([tokens, np.zeros((1, 1), dtype=np.int64)])
+            inside.append(coming)
+            answers[coming] = []
+        elif what == "leave" and len(inside) > 1:
+            kept = np.roll(np.delete(np.arange(len(inside)), number % len(inside)), number)  # in any order
+            backend.keep(state, kept)
+            inside, tokens = [inside[i] for i in kept], tokens[kept]
+        elif what == "steps":
+            for _ in range(number % 9):
+                tokens = backend.next_tokens(state, tokens[:, :, None])
+                for visitor, token in zip(inside, tokens[:, 0].tolist(), strict=True):
+                    answers[visitor].append(token)
+    return answers
+
+
+# A row alone may choose between two tokens that are so near to each other that the others' company decides.
+TIE = {"fp32": 1e-4, "int8": 0.06, "int4": 0.06}
+
+
+def check_visits(backend: Any, precision: str, seed: int, program: list[tuple[str, int]]) -> int:
+    """That everybody's tokens are those of staying alone; returns how many ended in a tie."""
+    rng = np.random.default_rng(seed)
+    sources = [rng.integers(3, 298, (1, length)) for length in rng.integers(1, 80, 6)]
+    ties = 0
+    for visitor, tokens in together(backend, sources, program).items():
+        expected, leads = alone(backend, sources[visitor], len(tokens))
+        different = np.flatnonzero(np.array(tokens) != np.array(expected))
+        if different.size:
+            assert leads[different[0]] < TIE[precision], f"visitor {visitor} differs at its token {different[0]}"
+            ties += 1
+    return ties
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999), program=visits())
+def test_nobody_notices_who_joins_and_leaves(opened, precision: str, seed: int, program: list[tuple[str, int]]) -> None:
+    check_visits(opened[precision], precision, seed, program)
+
+
+LONG = [("steps", 5), ("join", 0), ("steps", 6), ("join", 0), ("steps", 4), ("leave", 0), ("steps", 8), ("join", 0),
+        ("steps", 7), ("leave", 1), ("steps", 8), ("join", 0), ("steps", 8)]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ties_are_rare(opened, precision: str) -> None:
+    ties = sum(check_visits(opened[precision], precision, seed, LONG) for seed in range(6))
+    assert ties <= {"fp32": 0}.get(precision, 10), "of 30 visitors"
+
+
+@pytest.mark.parametrize("kind", [OrtNumpy, OrtStatic])
+def test_joining_a_state_that_has_not_begun(folder_of, kind: type[OrtNumpy]) -> None:
+    backend = kind(folder_of("fp32"), settings=ONE_THREAD)
+    check_visits(backend, "fp32", 0, [("join", 0), ("join", 0), *LONG])
+
+
+def stale_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before a row came is taken for its history."""
+    monkeypatch.setattr(Histories, "joined", lambda self, n: self._with_padding(np.pad(self.padding, ((0, n), (0, 0)))))
+
+
+def shifted_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that moves to the left goes one column too far."""
+    real = OrtStatic._moves
+
+    def moves(self: OrtStatic, state: Any, rows: np.ndarray, first: int, shift: int = 0) -> list[Any]:
+        found = real(self, state, rows, first, shift)
+        return [(array, where, np.roll(new, -1, axis=3)) for array, where, new in found] if shift else found
+
+    monkeypatch.setattr(OrtStatic, "_moves", moves)
+
+
+def cross_row_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that takes another's place reads the other's source."""
+    real = Buffers.settle
+
+    def settle(self: Buffers) -> None:
+        self.moves = [move for move in self.moves if move[0].ndim == 5]
+        real(self)
+
+    monkeypatch.setattr(Buffers, "settle", settle)
+
+
+@pytest.mark.parametrize("fault", [stale_mask, shifted_column, cross_row_left])
+def test_a_planted_fault_is_noticed(own, monkeypatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    assert check_visits(own, "fp32", 3, LONG) == 0
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="differs at its token"):
+        check_visits(own, "fp32", 3, LONG)
+
+
+def test_only_newcomers_are_copied(own) -> None:
+    """Until one is longer than there is room for."""
+
+    def source(length: int) -> Any:
+        ids = np.random.default_rng(length).integers(3, 298, (1, length))
+        return own.encode(ids, np.ones_like(ids))
+
+    state = own.start(source(20))
+    tokens = tokens_of(own, state, np.zeros((1, 1), dtype=np.int64), 2)[-1]
+    own.admit(state, source(30))
+    anew = state.laid_anew_bytes
+    assert anew > 0, "the first one makes room"
+    own.keep(state, np.array([1]))
+    own.admit(state, source(40))
+    assert state.laid_anew_bytes == anew, "there is room for this one"
+    place = next(iter(state.buffers.room.values()))
+    own.next_tokens(state, np.array([[[tokens[0, 0]]], [[0]]]))
+    assert next(iter(state.buffers.room.values())) is place
+    own.admit(state, source(70))
+    assert state.laid_anew_bytes > anew
