@@ -87,3 +87,12 @@ def test_a_floor_is_measured_at_the_size_of_the_weights(monkeypatch: pytest.Monk
         assert row["bytes_per_s"] == 4e9 and row["floor_s"] == row["bytes_per_step"] / 4e9
         assert row["settings"] == {"passes": 3, "median_bytes_per_s": 2e9, "slowest_bytes_per_s": 1e9}
     assert len([*script.floor_rows("mini", "fp32", 3)]) == len([*script.floor_rows("random:t5-small", "int8", 3)]) == 1
+
+
+def test_the_fused_step_is_timed_beside_the_portable_graph_and_itself() -> None:
+    script = load_script("fused_step")
+    rows = [checked(row) for row in script.cell_rows("int8", (2, 6, 2), 3, model="mini")]
+    assert [row["system"] for row in rows] == ["portable graph", script.CONTROL, "fused step"]
+    assert rows[1]["equal"] == rows[1]["of"] == 12
+    assert 0 < rows[2]["error"] <= rows[2]["allowed_error"] < 0.2
+    assert "2 beams" in script.line(rows[2])
