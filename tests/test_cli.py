@@ -23,6 +23,7 @@ import t5accel.lab.course
 import t5accel.mini.train as training
 import t5accel.mini.validate as validate
 from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.cli import app
 from t5accel.cli_training import training as training_commands
 from t5accel.decoding.greedy import greedy
@@ -203,8 +204,8 @@ def test_a_line_is_answered_and_its_words_are_printed_before_more_comes(tmp_path
 
 def test_words_are_printed_as_they_come(monkeypatch):
     printed, steps = [], []
-    own, step = t5accel.cli.typer.echo, OrtNumpy.next_tokens
-    monkeypatch.setattr(OrtNumpy, "next_tokens", lambda *given, **named: steps.append(1) or step(*given, **named))
+    own, step = t5accel.cli.typer.echo, OrtStatic.next_tokens
+    monkeypatch.setattr(OrtStatic, "next_tokens", lambda *given, **named: steps.append(1) or step(*given, **named))
     monkeypatch.setattr(
         t5accel.cli.typer, "echo", lambda *given, **named: printed.append(len(steps)) or own(*given, **named)
     )
@@ -274,8 +275,11 @@ def test_an_interrupted_process_says_so_in_a_sentence(tmp_path):
 
 def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
     result = call("export", "mini", tmp_path / "one", "--external-threshold-bytes", 0)
-    assert result.exit_code == 0 and re.search("36 MB in [78] files, fp32", result.stdout)  # one less on 5.x
+    assert result.exit_code == 0 and re.search("36 MB in [89] files, fp32", result.stdout)  # one less on 5.x
     assert (tmp_path / "one" / "weights.data").is_file() and "exporting mini" in result.stderr
+    assert call("export", "mini", tmp_path / "portable", "--no-step").exit_code == 0
+    graphs = [{path.name for path in (tmp_path / name).glob("*.onnx")} for name in ("one", "portable")]
+    assert graphs[0] - graphs[1] == {"decoder_step.onnx"} and not (tmp_path / "portable" / "weights.data").is_file()
     assert call("run", TEXT, "--model", tmp_path / "one").exit_code == 0
     (tmp_path / "one" / "manifest.json").write_text("{}")
     assert "--overwrite" in refused("export", "mini", tmp_path / "one")

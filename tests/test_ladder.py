@@ -45,8 +45,8 @@ SIZES = dict(vocab_size=6000, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_laye
 JOB = Natural(texts=3, longest=6)
 QUICK: dict[str, Any] = dict(rounds=2, threads=1, limit=0, peak_memory=False)
 BY_NAME = {rung.name: rung for rung in natural_rungs()}
-NAIVE, CACHE, INT8 = BY_NAME["naive"], BY_NAME["cache"], BY_NAME["int8"]
-LOOP = replace(BY_NAME["loop"], on="naive")
+NAIVE, CACHE = BY_NAME["naive"], BY_NAME["cache"]
+LOOP, INT8 = replace(BY_NAME["loop"], on="naive"), replace(BY_NAME["int8"], on="loop")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_the_student_has_rungs_where_it_is_bundled(monkeypatch: pytest.MonkeyPat
 
 def test_exact_are_those_in_fp32_of_the_same_model() -> None:
     found = {rung.name for rung in natural_rungs("a student") if rung.is_exact}
-    assert found == {"naive", "cache", "onnx", "loop", "naive, batches"}
+    assert found == {"naive", "cache", "onnx", "loop", "fused", "naive, batches"}
     assert not replace(LOOP, model="another").is_exact
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel import machine
 from t5accel.backends.ort.memory import huge_pages
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError, MissingPackageError
@@ -72,6 +71,12 @@ class SessionSettings:
         if not isinstance(self.device, str) or self.device not in PROVIDERS:
             raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
         as_level(self.graph_optimization, "graph_optimization")
+
+
+def _cpu_threads() -> int:
+    from t5accel import machine
+
+    return machine.cpu_threads()
 
 
 def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.OrtValue]:
@@ -137,7 +142,7 @@ def open_session(
         )
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = optimization_level(settings.graph_optimization)
-    options.intra_op_num_threads = settings.threads or machine.cpu_threads()
+    options.intra_op_num_threads = settings.threads or _cpu_threads()
     options.inter_op_num_threads = 1  # the layers of a step depend on each other
     options.enable_mem_pattern = settings.memory_pattern
     options.enable_cpu_mem_arena = settings.arena

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from t5accel import machine
 from t5accel.errors import ExportError, InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -79,6 +78,8 @@ def this_machine(device: str = "cpu") -> dict[str, str]:
     >>> sorted(this_machine())
     ['architecture', 'cpu', 'device', 'instruction_sets']
     """
+    from t5accel import machine
+
     facts = machine.facts(gpu=False)
     return {
         "device": device,
