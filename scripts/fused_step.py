@@ -1,9 +1,10 @@
 """Time the fused step beside the portable graph, whose history grows: greedy and beams, three precisions.
 
-Answers of forced length to sources that were encoded beforehand, interleaved with a second portable engine as a control.
-In fp32 the tokens are equal. In integers what is multiplied is rounded at each step, so the least difference in floats may choose
-another token: there the logits of given tokens are compared, and may differ by no more than twice what the portable
-graph differs from itself when it is optimised less. `data/results/fused-step.json` is a recorded run:
+Answers of forced length to sources that were encoded beforehand, interleaved with a second portable engine as a
+control. In fp32 the tokens are equal. In integers what is multiplied is rounded at each step, so the least difference
+in floats may choose another token: there the logits of given tokens are compared, and may differ by no more than twice
+what the portable graph differs from itself when it is optimised less. `data/results/fused-step.json`
+is a recorded run:
 
     python scripts/fused_step.py --json data/results/fused-step.json
 """
