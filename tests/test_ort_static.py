@@ -180,6 +180,17 @@ def test_moves_that_are_cut_short_are_made_again(own, padded_batch) -> None:
     np.testing.assert_array_equal(after(cut=True), after(cut=False))
 
 
+def test_a_long_beginning_is_written_to_the_buffers(own, folder_of, padded_batch) -> None:
+    ids, mask = padded_batch
+    beginning = np.random.default_rng(2).integers(3, 298, (6, COLUMNS + 9))
+    portable = OrtNumpy(folder_of("fp32"), settings=ONE_THREAD)
+    found, expected = (greedy(b, ids, mask, decoder_input_ids=beginning, max_new_tokens=9) for b in (own, portable))
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    state = own.start(own.encode(ids, mask))
+    own.next_tokens(state, beginning[:, None])
+    assert state.buffers is not None and not state.past
+
+
 # Which graph
 
 
@@ -204,8 +215,9 @@ def test_without_a_step_it_says_why(exported, tmp_path: Path, padded_batch, prec
         folder = tmp_path / "fp16"
     backend = OrtStatic(folder, settings=ONE_THREAD)
     assert reason in backend.why_portable
-    found, expected = (greedy(b, *padded_batch, max_new_tokens=5) for b in (backend, OrtNumpy(folder)))
-    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    for search in (greedy, beam_search, lookup):
+        found, expected = (search(b, *padded_batch, max_new_tokens=5) for b in (backend, OrtNumpy(folder)))
+        np.testing.assert_array_equal(found.sequences, expected.sequences)
 
 
 def test_an_older_onnxruntime_takes_the_portable_graph(folder_of, padded_batch, monkeypatch) -> None:

@@ -1,9 +1,9 @@
 """ONNX Runtime on buffers that stay: the fused step, which writes keys and values where it reads them.
 
 `numpy` hands a step all keys and values and takes all of them back, one token longer: each step copies them. Here they
-lie in buffers of M columns, bound once; a step gets a token and the number of its column. What the operators cannot do
-runs on the portable graph, opened when it is first needed: several new tokens at once (drafts), fp16, an ONNX Runtime
-without the operators.
+lie in buffers of M columns, bound once; a step gets a token and the number of its column. The operators take one token.
+Several at once run on the portable graph, opened when it is first needed: a long beginning, whose columns are written
+to the buffers, and drafts. A state that drafts goes over to that graph and stays: its single tokens are few.
 
 Rows end at the same column, and what lies in front of a shorter one is masked, as in every state of ours. Buffers grow
 by doubling, and the next call gets them again.
@@ -69,12 +69,11 @@ class Buffers:
 
 @dataclass
 class StaticState(OrtState):
-    """A decoder state whose past is in ``buffers``, or else in ``past``, as the portable graph takes it.
+    """A decoder state whose past is in ``buffers``, once it has begun, or in ``past``, for the portable graph.
 
     Attributes:
         shared: (B, K, K) int64, how many columns two rows of a source have in common, from the first one on: rows that
             come from one another are not copied there.
-        single: whether the next single token goes to the buffers.
         cross: of a state that sources have joined, its own keys and values of cross-attention, with room for more
             sources and longer ones: (B', H_i, S', d_kv).
         laid_anew_bytes: how much of them was copied because what joined was longer, or more.
@@ -82,7 +81,6 @@ class StaticState(OrtState):
 
     buffers: Buffers | None = None
     shared: np.ndarray | None = None
-    single: bool = True
     cross: list[np.ndarray] | None = None
     laid_anew_bytes: int = 0
 
@@ -146,18 +144,23 @@ class OrtStatic(OrtNumpy):
         self._portable = session
 
     def start(self, source: OrtSource, rows_per_source: int = 1) -> StaticState:
-        return StaticState(source, Histories.empty(len(source.mask), rows_per_source), past=[])
+        past = super().start(source, rows_per_source).past if self.why_portable else []
+        return StaticState(source, Histories.empty(len(source.mask), rows_per_source), past)
 
     def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
-        if not self._on_buffers(state, input_ids.shape[2]):
+        if self._is_portable(state, input_ids.shape[2]):
             return super().step(state, input_ids)
-        logits = self._token_by_token(state, input_ids, self._advance)
-        return logits[0] if len(logits) == 1 else np.concatenate(logits, axis=2)
+        if input_ids.shape[2] <= ONE_BY_ONE:
+            logits = self._token_by_token(state, input_ids, self._advance)
+            return logits[0] if len(logits) == 1 else np.concatenate(logits, axis=2)
+        return self._at_once(state, np.ascontiguousarray(input_ids))
 
     def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
-        if not self._on_buffers(state, input_ids.shape[2]):
+        if self._is_portable(state, input_ids.shape[2]):
             return super().next_tokens(state, input_ids, forbidden=forbidden)
-        return self._token_by_token(state, input_ids, partial(self._choose, forbidden=forbidden))[-1]
+        if input_ids.shape[2] <= ONE_BY_ONE:
+            return self._token_by_token(state, input_ids, partial(self._choose, forbidden=forbidden))[-1]
+        return likeliest(self._at_once(state, np.ascontiguousarray(input_ids))[:, :, -1], forbidden)
 
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
         if state.buffers is None:
@@ -173,14 +176,15 @@ class OrtStatic(OrtNumpy):
             state.rows, state.shared, state.buffers.moves = histories, shared, moves
 
     def trim(self, state: StaticState, accepted: np.ndarray) -> None:
-        if state.buffers is not None:
-            histories, index = state.rows.trimmed(accepted)
-            if index is None or not (histories.ragged or state.rows.ragged):  # all keep all, or lose their last ones
-                shared = np.minimum(state.shared, histories.width)
-                state.rows, state.shared = histories, shared
-                return
+        if state.buffers is None:
+            super().trim(state, accepted)
+            return
+        histories, index = state.rows.trimmed(accepted)
+        if index is None or not (histories.ragged or state.rows.ragged):  # all keep all, or lose their last ones
+            state.rows, state.shared = histories, np.minimum(state.shared, histories.width)
+        else:
             self._leave_buffers(state)
-        super().trim(state, accepted)
+            super().trim(state, accepted)
 
     def keep(self, state: StaticState, sources: np.ndarray) -> None:
         if state.buffers is None:
@@ -228,6 +232,34 @@ class OrtStatic(OrtNumpy):
         state.source, state.rows, state.shared, state.buffers = self._source(cross, mask), histories, shared, buffers
         state.cross, state.laid_anew_bytes = [array.base for array in cross], state.laid_anew_bytes + anew
 
+    # Several tokens
+
+    def _is_portable(self, state: StaticState, count: int) -> bool:
+        """Whether the next ``count`` tokens are for the portable graph, and its ``past``; else buffers are there."""
+        if state.buffers is not None and state.rows.width and count > 1:
+            self._leave_buffers(state)
+        elif state.buffers is None and not state.past:
+            self._enter_buffers(state)
+        return state.buffers is None
+
+    def _leave_buffers(self, state: StaticState) -> None:
+        (batch, rows), width = state.rows.shape, state.rows.width
+        state.buffers.settle()
+        arrays = (np.ascontiguousarray(array[:, :, :width]) for array in self._arrays(state.buffers))
+        state.past = [array.reshape(batch, rows, *array.shape[1:]) for array in arrays]
+        state.buffers = state.shared = None
+
+    def _at_once(self, state: StaticState, new: np.ndarray) -> np.ndarray:
+        """A beginning (B, K, T) -> logits (B, K, T, V), by the portable graph."""
+        while new.shape[2] > state.buffers.mask.shape[1]:
+            self._grow(state)
+        begun = super().start(state.source, new.shape[1])
+        logits, present = self._run_decoder(begun, new, begun.rows.mask())
+        for array, columns in zip(self._arrays(state.buffers), present, strict=True):
+            array[:, :, : new.shape[2]] = columns.reshape(-1, *columns.shape[2:])
+        self._appended(state, new)
+        return logits
+
     # One token
 
     def _choose(self, state: StaticState, new: np.ndarray, *, forbidden: int | None) -> np.ndarray:
@@ -264,10 +296,11 @@ class OrtStatic(OrtNumpy):
         return buffers
 
     def _appended(self, state: StaticState, new: np.ndarray) -> None:
+        count = new.shape[2]
         if new.shape[1] > 1:
-            same = new == new.transpose(0, 2, 1)  # (B, K, K)
-            state.shared = state.shared + (same & (state.shared == state.rows.width))
-        state.rows = state.rows.appended(1)
+            same = (new[:, :, None] == new[:, None]).all(axis=3)  # (B, K, K)
+            state.shared = state.shared + count * (same & (state.shared == state.rows.width))
+        state.rows = state.rows.appended(count)
 
     def _token_by_token(self, state: StaticState, input_ids: np.ndarray, take: Take) -> list[np.ndarray]:
         """``take`` (B, K, 1) of (B, K, T) tokens T times. If one fails, the state is as it was before all of them."""
@@ -314,39 +347,10 @@ class OrtStatic(OrtNumpy):
 
     # Buffers
 
-    def _on_buffers(self, state: StaticState, count: int) -> bool:
-        """Whether the next ``count`` tokens go to the buffers; the past is there then, or else in ``past``."""
-        if self.why_portable:
-            single = False
-        elif count == 1:
-            # An algorithm that drafts stays on the portable graph, where nothing has to be brought back and forth.
-            single, state.single = state.single, True
-        else:
-            single = not state.rows.width and count <= ONE_BY_ONE
-            state.single = not state.rows.width
-        if single and state.buffers is None:
-            self._enter_buffers(state)
-        elif not single and (state.buffers is not None or not state.past):
-            self._leave_buffers(state)
-        return single
-
     def _enter_buffers(self, state: StaticState) -> None:
-        width, (batch, rows) = state.rows.width, state.rows.shape
-        buffers = self._new_buffers(batch * rows, width)
-        for array, past in zip(self._arrays(buffers), state.past or [], strict=False):
-            array[:, :, :width] = past.reshape(batch * rows, *past.shape[2:])
-        shared = np.broadcast_to(np.eye(rows, dtype=np.int64) * width, (batch, rows, rows))
-        state.buffers, state.shared, state.past = buffers, shared, []
-
-    def _leave_buffers(self, state: StaticState) -> None:
-        (batch, rows), width = state.rows.shape, state.rows.width
-        if state.buffers is None:
-            past = super().start(state.source, rows).past
-        else:
-            state.buffers.settle()
-            arrays = (np.ascontiguousarray(array[:, :, :width]) for array in self._arrays(state.buffers))
-            past = [array.reshape(batch, rows, *array.shape[1:]) for array in arrays]
-        state.past, state.buffers, state.shared = past, None, None
+        batch, rows = state.rows.shape
+        buffers = self._new_buffers(batch * rows, 0)
+        state.buffers, state.shared = buffers, np.zeros((batch, rows, rows), dtype=np.int64)
 
     def _grow(self, state: StaticState) -> None:
         """Twice the columns."""
