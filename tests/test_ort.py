@@ -95,7 +95,7 @@ def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
         backend.step(state, np.full((batch, rows, 1), 7))
         size = sum(backend._array(past).nbytes for past in state.past)
         assert size > 80e6
-        assert process.memory_info().rss - before < 1.5 * size
+        assert process.memory_info().rss - before < 1.9 * size, "two would be twice as much"
 
 
 # Any mixture of steps, trims, reorderings and leaving sources
