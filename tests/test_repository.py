@@ -236,7 +236,7 @@ def test_dependencies_are_listed_once() -> None:
     assert len(names) == len(set(names)), "pyproject.toml names a dependency twice"
     ours = {
         '-c $(2) -e ".[$(3)]"',
-        "-c requirements/constraints.txt dist/*.whl",
+        '-c requirements/constraints.txt "$$(ls dist/*.whl)[cpu]"',
         "-c requirements/constraints.txt --target $(@D) $(call extra,browser)",
         "-c requirements/constraints-v5.txt $(ON_COLAB)",
         "$(call extra,binder)",
