@@ -85,10 +85,11 @@ def quantized(rows: np.ndarray) -> QuantizedHead:
     return QuantizedHead(integers, scales, *(float(norm) for norm in largest * (1 + 2.0**-20)))
 
 
-def shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
+def shortlist_graph(weights: T5Weights, head: QuantizedHead, *, step: bool = False) -> GraphBuilder:
     """The decoder's layers, stored once with those of ``decoder.onnx``, and an ``If`` between the two heads.
 
-    All operators are those of the standard. ONNX Runtime makes one of the last four, which never writes the integers.
+    All operators are those of the standard, unless it is the fused ``step`` (`step.step_graph`) that has both heads.
+    ONNX Runtime makes one of the last four, which never writes the integers.
 
     >>> from t5accel.graphs.export.t5 import t5_weights
     >>> from t5accel.t5.lively import random_t5
@@ -97,24 +98,13 @@ def shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
     >>> [node.op_type for node in graph.proto().graph.node][-3:]
     ['Mul', 'Transpose', 'If']
     """
-    spec = shortlist_spec(weights.dims)
-    layers, hidden = headless_decoder("decoder_shortlist", weights, spec)
+    if step:
+        spec = step_spec(weights.dims, shortlist=True)
+        layers, hidden = headless_step(weights, shortlist=True)
+    else:
+        spec = shortlist_spec(weights.dims)
+        layers, hidden = headless_decoder("decoder_shortlist", weights, spec)
     add_heads(layers, hidden, spec, head)
-    return layers.graph
-
-
-def step_shortlist_graph(weights: T5Weights, head: QuantizedHead) -> GraphBuilder:
-    """`step.step_graph` with both heads.
-
-    >>> from t5accel.graphs.export.t5 import t5_weights
-    >>> from t5accel.t5.lively import random_t5
-    >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
-    >>> graph = step_shortlist_graph(weights, quantized(weights.array(weights.head)))
-    >>> [node.op_type for node in graph.proto().graph.node][-3:]
-    ['SkipSimplifiedLayerNormalization', 'Transpose', 'If']
-    """
-    layers, hidden = headless_step("decoder_step", weights, shortlist=True)
-    add_heads(layers, hidden, step_spec(weights.dims, shortlist=True), head)
     return layers.graph
 
 
@@ -160,7 +150,7 @@ def leave_one_head(graph: GraphBuilder) -> None:
     >>> from t5accel.graphs.export.t5 import t5_weights
     >>> from t5accel.t5.lively import random_t5
     >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
-    >>> graph = step_shortlist_graph(weights, quantized(weights.array(weights.head)))
+    >>> graph = shortlist_graph(weights, quantized(weights.array(weights.head)), step=True)
     >>> leave_one_head(graph)
     >>> graph.nodes[-1].op_type, graph.inputs[-1].name, [output.name for output in graph.outputs][:2]
     ('MatMul', 'cross_value_0', ['logits', 'present_key_0'])

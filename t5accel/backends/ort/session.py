@@ -73,12 +73,6 @@ class SessionSettings:
         as_level(self.graph_optimization, "graph_optimization")
 
 
-def _cpu_threads() -> int:
-    from t5accel import machine
-
-    return machine.cpu_threads()
-
-
 def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.OrtValue]:
     """The weights that both graphs of an export read, mapped into memory once, for `open_session`.
 
@@ -133,6 +127,8 @@ def open_session(
         ExportError: the file is no graph that this ONNX Runtime can run.
         MissingPackageError: onnxruntime is not installed, or not the one for this device.
     """
+    from t5accel import machine
+
     onnxruntime = import_onnxruntime()
     provider = PROVIDERS[settings.device]
     if provider not in onnxruntime.get_available_providers():
@@ -142,7 +138,7 @@ def open_session(
         )
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = optimization_level(settings.graph_optimization)
-    options.intra_op_num_threads = settings.threads or _cpu_threads()
+    options.intra_op_num_threads = settings.threads or machine.cpu_threads()
     options.inter_op_num_threads = 1  # the layers of a step depend on each other
     options.enable_mem_pattern = settings.memory_pattern
     options.enable_cpu_mem_arena = settings.arena

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -85,17 +84,6 @@ class StaticState(OrtState):
     laid_anew_bytes: int = 0
 
 
-def version_of(onnxruntime: ModuleType) -> tuple[int, int]:
-    """Of a release, the first two numbers.
-
-    >>> from types import SimpleNamespace
-    >>> version_of(SimpleNamespace(__version__="1.31.1"))
-    (1, 31)
-    """
-    major, minor, *_ = onnxruntime.__version__.split(".")
-    return int(major), int(minor)
-
-
 class OrtStatic(OrtNumpy):
     """A `Backend` like `OrtNumpy`, with the same arguments, on the fused step of an export that has one.
 
@@ -124,7 +112,7 @@ class OrtStatic(OrtNumpy):
         if not self.manifest.step:
             half = self.manifest.recipe.get("floats", "float32") != "float32"
             self.why_portable = f"the export has no {STEP}" + ", whose operators compute in float32" * half
-        elif version_of(import_onnxruntime()) < OLDEST:
+        elif tuple(map(int, import_onnxruntime().__version__.split(".")[:2])) < OLDEST:
             self.why_portable = f"{STEP} needs onnxruntime {'.'.join(map(str, OLDEST))} or later"
         if self.why_portable:
             super()._open_decoder()

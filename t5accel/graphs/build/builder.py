@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
 OPSET = 20
+OWN = "com.microsoft"  # ONNX Runtime's own set of operators
 _SMALL = 1024  # bytes: shapes, axes and the like
 IR_VERSION = 9  # what ONNX 1.15 wrote, the first with opset 20: older readers refuse newer ones
 

@@ -16,20 +16,14 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
-from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.builder import OWN, GraphBuilder
 from t5accel.graphs.build.layers import LOWEST, T5Layers
 from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import step_spec
 
-OWN = "com.microsoft"  # ONNX Runtime's own set of operators
 
-
-def step_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBuilder:
+def step_graph(weights: T5Weights) -> GraphBuilder:
     """One new token for each row, on buffers that stay: the graph of `contract.step_spec`.
-
-    Args:
-        weights: of the model.
-        head_by_rows: store the head's weight as (V, d_model), as `T5Layers.head_weight` explains.
 
     >>> from t5accel.graphs.export.t5 import t5_weights
     >>> from t5accel.t5.lively import random_t5
@@ -38,18 +32,18 @@ def step_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBuilde
     >>> len(graph.nodes), graph.nodes[-3].op_type
     (43, 'SkipSimplifiedLayerNormalization')
     """
-    layers, hidden = headless_step("decoder_step", weights)
-    layers.head(hidden, output="logits", by_rows=head_by_rows)
+    layers, hidden = headless_step(weights)
+    layers.head(hidden, output="logits")
     return layers.graph
 
 
-def headless_step(name: str, weights: T5Weights, *, shortlist: bool = False) -> tuple[T5Layers, str]:
+def headless_step(weights: T5Weights, *, shortlist: bool = False) -> tuple[T5Layers, str]:
     """A step to which a head is still to be added, as `layers.headless_decoder`.
 
     Returns:
         The layers, in their graph, and the name of what the head reads: (R, 1, d_model), normed and scaled.
     """
-    graph, dims = GraphBuilder(name), weights.dims
+    graph, dims = GraphBuilder("decoder_step"), weights.dims
     graph.declare(step_spec(dims, shortlist=shortlist))
     layers = _StepLayers(graph, weights, "decoder")
     residual = layers.embed()  # (R, 1, d_model)

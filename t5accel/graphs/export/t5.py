@@ -22,7 +22,7 @@ from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
 from t5accel.graphs.export.folder import LARGEST_INSIDE, ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest
-from t5accel.graphs.shortlist import head_for, shortlist_graph, step_shortlist_graph
+from t5accel.graphs.shortlist import head_for, shortlist_graph
 from t5accel.t5.rules import logit_scale
 from t5accel.t5.sizes import T5Dims
 
@@ -104,7 +104,7 @@ def export_t5(
     )  # fmt: skip
     rows = None
     if step:
-        graphs[STEP], threshold = step_shortlist_graph(weights, head) if head else step_graph(weights), 0
+        graphs[STEP], threshold = shortlist_graph(weights, head, step=True) if head else step_graph(weights), 0
         manifest = replace(manifest, step=asdict(step_spec(weights.dims, shortlist=head is not None)))
     if head:
         graphs[SHORTLIST], threshold, rows = shortlist_graph(weights, head), 0, weights.head

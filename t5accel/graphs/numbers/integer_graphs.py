@@ -13,12 +13,10 @@ import onnx
 from onnx import TensorProto
 
 from t5accel.errors import InputError
-from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.builder import OWN, GraphBuilder
 from t5accel.graphs.numbers.integers import in_blocks, in_channels
 from t5accel.graphs.numbers.recipes import EMBEDDING, Recipe, Scheme, group_of
 from t5accel.graphs.numbers.surgery import Product, products, rebuild
-
-OWN = "com.microsoft"  # ONNX Runtime's own set of operators
 
 # By the name of what is multiplied: the lowest and the highest number that calibration has seen of it.
 Ranges = Mapping[str, tuple[float, float]]
