@@ -84,6 +84,20 @@ def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 @pytest.fixture(scope="session")
+def laid_out(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``laid_out(layout, kind, …)``: the folder with that older layout of that ``tiny_t5``. Shared: do not write."""
+    from t5accel.graphs.older.layouts import export_layout
+
+    @cache
+    def export(layout: str, kind: str = "deeper-decoder", **sizes: Any) -> Path:
+        folder = tmp_path_factory.mktemp(f"{layout}-{kind}")
+        export_layout(tiny_t5(kind, **sizes), folder, layout)
+        return folder
+
+    return export
+
+
+@pytest.fixture(scope="session")
 def exported_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the export of the bundled model and its tokenizer. Shared: do not write there."""
     from t5accel.graphs.export.t5 import export_t5

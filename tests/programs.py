@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from transformers import DynamicCache, EncoderDecoderCache
 
+from t5accel.backends.torch_eager import TorchEager
 from t5accel.parity import parity
 
 ATOL = 1e-4
@@ -25,6 +29,25 @@ def teacher_forced(model: Any, ids: np.ndarray, mask: np.ndarray, histories: Seq
         input_ids=torch.as_tensor(ids), attention_mask=torch.as_tensor(mask), decoder_input_ids=torch.as_tensor(padded)
     ).logits.numpy()
 
+
+def own_generate(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> Any:
+    """What transformers' own ``generate()`` gives, by default greedily; what the decoder is given may be numpy's."""
+    if "decoder_input_ids" in options:
+        options["decoder_input_ids"] = torch.as_tensor(options["decoder_input_ids"])
+    if options.get("use_cache", True):  # its own is sized by the encoder's depth, and fails where the decoder is deeper
+        options.setdefault("past_key_values", EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    source = dict(input_ids=torch.as_tensor(ids), attention_mask=torch.as_tensor(mask))
+    return model.generate(**source, **{"do_sample": False, "num_beams": 1, **options})
+
+
+def broken(**methods: Callable[..., Any]) -> type[TorchEager]:
+    """PyTorch's backend with these methods in place of its own."""
+    return type("Broken", (TorchEager,), methods)
+
+
+NoMask = broken(encode=lambda self, ids, mask: TorchEager.encode(self, ids, np.ones_like(mask)))
+NoReorder = broken(reorder=lambda self, state, rows: None)
+KeepsTheFirst = broken(keep=lambda self, state, sources: TorchEager.keep(self, state, np.arange(len(sources))))
 
 Program = list[tuple[str, int]]
 
@@ -79,6 +102,52 @@ def logits_after_all(backend: Any, ids: np.ndarray, mask: np.ndarray, new: np.nd
     backend.reorder(state, np.array([[1, 0]] * 6))
     backend.keep(state, np.array([4, 0]))
     return backend.step(state, new[:2])
+
+
+def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
+    """Some tokens of the tiny vocabulary: (batch, rows, length)."""
+    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
+
+
+def check_as_it_was(backend: Any, state: Any, model: Any, padded_batch: tuple[np.ndarray, np.ndarray]) -> None:
+    """The next step's logits, of 2 rows per source, are transformers' for three tokens 5 and what comes now."""
+    new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
+    whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
+    expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
+    parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
+
+
+def prune_heads(attention: torch.nn.Module, heads: set[int], d_kv: int = 12) -> None:
+    """As transformers 4 does it: smaller projections, and a note of which heads are gone."""
+    kept = [i for i in range(attention.q.out_features) if i // d_kv not in heads]
+    for part in "qkvo":
+        weight = getattr(attention, part).weight.detach()
+        weight = weight[:, kept] if part == "o" else weight[kept]
+        linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+        linear.weight = torch.nn.Parameter(weight.clone())
+        setattr(attention, part, linear)
+    attention.pruned_heads = heads
+
+
+def pruned_and_silenced(model: Any, places: dict[str, set[int]]) -> tuple[Any, Any]:
+    """A model without these heads, for export, and a whole one in which they say nothing, to compare with."""
+    pruned, silenced = copy.deepcopy(model), copy.deepcopy(model)
+    for place, heads in places.items():
+        prune_heads(pruned.get_submodule(place), heads)
+        for head in heads:  # whose output nobody reads
+            silenced.get_submodule(place).o.weight.data[:, head * 12 : (head + 1) * 12] = 0
+    return pruned, silenced
+
+
+class Watched:
+    """A session whose runs go through ``around(run, *arguments)``."""
+
+    def __init__(self, session: Any, around: Callable[..., Any]):
+        self.session, self.around = session, around
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.session, name)
+        return partial(self.around, method) if name.startswith("run") else method
 
 
 operations = st.tuples(st.sampled_from(["step", "step", "trim", "reorder", "keep"]), st.integers(0, 2**16))

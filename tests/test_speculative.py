@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refused
 from test_drafts import Machine, sources
-from test_greedy import Counter, anything, bounds, valid
+from test_greedy import Counter
 from test_sampling import SAMPLINGS, Chain, answer_odds, excess
 
 from t5accel.backends.ort.bound import OrtBound
@@ -46,9 +48,7 @@ class Hasty(Machine):
     seed=st.integers(0, 2**16), batch=st.integers(1, 5), ends=st.sampled_from([0.0, 0.05, 0.3]),
     longest=st.integers(1, 25), most=st.integers(1, 9), data=st.data(),
 )  # fmt: skip
-def test_whatever_the_draft_guesses_the_tokens_are_greedy_searchs(
-    seed: int, batch: int, ends: float, longest: int, most: int, data: st.DataObject
-) -> None:
+def test_whatever_the_draft_guesses_the_tokens_are_greedy_searchs(seed, batch, ends, longest, most: int, data) -> None:
     options: dict[str, Any] = dict(max_new_tokens=longest, min_new_tokens=data.draw(st.integers(0, longest)))
     if data.draw(st.booleans(), "prefix"):
         options["decoder_input_ids"] = np.random.default_rng(seed).integers(2, 12, (batch, 3))
@@ -289,37 +289,12 @@ def test_a_draft_of_another_model(name: str) -> None:
     assert draft.calls == []
 
 
-@pytest.mark.parametrize("thing", [None, "mini-d1", 5])
-def test_no_draft(thing: Any) -> None:
-    with pytest.raises(InputError, match="is no backend"):
-        speculative(Machine(), thing, [[3]])
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (dict(max_draft=0), "max_draft is 0"), (dict(seed=-1), "seed is -1"), (dict(sampling=0.7), "sampling is 0.7"),
-        (dict(max_new_tokens=0), "max_new_tokens is 0"), (dict(decoder_input_ids=[[12]]), "0 … 11"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_no_options(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        speculative(Machine(), Machine(), [[3]], **options)
-
-
-def test_a_backend_that_cannot_go_back() -> None:
-    with pytest.raises(InputError, match="Counter is no backend, it lacks trim"):
-        speculative(Counter(), Counter(), [[3]])
-
-
-@settings(deadline=None, max_examples=100)
-@given(valid | anything, st.none() | anything, bounds, bounds, anything, anything)
-def test_speculative_raises_input_error_at_most(ids, mask, at_most, at_least, most, sampling) -> None:
-    longest = min(at_most, 40) if isinstance(at_most, int) else at_most
-    options = dict(max_new_tokens=longest, min_new_tokens=at_least, max_draft=most, sampling=sampling)
-    try:
-        result = speculative(Machine(), Machine(), ids, mask, **options)
-    except InputError:
-        return
-    assert result.sequences.dtype == np.int64 and len(result.sequences) == len(ids)
+def test_no_options() -> None:
+    call = partial(speculative, Machine(), Machine(), [[3]])
+    refused(call, "max_draft", 0)
+    refused(call, "seed", -1)
+    refused(call, "sampling", 0.7)
+    refused(call, "max_new_tokens", 0)
+    refused(call, "decoder_input_ids", [[12]], match="0 … 11")
+    refused(partial(speculative, Machine(), input_ids=[[3]]), "draft", None, "mini-d1", 5, match="is no backend")
+    refused(partial(speculative, draft=Counter(), input_ids=[[3]]), "backend", Counter(), match="Counter .* lacks trim")

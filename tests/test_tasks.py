@@ -6,9 +6,11 @@ import doctest
 import json
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
+from refused import refused
 
 from t5accel import tasks
 from t5accel.errors import InputError, MissingPackageError
@@ -131,35 +133,22 @@ def test_references_are_copies_and_never_empty() -> None:
     assert tasks.references("questions", {"answers": []}) == [tasks.UNANSWERABLE]
 
 
-@pytest.mark.parametrize("call", [
-    lambda name: tasks.rows(name), lambda name: tasks.load(name), lambda name: tasks.source_text(name, {}),
-    lambda name: tasks.references(name, {}), lambda name: tasks.group(name, {"id": "x"}),
-])  # fmt: skip
-@pytest.mark.parametrize("name", ["squad", "", "../eval/translation", None])
-def test_unknown_names_list_what_is_allowed(call, name) -> None:
-    with pytest.raises(InputError, match="translation, summaries, questions"):
-        call(name)
-
-
-@pytest.mark.parametrize("limit", [0, -1, 2.0, "3", True])
-def test_bad_limits(limit) -> None:
-    with pytest.raises(InputError, match="limit"):
-        tasks.rows("translation", limit=limit)
-
-
-@pytest.mark.parametrize(("call", "field"), [
-    (lambda: tasks.source_text("translation", {"id": "x"}), "source"),
-    (lambda: tasks.source_text("questions", {"question": "Who?"}), "context"),
-    (lambda: tasks.source_text("summaries", "It rains."), "source"),
-    (lambda: tasks.references("summaries", {"references": "Rain."}), "references"),
-    (lambda: tasks.references("questions", {}), "answers"),
-    (lambda: tasks.half({"source": "x"}), "id"),
-    (lambda: tasks.half({"id": 3}), "id"),
-    (lambda: tasks.group("translation", {}), "source"),
-])  # fmt: skip
-def test_rows_without_the_needed_field(call, field: str) -> None:
-    with pytest.raises(InputError, match=f"'{field}'"):
-        call()
+def test_what_is_refused() -> None:
+    for call in (tasks.rows, tasks.load, partial(tasks.source_text, row={}), partial(tasks.references, row={}),
+                 partial(tasks.group, row={"id": "x"})):  # fmt: skip
+        refused(call, "name", "squad", "", "../eval/translation", None, match="translation, summaries, questions")
+    refused(partial(tasks.rows, "translation"), "limit", 0, -1, 2.0, "3", True)
+    for call, row, field in (
+        (partial(tasks.source_text, "translation"), {"id": "x"}, "source"),
+        (partial(tasks.source_text, "questions"), {"question": "Who?"}, "context"),
+        (partial(tasks.source_text, "summaries"), "It rains.", "source"),
+        (partial(tasks.references, "summaries"), {"references": "Rain."}, "references"),
+        (partial(tasks.references, "questions"), {}, "answers"),
+        (tasks.half, {"source": "x"}, "id"),
+        (tasks.half, {"id": 3}, "id"),
+        (partial(tasks.group, "translation"), {}, "source"),
+    ):
+        refused(call, "row", row, match=f"'{field}'")
 
 
 def test_half_and_group_of_foreign_rows() -> None:

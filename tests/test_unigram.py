@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ids import shown
+from refused import refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from t5accel.checkpoints import data_folder
@@ -268,9 +269,7 @@ def test_unknown_neighbours_are_one_piece(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("score", "pieces"), [(9.5, ["xa"]), (10.5, ["x", "a"])])
-def test_an_unknown_character_costs_ten_more_than_the_worst_piece(
-    folder: Path, score: float, pieces: list[str]
-) -> None:
+def test_an_unknown_character_costs_ten_more_than_the_worst_piece(folder, score: float, pieces: list[str]) -> None:
     pair = both(specification([["<unk>", 0.0], ["xa", -20.0], ["a", score]]), folder)
     same(pair, "xa")
     assert pair[1].tokenize("xa") == pieces
@@ -279,29 +278,14 @@ def test_an_unknown_character_costs_ten_more_than_the_worst_piece(
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize("text", [None, 5, b"Yes.", ["Yes."]], ids=shown)
-def test_no_text(bundled: Pair, text: Any) -> None:
-    for function in (bundled[1].encode, bundled[1].tokenize, lambda text: bundled[1].encode_batch(["Yes.", text])):
-        with pytest.raises(InputError, match="is no text"):
-            function(text)
-
-
-@pytest.mark.parametrize("texts", ["Yes.", None, 5], ids=repr)
-def test_no_texts(bundled: Pair, texts: Any) -> None:
-    with pytest.raises(InputError, match="give a list of texts"):
-        bundled[1].encode_batch(texts)
-
-
-@pytest.mark.parametrize("ids", [5, None, [0.5], ["a"], "ab", [[1, 2]], np.array([1.0]), [3, -100]], ids=repr)
-def test_no_ids(bundled: Pair, ids: Any) -> None:
-    with pytest.raises(InputError, match="ids"):
-        bundled[1].decode(ids)
-
-
-def test_no_file(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "nowhere")):
-        with pytest.raises(InputError, match="does not exist"):
-            UnigramTokenizer.from_file(path)
+def test_what_is_refused(bundled: Pair, tmp_path: Path) -> None:
+    ours = bundled[1]
+    for function in (ours.encode, ours.tokenize, lambda text: ours.encode_batch(["Yes.", text])):
+        refused(function, "text", None, 5, b"Yes.", ["Yes."])
+    refused(ours.encode_batch, "texts", "Yes.", None, 5)
+    refused(ours.decode, "ids", 5, None, [0.5], ["a"], "ab", [[1, 2]], np.array([1.0]), [3, -100])
+    places = (tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "nowhere"))
+    refused(UnigramTokenizer.from_file, "path", *places, match="does not exist")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff{}", b"[]", b"5", b"{}", b'{"model": null}', b'{"model": []}'])
