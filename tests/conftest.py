@@ -71,13 +71,17 @@ def tiny_t5() -> Tiny:
 
 @pytest.fixture(scope="session")
 def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``exported(kind, seed=…, **sizes)``: the folder with the export of that ``tiny_t5``. Shared: do not write."""
+    """``exported(kind, seed=…, **sizes)``: the folder with the export of that ``tiny_t5``. Shared: do not write.
+
+    Options of `export_t5` may be among the sizes.
+    """
     from t5accel.graphs.export.t5 import export_t5
 
     @cache
     def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
+        options = {name: sizes.pop(name) for name in ("external_threshold_bytes", "shortlist", "step") if name in sizes}
         folder = tmp_path_factory.mktemp(f"export-{kind}")
-        export_t5(tiny_t5(kind, **sizes), folder)
+        export_t5(tiny_t5(kind, **sizes), folder, **options)
         return folder
 
     return export
@@ -95,6 +99,20 @@ def laid_out(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         return folder
 
     return export
+
+
+@pytest.fixture(scope="session")
+def opened(exported: Callable[..., Path], laid_out: Callable[..., Path]) -> Callable[..., Any]:
+    """``opened(runtime, kind, settings, …)``: that backend over its export or older layout. Shared: patch your own."""
+    from t5accel.backends.ort.session import SessionSettings
+
+    @cache
+    def open_(runtime: Any, kind: str = "deeper-decoder", settings: Any = None, **given: Any) -> Any:
+        layout = vars(runtime).get("layout")
+        folder = exported(kind, **given) if layout is None else laid_out(layout, kind, **given)
+        return runtime(folder, settings=settings or SessionSettings(threads=1))
+
+    return open_
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +137,31 @@ def padded_batch() -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([9, 5, 3, 7, 2, 8])
     mask = (np.arange(9) < lengths[:, None]).astype(np.int64)
     return np.random.default_rng(0).integers(3, 300, mask.shape) * mask, mask
+
+
+@pytest.fixture(scope="session")
+def ending(tiny_t5: Tiny, padded_batch: tuple[np.ndarray, np.ndarray]) -> Callable[..., dict[str, int]]:
+    """``ending(kind)``: seed and end token of a ``tiny_t5``, some of whose six answers end below 14 tokens.
+
+    Three or more do, at different lengths, and some do not. The end is a token that the model was seen to emit.
+    """
+    from programs import own_generate
+
+    @cache
+    def find(kind: str = "deeper-decoder") -> dict[str, int]:
+        for seed in range(20):
+            options = dict(max_new_tokens=14, min_new_tokens=14)
+            seen = own_generate(tiny_t5(kind, seed=seed), *padded_batch, **options)[:, 1:].numpy()
+            for token in np.unique(seen[:, 2:12])[::-1].tolist():
+                sizes = dict(seed=seed, eos_token_id=token)
+                if token > 1 and 3 <= (seen == token).any(axis=1).sum() < 6:
+                    answers = own_generate(tiny_t5(kind, **sizes), *padded_batch, max_new_tokens=14)[:, 1:].tolist()
+                    ends = [answer.index(token) for answer in answers if token in answer]
+                    if 3 <= len(ends) < 6 and len(set(ends)) > 1:
+                        return sizes
+        raise AssertionError("no seed of twenty ends some rows and not others")
+
+    return find
 
 
 @pytest.fixture(scope="session")

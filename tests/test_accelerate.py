@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from refused import refused
 
 import t5accel
 from t5accel.api import _runtime, accelerate
@@ -76,32 +78,22 @@ def test_the_package_offers_the_function_and_is_light() -> None:
 
 
 def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
-    for bad in (None, 7, torch.ones(2), {"a": 1}):
-        with pytest.raises(InputError, match="^model is"):
-            accelerate(bad)
-    with pytest.raises(NotT5Error):
-        accelerate(torch.nn.Linear(2, 2), progress=False)
-    with pytest.raises(UnknownModelError):
-        accelerate("no such model", progress=False)
-    with pytest.raises(InputError, match="device is 'tpu'"):
-        accelerate(tiny_t5(), device="tpu")
-    with pytest.raises(InputError, match="threads is 0"):
-        accelerate(tiny_t5(), threads=0)
-    for runtime, given, message in (
-        ("onyx", {}, "runtime is 'onyx'; give one of onnx, torch, tensorrt"),
-        ("tensorrt", {}, "for device='cuda'"),
-        ("torch", {"precision": "int8"}, "'int8' runs on onnx, not on torch"),
-        ("onnx", {"precision": "bf16"}, "'bf16' runs on torch, not on onnx"),
-        ("torch", {"max_source_tokens": 4}, "max_source_tokens"),
-    ):
-        with pytest.raises(InputError, match=message):
-            accelerate(tiny_t5(), runtime=runtime, **given)
+    refused(accelerate, "model", None, 7, torch.ones(2), {"a": 1}, match="^model is")
+    refused(partial(accelerate, progress=False), "model", torch.nn.Linear(2, 2), match="", error=NotT5Error)
+    refused(partial(accelerate, progress=False), "model", "no such model", match="", error=UnknownModelError)
+    call = partial(accelerate, tiny_t5())
+    refused(call, "device", "tpu", match="device is 'tpu'")
+    refused(call, "threads", 0, match="threads is 0")
+    refused(call, "runtime", "onyx", match="runtime is 'onyx'; give one of onnx, torch, tensorrt")
+    refused(call, "runtime", "tensorrt", match="for device='cuda'")
+    refused(partial(call, runtime="torch"), "precision", "int8", match="'int8' runs on onnx, not on torch")
+    refused(partial(call, runtime="onnx"), "precision", "bf16", match="'bf16' runs on torch, not on onnx")
+    refused(partial(call, runtime="torch"), "max_source_tokens", 4)
     export_t5(tiny_t5(), tmp_path / "export")
-    with pytest.raises(InputError, match="this folder is an export"):
-        accelerate(tmp_path / "export", runtime="torch")
+    refused(partial(accelerate, tmp_path / "export"), "runtime", "torch", match="this folder is an export")
     (tmp_path / "export" / "decoder.onnx").write_bytes(b"cut")
-    with pytest.raises(ExportError, match=r"decoder\.onnx has 3 bytes.*Export again"):
-        accelerate(tmp_path / "export")
+    damaged = r"decoder\.onnx has 3 bytes.*Export again"
+    refused(accelerate, "model", tmp_path / "export", match=damaged, error=ExportError)
 
 
 @pytest.mark.parametrize("runtime", [None, "onnx", "torch", "tensorrt"])

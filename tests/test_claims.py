@@ -181,9 +181,7 @@ def rows_with(script: ModuleType, claim: dict[str, Any], number: Callable[[], fl
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(numbers=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50))
-def test_any_positive_numbers_get_a_verdict(
-    script: ModuleType, claims: dict[str, Any], tmp_path: Path, numbers: list[float]
-) -> None:
+def test_any_positive_numbers_get_a_verdict(script: ModuleType, claims, tmp_path: Path, numbers: list[float]) -> None:
     endless = itertools.cycle(numbers)
     for claim in (claim for claim in claims.values() if "cases" in claim):
         for name, rows in rows_with(script, claim, lambda: next(endless)).items():
@@ -367,9 +365,7 @@ CONTRADICTING = by_system(FED=0.9, BOUND=1.0, CAPTURED=1.0, GRAPH=0.1, TENSORRT=
 
 @pytest.mark.parametrize("card", ["h100", "h200", "rtx"])
 @pytest.mark.parametrize(("seconds", "verdict"), [(CONFIRMING, "holds"), (CONTRADICTING, "refuted")])
-def test_every_claim_about_gpus_can_hold_and_be_refuted(
-    on_gpus: Callable[..., Any], card: str, seconds: Seconds, verdict: str
-) -> None:
+def test_every_claim_about_gpus_can_hold_and_be_refuted(on_gpus, card: str, seconds: Seconds, verdict: str) -> None:
     name = {"h100": H100, "h200": H200, "rtx": RTX}[card]
     for row in on_gpus(**{card: seconds}).values():
         assert row["verdict"] == verdict, row
@@ -434,9 +430,7 @@ def test_a_run_with_nothing_in_it_breaks_nothing(on_gpus: Callable[..., Any]) ->
 @pytest.mark.parametrize(("short", "long", "verdict"), [
     (0.5, 0.6, "holds"), (1.0, 2.0, "holds with conditions"), (1.3, 4.0, "refuted"),
 ])  # fmt: skip
-def test_the_verdict_on_the_cache_follows_the_lengths(
-    on_gpus: Callable[..., Any], short: float, long: float, verdict: str
-) -> None:
+def test_the_verdict_on_the_cache_follows_the_lengths(on_gpus, short: float, long: float, verdict: str) -> None:
     def seconds(cell: str, system: str) -> float:
         length = int(cell.split()[1]) if cell.startswith("cache") else 0
         return (short if length <= LENGTHS[1] else long) if system in (RECOMPUTE, NAIVE) else 1.0
@@ -445,8 +439,6 @@ def test_the_verdict_on_the_cache_follows_the_lengths(
     assert row["verdict"] == verdict and f"{long:.2f} for 512 new tokens" in row["measured"]
 
 
-def test_a_gpu_s_file_names_the_gpu_and_its_driver(
-    judge: Callable[..., dict[str, Any]], claims: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_gpu_s_file_names_the_gpu_and_its_driver(judge, claims, tmp_path: Path) -> None:
     record_gpu(tmp_path, H100, CONFIRMING, driver="570.86.15")
     assert judge(claims["C13"])["recorded"][0]["machine"] == f"{H100}, driver 570.86.15"

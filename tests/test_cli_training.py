@@ -89,9 +89,7 @@ def written(result: Any, folder: Path) -> Any:
 # --- distill ----------------------------------------------------------------------------------------------------------
 
 
-def test_distill_writes_a_student_that_loads_with_its_card(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_distill_writes_a_student_that_loads_with_its_card(teacher: Path, data: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["t5accel", "distill", "--layers", "1,2"])
     options = ("distill", "--data", data, "--out", tmp_path / "out", "--teacher", teacher, *SMALL, "--layers", "1,2")
     student = written(call(*options, "--steps", 2, "--seed", 3), tmp_path / "out" / "model")
@@ -108,9 +106,7 @@ def test_distill_writes_a_student_that_loads_with_its_card(
 
 
 @pytest.mark.parametrize("metric", ["bleu", "rougeL", "exact_match", None])
-def test_students_are_scored_on_rows_that_are_not_trained_on(
-    teacher: Path, data: Path, dev: Path, tmp_path: Path, metric: str | None
-) -> None:
+def test_students_are_scored_on_rows_that_are_not_trained_on(teacher, data, dev, tmp_path, metric: str | None) -> None:
     leaking = rows_file(tmp_path / "leaking.jsonl", [*PAIRS[:9], *PAIRS[-2:]])
     result = call(
         "distill", "--teacher", teacher, "--data", data, "--weight", 3, "--data", leaking, "--weight", 1, "--eval", dev,
@@ -140,9 +136,7 @@ def test_distill_without_layers_spreads_them_evenly(teacher: Path, data: Path, t
         assert (configs[-1].layers, configs[-1].loss, configs[-1].steps) == (layers, "hidden", 2000)
 
 
-def test_distill_lets_the_teacher_write_first_where_that_is_the_loss(
-    teacher: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_distill_lets_the_teacher_write_first_where_that_is_the_loss(teacher: Path, tmp_path, monkeypatch) -> None:
     out, data = tmp_path / "out", rows_file(tmp_path / "few.jsonl", PAIRS[:6])
     seen = []
     own = module.train_student
@@ -178,9 +172,7 @@ def test_the_teacher_may_write_as_long_texts_as_the_rows_have(teacher: Path, tmp
 
 
 @pytest.mark.parametrize("command", ["distill", "prune"])
-def test_a_model_that_lies_where_the_student_would_is_not_replaced(
-    command: str, teacher: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_lies_where_the_student_would_is_not_replaced(command: str, teacher, data: Path, tmp_path) -> None:
     shutil.copytree(teacher, tmp_path / "out" / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out" / "model").iterdir()}
     name = {"distill": "--teacher", "prune": "--model"}[command]
@@ -190,9 +182,7 @@ def test_a_model_that_lies_where_the_student_would_is_not_replaced(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"], "and nothing was trained"
 
 
-def test_distill_refuses_what_it_cannot_do_and_writes_nothing(
-    teacher: Path, data: Path, dev: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_distill_refuses_what_it_cannot_do_and_writes_nothing(teacher, data, dev: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(texts, "write_teacher_texts", lambda *given: pytest.fail("the teacher writes for nothing"))
     out = tmp_path / "out"
     options = ("distill", "--data", data, "--out", out, "--teacher", teacher, "--threads", 1)
@@ -210,9 +200,7 @@ def test_distill_refuses_what_it_cannot_do_and_writes_nothing(
 
 
 @pytest.mark.parametrize("command", ["distill", "prune"])
-def test_data_models_and_tokenizers_that_are_missing_are_named(
-    command: str, teacher: Path, data: Path, tmp_path: Path
-) -> None:
+def test_data_models_and_tokenizers_that_are_missing_are_named(command: str, teacher, data: Path, tmp_path) -> None:
     out, name = tmp_path / "out", {"distill": "--teacher", "prune": "--model"}[command]
     assert "missing.jsonl" in refused(command, "--data", tmp_path / "missing.jsonl", "--out", out, name, teacher)
     broken = tmp_path / "broken.jsonl"
@@ -229,9 +217,7 @@ def test_data_models_and_tokenizers_that_are_missing_are_named(
 
 
 @pytest.mark.parametrize(("importance", "steps"), [("magnitude", 0), ("taylor", 0), ("movement", 3)])
-def test_prune_writes_a_narrow_model_that_loads(
-    teacher: Path, data: Path, tmp_path: Path, importance: str, steps: int
-) -> None:
+def test_prune_writes_a_narrow_model_that_loads(teacher, data: Path, tmp_path, importance: str, steps: int) -> None:
     out = tmp_path / "out"
     result = call(
         "prune", "--data", data, "--out", out, "--model", teacher, *SMALL, "--heads", 0.25, "--neurons", 0.5,
@@ -247,9 +233,7 @@ def test_prune_writes_a_narrow_model_that_loads(
     assert (out / "checkpoint.pt").exists() == (steps > 0)
 
 
-def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(teacher, data, tmp_path, monkeypatch) -> None:
     seen = []
 
     def noting(model: Any, tokenizer: Any, mixture: Any, folder: Path, config: Any, *, teacher: Any, **_: Any) -> Any:
@@ -265,9 +249,7 @@ def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(
     assert mini.config.vocab_size == 6000
 
 
-def test_prune_refuses_what_it_cannot_do_and_writes_nothing(
-    teacher: Path, stranger: Path, data: Path, tmp_path: Path
-) -> None:
+def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, stranger, data: Path, tmp_path) -> None:
     out = tmp_path / "out"
     options = ("prune", "--data", data, "--out", out, "--model", teacher, "--threads", 1)
     assert "importance is 'luck'; give one of magnitude, taylor, movement" in refused(*options, "--importance", "luck")

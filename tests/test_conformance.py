@@ -16,9 +16,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import ATOL, PROGRAM, check_program, operations, teacher_forced
+from onnxruntime import InferenceSession
+from programs import (
+    ATOL,
+    PROGRAM,
+    Watched,
+    check_as_it_was,
+    check_program,
+    histories_of,
+    operations,
+    pruned_and_silenced,
+    teacher_forced,
+)
 from test_encoder_cache import check, masked_variants
-from test_greedy import check_equals_generate, generate
+from test_greedy import check_equals_generate
 
 from t5accel.backends.older.hybrid import HybridOnnxT5
 from t5accel.backends.older.past_layouts import MergedGraphs, ThreeGraphs, WholeGraph
@@ -89,10 +100,6 @@ def name(request: pytest.FixtureRequest) -> str:
 def own(name: str, tiny_t5, tmp_path: Path) -> Any:
     """A backend that the test may patch."""
     return BACKENDS[name](copy.deepcopy(tiny_t5()), tmp_path)
-
-
-def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
-    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
 
 
 def test_satisfies_the_protocol(opened, name: str) -> None:
@@ -209,28 +216,10 @@ PRUNED = {"encoder.block.1.layer.0.SelfAttention": {3}, "decoder.block.1.layer.0
           "decoder.block.2.layer.1.EncDecAttention": {1}}  # fmt: skip
 
 
-def pruned_and_silenced(model: Any) -> tuple[Any, Any]:
-    """A model without these heads, for export, and a whole one in which they say nothing, to compare with."""
-    pruned, silenced = copy.deepcopy(model), copy.deepcopy(model)
-    for place, heads in PRUNED.items():
-        attention = pruned.get_submodule(place)
-        kept = [i for i in range(48) if i // 12 not in heads]
-        with torch.no_grad():
-            silenced.get_submodule(place).o.weight[:, [i for i in range(48) if i not in kept]] = 0
-            for part in "qkvo":
-                weight = getattr(attention, part).weight
-                weight = weight[:, kept] if part == "o" else weight[kept]
-                linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
-                linear.weight = torch.nn.Parameter(weight.clone())
-                setattr(attention, part, linear)
-        attention.pruned_heads = heads
-    return pruned, silenced
-
-
 @pytest.mark.parametrize("name", [*EXPORTS, *LAYOUTS])
 def test_the_program_on_a_pruned_model(name: str, tiny_t5, padded_batch, tmp_path: Path) -> None:
     """Layers of unequal heads, in either attention: as a whole model whose other heads are silent."""
-    pruned, silenced = pruned_and_silenced(tiny_t5())
+    pruned, silenced = pruned_and_silenced(tiny_t5(), PRUNED)
     backend = BACKENDS[name](pruned, tmp_path)
     dims = backend.dims
     assert (dims.encoder_heads, dims.decoder_heads, dims.cross_heads) == ((4, 3), (4, 2, 4), (4, 4, 3))
@@ -280,6 +269,47 @@ def test_what_is_not_real_does_not_matter(opened, name: str, padded_batch) -> No
     assert np.abs(logits[2] - logits[0]).max() > 0.1
 
 
+# A failure on the way
+
+
+def with_runs(backend: Any, around: Callable[..., Any]) -> dict[str, Any]:
+    """The attributes of a backend that hold sessions, each watched."""
+    found: dict[str, Any] = {}
+    for name, value in vars(backend).items():
+        if isinstance(value, InferenceSession):
+            found[name] = Watched(value, around)
+        elif isinstance(value, dict) and any(isinstance(item, InferenceSession) for item in value.values()):
+            found[name] = {key: Watched(session, around) for key, session in value.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", [*EXPORTS, *LAYOUTS, "HybridOnnxT5"])
+@pytest.mark.parametrize("late", [False, True], ids=["before the run", "after the run"])
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_step_that_fails_leaves_the_state_as_it_was(
+    own, tiny_t5, padded_batch, late: bool, error: BaseException
+) -> None:
+    def fail(run: Callable[..., Any], *arguments: Any) -> None:
+        if late:
+            run(*arguments)
+        raise error
+
+    getattr(own, "decoder", None)  # which one backend opens only when it is needed
+    failing = with_runs(own, fail)
+    assert failing
+    working, state = {name: vars(own)[name] for name in failing}, own.start(own.encode(*padded_batch), 2)
+    for length in (3, 1, 2):  # a first step, and later ones
+        vars(own).update(failing)
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                own.step(state, np.full((6, 2, length), 9))
+        vars(own).update(working)
+        if length == 3:
+            own.step(state, np.full((6, 2, 3), 5))
+    own.reorder(state, np.array([[1, 0]] * 6))  # reads the past of before
+    check_as_it_was(own, state, tiny_t5(), padded_batch)
+
+
 # Broken ones are caught
 
 
@@ -319,20 +349,13 @@ def test_a_wrong_bias_is_caught(name: str, tiny_t5, padded_batch, tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [dict(max_new_tokens=12), dict(max_new_tokens=6, decoder_input_ids=[[9, 8]] * 6)])
-def test_greedy_equals_generate(
-    opened, name: str, tiny_t5, kind: str, padded_batch, options: dict[str, Any]
-) -> None:  # fmt: skip
+def test_greedy_equals_generate(opened, name: str, tiny_t5, kind: str, padded_batch, options: dict[str, Any]) -> None:
     check_equals_generate(opened(name, kind), tiny_t5(kind), *padded_batch, **options)
 
 
 @pytest.mark.parametrize("name", [*GROWING, *LAYOUTS])
-def test_greedy_equals_generate_where_rows_end_early(opened, name: str, tiny_t5, padded_batch) -> None:
-    for seed in range(20):  # whose output holds a token that half of the rows or more emit, and not all
-        seen = generate(tiny_t5(seed=seed), *padded_batch, max_new_tokens=14, min_new_tokens=14)[:, 2:12]
-        ends = [int(token) for token in np.unique(seen) if token > 1 and 3 <= (seen == token).any(axis=1).sum() < 6]
-        if ends:
-            break
-    sizes, left = dict(seed=seed, eos_token_id=ends[-1]), []
+def test_greedy_equals_generate_where_rows_end_early(opened, name: str, tiny_t5, ending, padded_batch) -> None:
+    sizes, left = ending(), []
     backend = opened(name, **sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "keep", lambda s, kept: (left.append(len(kept)), type(backend).keep(backend, s, kept)))

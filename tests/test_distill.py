@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from made_up import CORPUS, PAIRS, log
+from refused import refused
 from script import load_script
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import narrowed
@@ -240,10 +241,8 @@ def test_the_encoder_moves_by_its_share_of_the_rates(tiny_t5, tmp_path: Path, sh
 
 
 def test_a_bad_configuration_is_refused() -> None:
-    for wrong in (dict(loss="magic"), dict(loss=None), dict(steps=0), dict(steps=-5), dict(encoder_share=-0.1),
-                  dict(encoder_share=2)):  # fmt: skip
-        with pytest.raises(InputError, match=f"{next(iter(wrong))} is"):
-            DistillConfig(**wrong)
+    for name, wrong in (("loss", ["magic", None]), ("steps", [0, -5]), ("encoder_share", [-0.1, 2])):
+        refused(DistillConfig, name, *wrong, match=f"{name} is")
 
 
 @pytest.mark.parametrize(
@@ -304,9 +303,7 @@ def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path], ti
     assert T5Dims.of(load_t5(other)[0]) == T5Dims.of(narrow)
 
 
-def test_a_student_replaces_a_student_and_nothing_else(
-    kept: tuple[Any, Path], tiny_t5, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: Path, monkeypatch) -> None:
     student, tokenizer, facts = tiny_t5(), toy_tokenizer(), dict(teacher_name="t", how="copied", settings={})
 
     def save(name: str, command: str) -> str:
@@ -343,9 +340,7 @@ def script() -> Any:
     return load_script("distillation")
 
 
-def test_the_students_of_the_comparison_have_names_of_their_own_and_equal_budgets(
-    script: Any, mini: tuple[Any, Any]
-) -> None:
+def test_the_students_of_the_comparison_have_names_of_their_own_and_equal_budgets(script: Any, mini) -> None:
     runs: list[Any] = script.runs(10, 40)
     assert len({run.name for run in runs}) == len({run.config for run in runs}) == len(runs)
     assert {run.config.loss for run in runs} == set(OBJECTIVES)

@@ -131,17 +131,30 @@ def test_what_reaches_a_backend_keeps_the_protocol(data: st.DataObject) -> None:
     assert backend.worked > 1
 
 
-@often
-@given(st.sampled_from(sorted(ALGORITHMS)), valid | anything, st.none() | anything, bounds, bounds, st.none() | junk)
-def test_junk_raises_input_error_at_most(name: str, ids: Any, mask: Any, most: Any, least: Any, prefix: Any) -> None:
+# What each takes beside a batch, a prefix and bounds.
+OWN = {
+    "beam_search": ("num_beams", "num_return_sequences", "length_penalty", "early_stopping"),
+    "sample": ("seed", "temperature", "num_return_sequences"),
+    "lookup": ("max_ngram", "max_draft"),
+    "speculative": ("max_draft", "seed", "sampling"),
+}
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(sorted(ALGORITHMS)), valid | anything, st.none() | anything, bounds, bounds, st.none() | junk,
+       st.data())  # fmt: skip
+def test_junk_raises_input_error_at_most(name: str, ids: Any, mask: Any, most: Any, least, prefix: Any, data) -> None:
     """`Strict` fails the test if anything else than a proper call reaches it."""
     longest = min(most, 40) if isinstance(most, int) else most
+    options = dict(max_new_tokens=longest, min_new_tokens=least, decoder_input_ids=prefix)
+    for own in OWN.get(name, ()):
+        options |= {own: data.draw(st.integers(-1, 9) | anything, own)} if data.draw(st.booleans()) else {}
     try:
-        ALGORITHMS[name](
-            Strict(), ids, mask, max_new_tokens=longest, min_new_tokens=least, decoder_input_ids=prefix
-        )  # fmt: skip
+        result = ALGORITHMS[name](Strict(), ids, mask, **options)
     except InputError as error:
         assert len(str(error)) > 15, f"an error should say what was given and what to do: {error!r}"
+    else:
+        assert name == "stream" or (result.sequences.dtype == np.int64 and 1 <= result.decoder_calls <= longest + 1)
 
 
 def test_who_writes_to_the_arguments_changes_nothing() -> None:

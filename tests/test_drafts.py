@@ -158,9 +158,7 @@ def check_equals_greedy(
     seed=st.integers(0, 2**16), batch=st.integers(1, 6), truth=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
     ends=st.sampled_from([0.0, 0.05, 0.3]), longest=st.integers(1, 25), data=st.data(),
 )  # fmt: skip
-def test_whatever_is_guessed_the_tokens_are_greedy_searchs(
-    seed: int, batch: int, truth: float, ends: float, longest: int, data: st.DataObject
-) -> None:
+def test_whatever_is_guessed_the_tokens_are_greedy_searchs(seed: int, batch: int, truth, ends, longest, data) -> None:
     options: dict[str, Any] = dict(max_new_tokens=longest, min_new_tokens=data.draw(st.integers(0, longest)))
     if data.draw(st.booleans(), "prefix"):
         options["decoder_input_ids"] = np.random.default_rng(seed).integers(2, 12, (batch, 3))

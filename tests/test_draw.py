@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refused import refused
 from test_ladder import TOY, shown
 
 from t5accel.errors import InputError, MissingPackageError
@@ -106,25 +107,17 @@ def draw_page(rows):
     return page([("a title", RECORD | dict(rows=rows))])
 
 
-@pytest.mark.parametrize("show", [board, plot_board, draw_page])
-@pytest.mark.parametrize("name", ["model", "batch", "beams", "source_tokens", "new_tokens", "threads", "reference"])
-def test_rows_of_other_conditions_are_refused(show, name):
-    with pytest.raises(InputError, match=f"differ in {name} "):
-        show([REFERENCE, OURS | {name: "another"}])
-
-
-@pytest.mark.parametrize("show", [caption, table, board, plot_board, draw_page])
-def test_no_rows_are_refused(show):
-    with pytest.raises(InputError, match="no rows to show"):
-        show([])
-
-
-def test_rows_of_two_ladders_are_not_shown_as_one():
+def test_no_rows_and_rows_of_other_conditions_are_refused():
+    for show in (board, plot_board, draw_page):
+        for name in ("model", "batch", "beams", "source_tokens", "new_tokens", "threads", "reference"):
+            refused(lambda rows, show=show: show(rows), "rows", [REFERENCE, OURS | {name: "another"}],
+                    match=f"differ in {name} ")  # fmt: skip
+    for show in (caption, table, board, plot_board, draw_page):
+        refused(lambda rows, show=show: show(rows), "rows", [], match="no rows to show")
     for show in (table, lambda rows: plot_ladders({"both": rows})):
-        with pytest.raises(InputError, match="differ in cell"):
-            show([*TOY, shown("naive", None, 1.0, cell="another")])
-    with pytest.raises(InputError, match="no ladders to draw"):
-        plot_ladders({})
+        two = [*TOY, shown("naive", None, 1.0, cell="another")]
+        refused(lambda rows, show=show: show(rows), "rows", two, match="differ in cell")
+    refused(plot_ladders, "ladders", {}, match="no ladders to draw")
 
 
 def test_the_picture_of_a_ladder_has_a_bar_for_each_rung_in_the_colour_of_its_kind(tmp_path: Path):

@@ -17,14 +17,15 @@ import onnxruntime
 import pytest
 import torch
 import transformers
+from programs import own_generate, prune_heads, pruned_and_silenced
+from refused import refused
 from silence import quiet
-from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.build.t5_weights import T5Weights
@@ -183,13 +184,9 @@ def test_histories_of_unequal_length(tiny_t5, exported, variant, padded_batch) -
 
 def test_greedy_tokens(tiny_t5, exported, variant, padded_batch) -> None:
     kind, sizes = variant
-    ids, mask = padded_batch
-    expected = tiny_t5(kind, **sizes).generate(
-        input_ids=torch.as_tensor(ids), attention_mask=torch.as_tensor(mask), do_sample=False, num_beams=1,
-        max_new_tokens=12, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
-    )[:, 1:].numpy()  # fmt: skip
+    expected = own_generate(tiny_t5(kind, **sizes), *padded_batch, max_new_tokens=12)[:, 1:].numpy()
     assert_varied(expected)
-    actual = greedy(OrtNumpy(exported(kind, **sizes)), ids, mask, max_new_tokens=12).sequences
+    actual = greedy(OrtNumpy(exported(kind, **sizes)), *padded_batch, max_new_tokens=12).sequences
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -311,18 +308,6 @@ def test_the_contract_in_plain_words(exported) -> None:
 # Pruned heads
 
 
-def prune(attention: torch.nn.Module, heads: set[int], d_kv: int) -> None:
-    """As transformers 4 does it: smaller projections, and a note which heads are gone."""
-    kept = [i for i in range(attention.q.out_features) if i // d_kv not in heads]
-    for name in "qkvo":
-        weight = getattr(attention, name).weight.detach()
-        weight = weight[:, kept] if name == "o" else weight[kept]
-        linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
-        linear.weight = torch.nn.Parameter(weight.clone())
-        setattr(attention, name, linear)
-    attention.pruned_heads = heads
-
-
 PRUNED = {  # layer 0 keeps the table of biases for all
     "encoder.block.0.layer.0.SelfAttention": {3},
     "encoder.block.1.layer.0.SelfAttention": {0, 2},
@@ -334,13 +319,8 @@ PRUNED = {  # layer 0 keeps the table of biases for all
 
 @pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
 def test_pruned_heads(tiny_t5, padded_batch, tmp_path, kind: str) -> None:
-    silenced, pruned = (copy.deepcopy(tiny_t5(kind)).eval() for _ in range(2))
-    for name, heads in PRUNED.items():
-        prune(pruned.get_submodule(name), heads, d_kv=12)
-        for head in heads:  # a head whose output nobody reads
-            silenced.get_submodule(name).o.weight.data[:, head * 12 : (head + 1) * 12] = 0
-    manifest = export_t5(pruned, tmp_path / "pruned")
-    dims = manifest.dims
+    pruned, silenced = pruned_and_silenced(tiny_t5(kind), PRUNED)
+    dims = export_t5(pruned, tmp_path / "pruned").dims
     assert (dims.encoder_heads, dims.decoder_heads, dims.cross_heads) == ((3, 2), (3, 4, 1), (4, 2, 4))
     graphs, new = graphs_in(tmp_path / "pruned"), histories(6, 3, 9)
     assert declared(graphs.decoder)[3] == ("past_key_0", "float32", ("B", "K", 3, "P", 12))
@@ -351,29 +331,22 @@ def test_pruned_heads(tiny_t5, padded_batch, tmp_path, kind: str) -> None:
     assert greedy(OrtNumpy(tmp_path / "pruned"), *padded_batch, max_new_tokens=3).decoder_calls == 3
 
 
-def with_head_of_wrong_size(attention: Any, name: str) -> None:
-    setattr(attention, name, torch.nn.Linear(32, 36, bias=False))  # three heads of 12, the others have four
+WRONG_HEADS: dict[str, Callable[[Any], Any]] = {  # three heads of 12, where the others have four
+    "unnamed": lambda a: (prune_heads(a, {1}), setattr(a, "pruned_heads", set())),
+    "too many named": lambda a: (prune_heads(a, {1}), setattr(a, "pruned_heads", {1, 2})),
+    "named and still there": lambda a: setattr(a, "pruned_heads", {1}),
+    **{part: lambda a, part=part: setattr(a, part, torch.nn.Linear(32, 36, bias=False)) for part in "qkv"},
+    "o": lambda a: setattr(a, "o", torch.nn.Linear(36, 32, bias=False)),
+    "no multiple of d_kv": lambda a: prune_heads(a, {4}, d_kv=11),
+}
 
 
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        pytest.param(lambda a: (prune(a, {1}, 12), setattr(a, "pruned_heads", set())), id="unnamed"),
-        pytest.param(lambda a: (prune(a, {1}, 12), setattr(a, "pruned_heads", {1, 2})), id="too-many-named"),
-        pytest.param(lambda a: setattr(a, "pruned_heads", {1}), id="named-and-still-there"),
-        pytest.param(lambda a: with_head_of_wrong_size(a, "q"), id="q"),
-        pytest.param(lambda a: with_head_of_wrong_size(a, "k"), id="k"),
-        pytest.param(lambda a: with_head_of_wrong_size(a, "v"), id="v"),
-        pytest.param(lambda a: setattr(a, "o", torch.nn.Linear(36, 32, bias=False)), id="o"),
-        pytest.param(lambda a: prune(a, {4}, 11), id="no-multiple-of-d_kv"),
-    ],
-)
+@pytest.mark.parametrize("wrong", WRONG_HEADS)
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
-def test_wrong_heads_are_refused(tiny_t5, tmp_path, stack: str, break_it: Callable[[Any], Any]) -> None:
+def test_wrong_heads_are_refused(tiny_t5, tmp_path, stack: str, wrong: str) -> None:
     model = copy.deepcopy(tiny_t5())
-    break_it(getattr(model, stack).block[1].layer[0].SelfAttention)
-    with pytest.raises(NotT5Error, match="heads"):
-        export_t5(model, tmp_path / "wrong")
+    WRONG_HEADS[wrong](getattr(model, stack).block[1].layer[0].SelfAttention)
+    refused(lambda model: export_t5(model, tmp_path / "wrong"), "model", model, match="heads", error=NotT5Error)
     assert not list(tmp_path.iterdir())
 
 
@@ -485,23 +458,11 @@ def size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-@pytest.fixture(scope="module")
-def external(tiny_t5, tmp_path_factory) -> Callable[..., Path]:
-    """As `exported`, with the weights in a file of their own."""
-
-    @cache
-    def export(kind: str, **sizes: Any) -> Path:
-        folder = tmp_path_factory.mktemp("external")
-        export_t5(tiny_t5(kind, **sizes), folder, external_threshold_bytes=0)
-        return folder
-
-    return export
-
-
 @pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
-def test_external_weights_are_stored_once(tiny_t5, exported, external, padded_batch, kind: str) -> None:
+def test_external_weights_are_stored_once(tiny_t5, exported, padded_batch, kind: str) -> None:
     sizes = dict(vocab_size=3000)
-    inside, outside, model = exported(kind, **sizes), external(kind, **sizes), tiny_t5(kind, **sizes)
+    inside, outside = exported(kind, **sizes), exported(kind, **sizes, external_threshold_bytes=0)
+    model = tiny_t5(kind, **sizes)
     assert not (inside / WEIGHTS).exists() and read_manifest(outside).files.keys() >= {ENCODER, DECODER, WEIGHTS}
     encoder, decoder = references(outside / ENCODER), references(outside / DECODER)
     assert not references(inside / ENCODER) and not references(inside / DECODER)
@@ -537,14 +498,6 @@ def test_the_threshold_is_the_size_of_the_larger_graph(tiny_t5, tmp_path) -> Non
     at, below = (export_t5(model, tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
     assert WEIGHTS not in at.files and WEIGHTS in below.files
     assert at.source == below.source and at.size_bytes < at.size_bytes + largest
-
-
-@pytest.mark.parametrize("threshold", [-1, LARGEST_INSIDE + 1, 1.5, "0", True, None])
-def test_impossible_thresholds(tiny_t5, tmp_path, threshold: Any) -> None:
-    with pytest.raises(InputError, match="external_threshold_bytes"):
-        export_t5(tiny_t5(), tmp_path / "x", external_threshold_bytes=threshold)
-    assert not list(tmp_path.iterdir())
-    assert LARGEST_INSIDE == 2_000_000_000
 
 
 # Silence
@@ -602,29 +555,6 @@ def test_progress_goes_to_standard_error(tiny_t5, tmp_path, capfd, threshold: in
 # What cannot be exported
 
 
-def bert() -> Any:
-    config = transformers.BertConfig(
-        vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
-    return transformers.BertModel(config)
-
-
-def on_meta(model: Any) -> Any:
-    return copy.deepcopy(model).to("meta")
-
-
-def without(model: Any, name: str) -> Any:
-    model = copy.deepcopy(model)
-    setattr(model.config, name, None)
-    return model
-
-
-def with_activation(model: Any, name: str) -> Any:
-    model = copy.deepcopy(model)
-    model.config.dense_act_fn = name
-    return model
-
-
 class Wrapped(torch.nn.Module):
     """As adapters and compilers do it: everything can be reached, and the weights have other names."""
 
@@ -642,37 +572,38 @@ class Wrapped(torch.nn.Module):
         return self.inner(*args, **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        pytest.param(lambda t5: bert(), NotT5Error, "bert", id="bert"),
-        pytest.param(lambda t5: torch.nn.Linear(2, 2), NotT5Error, "Linear", id="linear"),
-        pytest.param(
-            lambda t5: transformers.T5EncoderModel(copy.deepcopy(t5.config)), NotT5Error, "T5EncoderModel", id="encoder"
-        ),
-        pytest.param(lambda t5: transformers.T5Model(copy.deepcopy(t5.config)), NotT5Error, "T5Model", id="headless"),
-        pytest.param(lambda t5: None, NotT5Error, "None", id="none"),
-        pytest.param(on_meta, InputError, "meta", id="meta"),
-        pytest.param(Wrapped, NotT5Error, "unwrapped", id="wrapped"),
-        pytest.param(lambda t5: with_activation(t5, "tanh"), NotT5Error, "tanh", id="activation"),
-        pytest.param(lambda t5: without(t5, "eos_token_id"), InputError, "eos_token_id", id="no-end"),
-        pytest.param(lambda t5: without(t5, "decoder_start_token_id"), InputError, "start_token", id="no-start"),
-        pytest.param(lambda t5: "no such model", UnknownModelError, "no such model", id="name"),
-        pytest.param(lambda t5: "", UnknownModelError, "non-empty", id="empty-name"),
-        pytest.param(lambda t5: "google-t5/t5-small", ModelUnavailableError, "t5-small", id="hub"),
-    ],
-)
-def test_what_is_no_t5(tiny_t5, tmp_path, offline, make: Any, error: type[T5AccelError], match: str) -> None:
-    with pytest.raises(error, match=match):
-        export_t5(make(tiny_t5()), tmp_path / "new" / "folder")
+def test_what_is_no_t5_and_wrong_options(tiny_t5, tmp_path, offline) -> None:
+    t5, config = tiny_t5(), tiny_t5().config
+    bert = transformers.BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+
+    def call(model: Any = t5, **options: Any) -> Any:
+        return export_t5(model, tmp_path / "new" / "folder", **options)
+
+    def configured(name: str, value: Any) -> Any:
+        model = copy.deepcopy(t5)
+        setattr(model.config, name, value)
+        return model
+
+    for model, error, match in (
+        (transformers.BertModel(bert), NotT5Error, "bert"),
+        (torch.nn.Linear(2, 2), NotT5Error, "Linear"),
+        (transformers.T5EncoderModel(copy.deepcopy(config)), NotT5Error, "T5EncoderModel"),
+        (transformers.T5Model(copy.deepcopy(config)), NotT5Error, "T5Model"),
+        (None, NotT5Error, "None"),
+        (copy.deepcopy(t5).to("meta"), InputError, "meta"),
+        (Wrapped(t5), NotT5Error, "unwrapped"),
+        (configured("dense_act_fn", "tanh"), NotT5Error, "tanh"),
+        (configured("eos_token_id", None), InputError, "eos_token_id"),
+        (configured("decoder_start_token_id", None), InputError, "start_token"),
+        ("no such model", UnknownModelError, "no such model"),
+        ("", UnknownModelError, "non-empty"),
+        ("google-t5/t5-small", ModelUnavailableError, "t5-small"),
+    ):
+        refused(call, "model", model, match=match, error=error)
+    refused(call, "external_threshold_bytes", -1, LARGEST_INSIDE + 1, 1.5, "0", True, None)
+    refused(call, "name", 5, b"t5")
+    refused(call, "tokenizer", "mini")
     assert not list(tmp_path.iterdir()), "nothing is written, not even the folder above"
-
-
-@pytest.mark.parametrize("options", [dict(name=5), dict(name=b"t5"), dict(tokenizer="mini")], ids=str)
-def test_wrong_options(tiny_t5, tmp_path, options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(options))):
-        export_t5(tiny_t5(), tmp_path / "x", **options)
-    assert not list(tmp_path.iterdir())
 
 
 # Which model it is

@@ -85,6 +85,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_are_hashed_once(tiny_t5, tmp_path: Path, hashed: list[str], monkeypatch) -> None:
     tiny_t5().save_pretrained(tmp_path / "model")
     first = [cached_export(tmp_path / "model", precision=name) for name in ("fp32", "int8")]
+    assert [folder.name[:11] for folder in first] == ["model-fp32-", "model-int8-"]
     assert hashed.count("model.safetensors") == 1 and not {*hashed} & {"encoder.onnx", "weights.data"}
     hashed.clear()
     forbid(monkeypatch)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from refused import refused
 
 import t5accel.lab.family as module
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import load_t5
-from t5accel.errors import InputError
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab import harness
 from t5accel.lab.family import family_rows, pareto
@@ -105,15 +106,14 @@ def test_an_export_that_is_not_equal_is_not_measured(tiny: tuple[Path, Path], mo
 
 
 def test_too_few_members_and_one_without_a_tokenizer_are_refused(tiny: tuple[Path, Path], tmp_path: Path) -> None:
-    for members, recipes in (({}, ["fp32", "int8"]), ({"mini": "mini"}, ["fp32"]), ({"mini": "mini"}, []),
-                             ({"mini": "mini"}, ["fp32", "fp32"])):  # fmt: skip
-        with pytest.raises(InputError, match="two members"):
-            family_rows(members, recipes=recipes)
+    one = {"mini": "mini"}
+    refused(partial(family_rows, recipes=["fp32", "int8"]), "members", {}, match="two members")
+    refused(partial(family_rows, one), "recipes", ["fp32"], [], ["fp32", "fp32"], match="two members")
     load_t5(tiny[0])[0].save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"mute \(.*\) has no tokenizer"):
-        family_rows({"whole": tiny[0], "mute": tmp_path}, recipes=["fp32"], limit=0, **QUICK)
-    with pytest.raises(InputError, match="fp64"):
-        family_rows({"whole": tiny[0]}, recipes=["fp32", "fp64"], limit=0, **QUICK)
+    members = {"whole": tiny[0], "mute": tmp_path}
+    call = partial(family_rows, limit=0, **QUICK)
+    refused(partial(call, recipes=["fp32"]), "members", members, match=r"mute \(.*\) has no tokenizer")
+    refused(partial(call, {"whole": tiny[0]}), "recipes", ["fp32", "fp64"], match="fp64")
 
 
 def test_nothing_on_the_frontier_is_beaten_and_all_else_is() -> None:

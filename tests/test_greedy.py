@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from programs import KeepsTheFirst, NoMask, broken, own_generate
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_batch, as_count, as_integers
@@ -35,20 +36,7 @@ cached_and_not = pytest.mark.parametrize("use_cache", [True, False], ids=["cache
 
 def generate(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> np.ndarray:
     """What transformers generates, without the start token; checked to vary."""
-    from transformers import DynamicCache, EncoderDecoderCache
-
-    if "decoder_input_ids" in options:
-        options["decoder_input_ids"] = torch.as_tensor(options["decoder_input_ids"])
-    sequences = model.generate(
-        input_ids=torch.as_tensor(ids),
-        attention_mask=torch.as_tensor(mask),
-        do_sample=False,
-        num_beams=1,
-        # transformers sizes its own by the encoder's depth and fails where the decoder is deeper
-        past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
-        **options,
-    )
-    expected = sequences[:, 1:].numpy()
+    expected = own_generate(model, ids, mask, **options)[:, 1:].numpy()
     assert_varied(expected)
     return expected
 
@@ -63,28 +51,9 @@ def end_positions(sequences: np.ndarray, end: int) -> list[int]:
     return [row.tolist().index(end) for row in sequences if end in row]
 
 
-@pytest.fixture(scope="module")
-def ending_t5(tiny_t5, padded_batch) -> Callable[[str], Any]:
-    """``ending_t5(kind)``: half or more of its rows end by themselves, at different lengths below 14, and some do not.
-
-    Its end token is one that a model with the same weights was seen to emit.
-    """
-    half, options = len(padded_batch[0]) / 2, dict(max_new_tokens=14)
-
-    @cache
-    def find(kind: str) -> Any:
-        for seed in range(20):
-            seen = generate(tiny_t5(kind, seed=seed), *padded_batch, min_new_tokens=14, **options)
-            for token in np.unique(seen[:, 2:12])[::-1].tolist():
-                if token in (0, 1) or not half <= (seen == token).any(axis=1).sum() < 2 * half:
-                    continue
-                model = tiny_t5(kind, seed=seed, eos_token_id=token)
-                ends = end_positions(generate(model, *padded_batch, **options), token)
-                if half <= len(ends) < 2 * half and len(set(ends)) > 1:
-                    return model
-        raise AssertionError("no seed of twenty ends some rows and not others")
-
-    return find
+@pytest.fixture
+def ending_t5(tiny_t5, ending) -> Callable[[str], Any]:
+    return lambda kind: tiny_t5(kind, **ending(kind))
 
 
 @cached_and_not
@@ -157,28 +126,16 @@ def test_takes_lists_and_tensors_and_makes_the_mask(tiny_t5, padded_batch) -> No
 # Broken backends fail the same check
 
 
-class NoMask(TorchEager):
-    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
-        return super().encode(input_ids, np.ones_like(attention_mask))
+def without_cross_mask(self: TorchEager, source: Any, rows_per_source: int = 1) -> Any:
+    state = TorchEager.start(self, source, rows_per_source)
+    state.mask = torch.ones_like(state.mask)
+    return state
 
 
-class NoCrossMask(TorchEager):
-    def start(self, source: Any, rows_per_source: int = 1) -> Any:
-        state = super().start(source, rows_per_source)
-        state.mask = torch.ones_like(state.mask)
-        return state
-
-
-class KeepsTheFirst(TorchEager):
-    def keep(self, state: Any, sources: np.ndarray) -> None:
-        super().keep(state, np.arange(len(sources)))
-
-
-class NoPast(TorchEager):
-    def step(self, state: Any, input_ids: np.ndarray) -> np.ndarray:
-        fresh = copy.copy(state)
-        fresh.cache, fresh.tokens, fresh.rows = None, state.tokens[:, :0], Histories.empty(*state.rows.shape)
-        return super().step(fresh, input_ids)
+def without_past(self: TorchEager, state: Any, input_ids: np.ndarray) -> np.ndarray:
+    fresh = copy.copy(state)
+    fresh.cache, fresh.tokens, fresh.rows = None, state.tokens[:, :0], Histories.empty(*state.rows.shape)
+    return TorchEager.step(self, fresh, input_ids)
 
 
 def with_bias(model: Any, stack: str, change: Any) -> Any:
@@ -192,9 +149,9 @@ def with_bias(model: Any, stack: str, change: Any) -> Any:
 
 BROKEN = {
     "no mask": NoMask,
-    "no mask in cross-attention": NoCrossMask,
+    "no mask in cross-attention": broken(start=without_cross_mask),
     "keeps the wrong sources": KeepsTheFirst,
-    "forgets the past": partial(NoPast, use_cache=False),
+    "forgets the past": partial(broken(step=without_past), use_cache=False),
     "encoder bias shifted": lambda model: TorchEager(with_bias(model, "encoder", lambda w: w.roll(1, 0))),
     "encoder bias zero": lambda model: TorchEager(with_bias(model, "encoder", torch.zeros_like)),
     "decoder bias shifted": lambda model: TorchEager(with_bias(model, "decoder", lambda w: w.roll(1, 0))),
@@ -202,8 +159,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_backend_is_caught(ending_t5, padded_batch, broken: str) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_backend_is_caught(ending_t5, padded_batch, name: str) -> None:
     model = ending_t5("deeper-decoder")
     # two orders: one whose finished sources do not happen to come last
     batches = [padded_batch, tuple(array[::-1].copy() for array in padded_batch)]
@@ -211,7 +168,7 @@ def test_a_broken_backend_is_caught(ending_t5, padded_batch, broken: str) -> Non
         check_equals_generate(TorchEager(model), model, *batch, max_new_tokens=14)
     with pytest.raises(AssertionError, match="Mismatched elements|not equal|shapes"):
         for batch in batches:
-            check_equals_generate(BROKEN[broken](model), model, *batch, max_new_tokens=14)
+            check_equals_generate(BROKEN[name](model), model, *batch, max_new_tokens=14)
 
 
 def test_a_degenerate_reference_is_refused(padded_batch) -> None:
@@ -366,18 +323,6 @@ def test_as_batch_raises_input_error_at_most(input_ids: Any, attention_mask: Any
         return
     assert ids.shape == mask.shape and ids.ndim == 2 and ids.dtype == mask.dtype == np.int64
     assert ids.min() >= 0 and set(np.unique(mask)) <= {0, 1} and mask.any(axis=1).all()
-
-
-@unhurried
-@given(valid | anything, st.none() | anything, bounds, bounds, st.none() | anything)
-def test_greedy_raises_input_error_at_most(input_ids, attention_mask, at_most, at_least, prefix) -> None:
-    options = dict(max_new_tokens=at_most, min_new_tokens=at_least, decoder_input_ids=prefix)
-    try:
-        result = greedy(Counter(), input_ids, attention_mask, **options)
-    except InputError:
-        return
-    assert result.sequences.dtype == np.int64 and len(result.sequences) == len(input_ids)
-    assert 1 <= result.decoder_calls <= at_most
 
 
 @unhurried

@@ -6,6 +6,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,6 +17,8 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import NoMask, NoReorder, broken
+from refused import refused
 from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
 from transformers.generation import BaseStreamer
@@ -360,18 +363,15 @@ def test_rows_of_encoder_outputs_are_chosen(pair, batch, num_beams: int) -> None
     assert torch.equal(ours.generate(encoder_outputs=encoded, **options), expected)
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [6], [-1], []], ids=repr)
-def test_rows_that_no_source_has(pair, batch, rows: list[int]) -> None:
-    encoded = pair[1].encoder(**batch)
-    encoded.last_hidden_state = torch.tensor(rows, dtype=torch.int64).view(-1, 1, 1)
-    with pytest.raises(InputError, match="encoder_outputs"):
-        pair[1](encoder_outputs=encoded, decoder_input_ids=torch.zeros(len(rows), 1, dtype=torch.int64))
+def test_encoder_outputs_that_are_of_no_source_or_another_mask(pair, batch) -> None:
+    def call(rows: list[int]) -> Any:
+        encoded = pair[1].encoder(**batch)
+        encoded.last_hidden_state = torch.tensor(rows, dtype=torch.int64).view(-1, 1, 1)
+        return pair[1](encoder_outputs=encoded, decoder_input_ids=torch.zeros(len(rows), 1, dtype=torch.int64))
 
-
-def test_encoder_outputs_with_another_mask(pair, batch) -> None:
-    encoded = pair[1].encoder(**batch)
-    with pytest.raises(InputError, match="attention_mask"):
-        pair[1].generate(encoder_outputs=encoded, attention_mask=torch.ones_like(batch["input_ids"]), **SHORT)
+    refused(call, "rows", [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [6], [-1], [], match="encoder_outputs")
+    generate = partial(pair[1].generate, encoder_outputs=pair[1].encoder(**batch), **SHORT)
+    refused(generate, "attention_mask", torch.ones_like(batch["input_ids"]))
 
 
 def test_encoder_outputs_share_nothing_with_the_caller(pair, batch) -> None:
@@ -497,16 +497,12 @@ def test_prefixes_of_unequal_length(pair, batch, num_beams: int) -> None:
 
 
 def test_masks_of_the_decoder_that_it_does_not_take(pair, batch) -> None:
-    _, ours = pair
-    tokens = decoder_ids(6, 3)
-    for mask in ([1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1]):
-        with pytest.raises(InputError, match="decoder_attention_mask"):
-            ours(**batch, decoder_input_ids=tokens, decoder_attention_mask=torch.tensor([mask] * 6))
+    ours, tokens, name = pair[1], decoder_ids(6, 3), "decoder_attention_mask"
+    wrong = [torch.tensor([mask] * 6) for mask in ([1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1])]
+    refused(partial(ours, **batch, decoder_input_ids=tokens), name, *wrong)
     cache = ours(**batch, decoder_input_ids=tokens).past_key_values
-    for mask in ([1, 1, 1, 0, 1], [1, 1, 1, 1, 0], [1, 1]):
-        with pytest.raises(InputError, match="decoder_attention_mask"):
-            mask = torch.tensor([mask] * 6)
-            ours(past_key_values=cache, decoder_input_ids=tokens[:, :2], decoder_attention_mask=mask)
+    wrong = [torch.tensor([mask] * 6) for mask in ([1, 1, 1, 0, 1], [1, 1, 1, 1, 0], [1, 1])]
+    refused(partial(ours, past_key_values=cache, decoder_input_ids=tokens[:, :2]), name, *wrong)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
@@ -617,16 +613,11 @@ def test_a_crop_after_padding(pair, batch) -> None:
 
 
 def test_rows_that_cannot_be_reordered_or_selected(pair, batch) -> None:
-    _, ours = pair
-    encoded = ours.encoder(**batch)
+    encoded = pair[1].encoder(**batch)
     encoded.last_hidden_state = encoded.last_hidden_state.repeat_interleave(2, 0)
-    cache = ours(encoder_outputs=encoded, decoder_input_ids=decoder_ids(12, 2)).past_key_values
-    for index in ([*range(10), 0, 1], list(range(11)), [0] * 12):
-        with pytest.raises(InputError, match="beam_idx"):
-            cache.reorder_cache(torch.tensor(index))
-    for index in ([0], [1, 0], [0, 1, 0, 1], [0, 2]):
-        with pytest.raises(InputError, match="indices"):
-            cache.batch_select_indices(torch.tensor(index))
+    cache = pair[1](encoder_outputs=encoded, decoder_input_ids=decoder_ids(12, 2)).past_key_values
+    refused(cache.reorder_cache, "beam_idx", *map(torch.tensor, ([*range(10), 0, 1], list(range(11)), [0] * 12)))
+    refused(cache.batch_select_indices, "indices", *map(torch.tensor, ([0], [1, 0], [0, 1, 0, 1], [0, 2])))
 
 
 @torch.no_grad()
@@ -642,38 +633,20 @@ def test_a_cache_goes_on_in_another_call(pair, batch) -> None:
 # --------------------------------------------------------------------------------------------------------- bad backends
 
 
-class NoReorder(TorchEager):
-    def reorder(self, state: Any, rows: np.ndarray) -> None:
-        pass
-
-
-class NoMask(TorchEager):
-    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
-        return super().encode(input_ids, np.ones_like(attention_mask))
-
-
-class NoTrim(TorchEager):
-    def trim(self, state: Any, accepted: np.ndarray) -> None:
-        pass
-
-
-class OneTokenLate(TorchEager):
-    def step(self, state: Any, input_ids: np.ndarray) -> np.ndarray:
-        return np.roll(super().step(state, input_ids), 1, axis=-1)
-
-
+BEAMS = dict(num_beams=3, max_new_tokens=10)
 BROKEN = {
-    "no reorder": (NoReorder, dict(num_beams=3, max_new_tokens=10), 6),
+    "no reorder": (NoReorder, BEAMS, 6),
     "no mask": (NoMask, SHORT, 6),
-    "no mask, beams": (NoMask, dict(num_beams=3, max_new_tokens=10), 6),
-    "no trim": (NoTrim, LOOKUP, 1),
-    "other tokens": (OneTokenLate, SHORT, 6),
-}
+    "no mask, beams": (NoMask, BEAMS, 6),
+    "no trim": (broken(trim=lambda self, state, accepted: None), LOOKUP, 1),
+    "other tokens": (
+        broken(step=lambda self, state, ids: np.roll(TorchEager.step(self, state, ids), 1, axis=-1)), SHORT, 6),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_backend_is_caught(tiny_t5, batch, broken: str) -> None:
-    make, options, rows = BROKEN[broken]
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_backend_is_caught(tiny_t5, batch, name: str) -> None:
+    make, options, rows = BROKEN[name]
     own, some = tiny_t5(), {name: tensor[:rows] for name, tensor in batch.items()}
     check(own, behind(TorchEager(own), own), some, **options)
     with pytest.raises(AssertionError, match="the tokens differ"):
@@ -748,47 +721,34 @@ def test_a_backend_on_the_gpu(tiny_t5, batch) -> None:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize("backend", [None, "mini", torch.nn.Linear(1, 1)], ids=repr)
-def test_no_backend(tiny_t5, backend: Any) -> None:
-    with pytest.raises(InputError, match="is no backend, it lacks"):
-        AcceleratedT5(backend, tiny_t5().config)
+def test_no_backend_and_configurations_of_other_models(tiny_t5) -> None:
+    config = tiny_t5().config
+    things = (None, "mini", torch.nn.Linear(1, 1))
+    refused(partial(AcceleratedT5, config=config), "backend", *things, match="is no backend, it lacks")
+    refused(partial(AcceleratedT5, TorchEager(tiny_t5())), "config", None, match="config.vocab_size is None")
+    for name, value in (("vocab_size", 301), ("eos_token_id", 2), ("pad_token_id", None)):
+        other = copy.deepcopy(config)
+        setattr(other, name, value)
+        refused(partial(AcceleratedT5, TorchEager(tiny_t5())), "config", other, match=f"config.{name} is {value}")
 
 
-@pytest.mark.parametrize("difference", [dict(vocab_size=301), dict(eos_token_id=2), dict(pad_token_id=None)], ids=repr)
-def test_the_configuration_of_another_model(tiny_t5, difference: dict[str, Any]) -> None:
-    config = copy.deepcopy(tiny_t5().config)
-    ((name, value),) = difference.items()
-    setattr(config, name, value)
-    with pytest.raises(InputError, match=f"config.{name} is {value}"):
-        AcceleratedT5(TorchEager(tiny_t5()), config)
-
-
-def test_no_configuration(tiny_t5) -> None:
-    with pytest.raises(InputError, match="config.vocab_size is None"):
-        AcceleratedT5(TorchEager(tiny_t5()), None)
-
-
-BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "attentions": (dict(output_attentions=True), "output_attentions"),
-    "hidden states": (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states"),
-    "embeddings": (dict(inputs_embeds=torch.zeros(6, 9, 32), input_ids=None), "inputs_embeds"),
-    "decoder's embeddings": (dict(decoder_inputs_embeds=torch.zeros(6, 9, 32)), "decoder_inputs_embeds"),
-    "head mask": (dict(head_mask=torch.ones(2, 4)), "head_mask"),
-    "static cache": (dict(cache_implementation="static"), "cache_implementation is 'static'"),
-    "quantized cache": (dict(cache_implementation="quantized"), "cache_implementation is 'quantized'"),
-    "prefill in chunks": (dict(prefill_chunk_size=2), "prefill_chunk_size"),
-    "early exit": (dict(assistant_early_exit=1), "assistant_early_exit"),
-    "cache of another kind": (dict(past_key_values=DynamicCache()), "past_key_values is a DynamicCache"),
-    "encoder outputs of another kind": (dict(encoder_outputs=(torch.zeros(6, 9, 32),)), "encoder_outputs is a tuple"),
-    "prefix beyond the vocabulary": (dict(decoder_input_ids=torch.full((6, 2), 300)), "0 … 299"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_what_generate_cannot_be_asked(pair, batch, case: str) -> None:
-    options, match = BAD_OPTIONS[case]
-    with pytest.raises(InputError, match=match):
-        pair[1].generate(**{**batch, **SHORT, **options})
+def test_what_generate_cannot_be_asked(pair, batch) -> None:
+    call, hidden = partial(pair[1].generate, **batch, **SHORT), torch.zeros(6, 9, 32)
+    refused(call, "output_attentions", True)
+    refused(partial(call, return_dict_in_generate=True), "output_hidden_states", True)
+    refused(partial(call, input_ids=None), "inputs_embeds", hidden)
+    refused(call, "decoder_inputs_embeds", hidden)
+    refused(call, "head_mask", torch.ones(2, 4))
+    refused(call, "cache_implementation", "static", "quantized")
+    refused(call, "prefill_chunk_size", 2)
+    refused(call, "assistant_early_exit", 1)
+    refused(call, "past_key_values", DynamicCache(), match="past_key_values is a DynamicCache")
+    refused(call, "encoder_outputs", (hidden,), match="encoder_outputs is a tuple")
+    refused(call, "decoder_input_ids", torch.full((6, 2), 300), match="0 … 299")
+    for name in ("num_beams", "num_return_sequences"):
+        refused(partial(call, do_sample=True), name, 0, -1, 1.5, True, match=f"{name} is ")
+    refused(pair[1].generate, "max_new_tokens", 3, match="nothing to answer")
+    refused(pair[1].generate_batch, "inputs", batch["input_ids"].tolist(), match="Continuous batching")
 
 
 def test_what_transformers_itself_refuses(pair, batch) -> None:
@@ -802,35 +762,22 @@ def test_what_transformers_itself_refuses(pair, batch) -> None:
         ours.generate(**batch, **LOOKUP)
 
 
-def test_continuous_batching(pair, batch) -> None:
-    with pytest.raises(InputError, match="Continuous batching"):
-        pair[1].generate_batch(batch["input_ids"].tolist())
-
-
-IDS = decoder_ids(2, 3)
-HALF_MASKED = torch.tensor([[1, 1, 1], [0, 0, 0]])
-BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "nothing to decode"),
-    "no source": (dict(decoder_input_ids=IDS), "nothing to encode"),
-    "attentions": (dict(input_ids=IDS, decoder_input_ids=IDS, output_attentions=True), "output_attentions:"),
-    "typing error": (dict(input_ids=IDS, decoder_input_ids=IDS, use_cash=True), "use_cash:"),
-    "embeddings": (dict(inputs_embeds=torch.zeros(2, 3, 32), decoder_input_ids=IDS), "inputs_embeds:"),
-    "floats": (dict(input_ids=IDS, decoder_input_ids=torch.zeros(2, 3)), "decoder_input_ids is of type"),
-    "no tokens": (dict(input_ids=IDS, decoder_input_ids=IDS[:, :0]), "at least one new"),
-    "rank": (dict(input_ids=IDS, decoder_input_ids=IDS[0]), "2 dimensions"),
-    "too few rows": (dict(input_ids=IDS, decoder_input_ids=IDS[:1]), "has 1 rows"),
-    "beyond the vocabulary": (dict(input_ids=IDS, decoder_input_ids=IDS + 300), "0 … 299"),
-    "mask": (dict(input_ids=IDS, attention_mask=HALF_MASKED, decoder_input_ids=IDS), "all zero in row 1"),
-    "tuple": (dict(encoder_outputs=(torch.zeros(2, 3, 32),), decoder_input_ids=IDS), "encoder_outputs is a tuple"),
-    "cache": (dict(past_key_values=DynamicCache(), decoder_input_ids=IDS), "past_key_values is a DynamicCache"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_what_forward_cannot_be_given(pair, case: str) -> None:
-    arguments, match = BAD_ARGUMENTS[case]
-    with pytest.raises(InputError, match=match):
-        pair[1](**arguments)
+def test_what_forward_cannot_be_given(pair) -> None:
+    ids, model = decoder_ids(2, 3), pair[1]
+    call, hidden = partial(model, input_ids=ids, decoder_input_ids=ids), torch.zeros(2, 3, 32)
+    refused(model, "input_ids", None, match="nothing to decode")
+    refused(partial(model, decoder_input_ids=ids), "input_ids", None, match="nothing to encode")
+    refused(call, "output_attentions", True)
+    refused(call, "use_cash", True)
+    refused(partial(call, input_ids=None), "inputs_embeds", hidden)
+    refused(call, "decoder_input_ids", torch.zeros(2, 3), match="decoder_input_ids is of type")
+    refused(call, "decoder_input_ids", ids[:, :0], match="at least one new")
+    refused(call, "decoder_input_ids", ids[0], match="2 dimensions")
+    refused(call, "decoder_input_ids", ids[:1], match="has 1 rows")
+    refused(call, "decoder_input_ids", ids + 300, match="0 … 299")
+    refused(call, "attention_mask", torch.tensor([[1, 1, 1], [0, 0, 0]]), match="all zero in row 1")
+    refused(partial(call, input_ids=None), "encoder_outputs", (hidden,), match="encoder_outputs is a tuple")
+    refused(partial(call, input_ids=None), "past_key_values", DynamicCache(), match="is a DynamicCache")
 
 
 def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> None:
@@ -933,20 +880,6 @@ def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
     (tmp_path / "new" / "generation_config.json").write_text("{}")
     with pytest.raises(T5AccelError, match="generation_config.json"):
         AcceleratedT5.from_pretrained(tmp_path / "new")
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
-@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
-def test_counts_below_one_are_refused(pair, batch, name: str, value: Any) -> None:
-    _, ours = pair
-    with pytest.raises(InputError, match=f"{name} is {value!r}"):
-        ours.generate(**batch, **{name: value}, do_sample=True, max_new_tokens=3)
-
-
-def test_nothing_to_answer_is_refused(pair) -> None:
-    _, ours = pair
-    with pytest.raises(InputError, match="nothing to answer"):
-        ours.generate(max_new_tokens=3)
 
 
 def test_the_tokenizer_comes_with_the_folder_whatever_its_files_are(tiny_t5, mini, tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from programs import ATOL, PROGRAM, check_program, teacher_forced
+from programs import PROGRAM, check_program, histories_of
 from test_encoder_cache import logits_of
 
 from t5accel.backends.older.hybrid import HybridOnnxT5
@@ -26,27 +25,10 @@ from t5accel.parity import parity
 ONE_THREAD = SessionSettings(threads=1)
 
 
-@pytest.fixture(scope="module")
-def laid_out(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``laid_out(kind)``: the folder with the graphs of that ``tiny_t5``. Shared: do not write."""
-
-    @cache
-    def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
-        folder = tmp_path_factory.mktemp(f"onnxt5-{kind}")
-        export_layout(tiny_t5(kind, **sizes), folder, "onnxt5")
-        return folder
-
-    return export
-
-
 @pytest.fixture
 def own(laid_out, tiny_t5) -> HybridOnnxT5:
     """A backend that the test may patch."""
-    return HybridOnnxT5(laid_out(), copy.deepcopy(tiny_t5()), settings=ONE_THREAD)
-
-
-def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
-    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
+    return HybridOnnxT5(laid_out("onnxt5"), copy.deepcopy(tiny_t5()), settings=ONE_THREAD)
 
 
 def test_the_program_on_a_pruned_model(tiny_t5, padded_batch, tmp_path: Path) -> None:
@@ -127,66 +109,34 @@ def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> 
         check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
 
 
-# Tokens
-
-
 # Bad input
 
 
 def test_the_graphs_have_to_be_the_models(laid_out, tiny_t5) -> None:
     for other in (tiny_t5("gated-untied"), tiny_t5(seed=2), tiny_t5(eos_token_id=7)):
         with pytest.raises(InputError, match="other weights"):
-            HybridOnnxT5(laid_out(), other, settings=ONE_THREAD)
+            HybridOnnxT5(laid_out("onnxt5"), other, settings=ONE_THREAD)
     changed = copy.deepcopy(tiny_t5())
-    HybridOnnxT5(laid_out(), changed, settings=ONE_THREAD)
+    HybridOnnxT5(laid_out("onnxt5"), changed, settings=ONE_THREAD)
     with torch.no_grad():
         changed.decoder.block[2].layer[2].DenseReluDense.wo.weight[3, 4] += 1
     with pytest.raises(InputError, match="export_layout"):
-        HybridOnnxT5(laid_out(), changed, settings=ONE_THREAD)
+        HybridOnnxT5(laid_out("onnxt5"), changed, settings=ONE_THREAD)
 
 
 def test_no_model_no_folder_and_no_settings(laid_out, tiny_t5, tmp_path: Path) -> None:
-    for model in (None, "mini", torch.nn.Linear(1, 1)):
-        with pytest.raises(NotT5Error):
-            HybridOnnxT5(laid_out(), model)
-    with pytest.raises(ExportError, match="holds no whole layout"):
-        HybridOnnxT5(tmp_path, tiny_t5())
-    export_layout(tiny_t5(), tmp_path / "other", "whole")
-    with pytest.raises(ExportError, match="'whole'.*onnxt5"):
-        HybridOnnxT5(tmp_path / "other", tiny_t5())
-    for wrong in ("cpu", {"threads": 1}):
-        with pytest.raises(InputError, match="SessionSettings"):
-            HybridOnnxT5(laid_out(), tiny_t5(), settings=wrong)
-
-
-def check_as_it_was(backend: HybridOnnxT5, state: Any, model: Any, padded_batch: Any) -> None:
-    """The next step's logits are transformers' for three tokens 5 and what comes now."""
-    new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
-    whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
-    expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
-    parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
-
-
-def test_a_failing_head_leaves_the_state_as_it_was(own, tiny_t5, padded_batch) -> None:
-    """The cache has grown by then."""
-    state = own.start(own.encode(*padded_batch), 2)
-
-    class Failing:
-        def run(self, *_: Any) -> None:
-            raise ZeroDivisionError
-
-    sessions, broken = own.sessions, {**own.sessions, LM_HEAD: Failing()}
-    for length in (3, 1):  # of a first step, and of a later one
-        own.sessions = broken
-        with pytest.raises(ZeroDivisionError):
-            own.step(state, np.full((6, 2, length), 9))
-        own.sessions = sessions
-        if length == 3:
-            own.step(state, np.full((6, 2, 3), 5))
-    check_as_it_was(own, state, tiny_t5(), padded_batch)
+    for error, match, folder, model, options in (
+        *((NotT5Error, "", laid_out("onnxt5"), model, {}) for model in (None, "mini", torch.nn.Linear(1, 1))),
+        (ExportError, "holds no whole layout", tmp_path, tiny_t5(), {}),
+        (ExportError, "'whole'.*onnxt5", laid_out("whole"), tiny_t5(), {}),
+        (InputError, "SessionSettings", laid_out("onnxt5"), tiny_t5(), dict(settings="cpu")),
+        (InputError, "SessionSettings", laid_out("onnxt5"), tiny_t5(), dict(settings={"threads": 1})),
+    ):
+        with pytest.raises(error, match=match):
+            HybridOnnxT5(folder, model, **options)
 
 
 def test_the_graphs_are_those_of_the_settings(laid_out, tiny_t5, padded_batch) -> None:
-    backend = HybridOnnxT5(laid_out(), tiny_t5(), settings=SessionSettings(threads=2, spinning=False))
+    backend = HybridOnnxT5(laid_out("onnxt5"), tiny_t5(), settings=SessionSettings(threads=2, spinning=False))
     assert backend.sessions.keys() == {ENCODER, LM_HEAD}
     assert all(session.get_session_options().intra_op_num_threads == 2 for session in backend.sessions.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refused
 from test_gates import hooks
 from test_narrow import SIZES, narrowed
 
@@ -219,14 +221,7 @@ def test_what_stays_in_a_layer_is_its_best(layers: list[list[float]], share: flo
             assert total - round(share * total) <= stay <= max(total - round(share * total), 0) + len(layers)
 
 
-@pytest.mark.parametrize("name", ["heads", "neurons"])
-@pytest.mark.parametrize("share", [1.0, 1, -0.1, float("nan"), True, "0.5", None])
-def test_shares_that_are_none_are_refused(name: str, share: Any) -> None:
-    with pytest.raises(InputError, match=f"{name} is "):
-        choose(HEADS, **{name: share})
-
-
-@pytest.mark.parametrize("multiple", [0, -8, 1.5, True, "8", None])
-def test_multiples_that_are_none_are_refused(multiple: Any) -> None:
-    with pytest.raises(InputError, match="multiple_of is"):
-        choose(NEURONS, neurons=0.5, multiple_of=multiple)
+def test_shares_and_multiples_that_are_none_are_refused() -> None:
+    for name in ("heads", "neurons"):
+        refused(partial(choose, HEADS), name, 1.0, 1, -0.1, float("nan"), True, "0.5", None, match=f"{name} is ")
+    refused(partial(choose, NEURONS, neurons=0.5), "multiple_of", 0, -8, 1.5, True, "8", None)

@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refused import refused
 from script import load_script
 
 from t5accel.errors import InputError, UnequalWorkError
@@ -127,9 +129,18 @@ def test_exact_are_those_in_fp32_of_the_same_model() -> None:
     assert not replace(LOOP, model="another").is_exact
 
 
-def test_a_batch_is_one_or_more() -> None:
-    with pytest.raises(InputError, match="^batch is 0"):
-        replace(LOOP, batch=0)
+def test_what_is_no_ladder_is_refused_before_a_model_is_loaded() -> None:
+    refused(partial(replace, LOOP), "batch", 0, match="^batch is 0")
+    call = partial(climb, job=JOB, model="no such model", **QUICK)
+    for rungs, message in (
+        ([NAIVE], "give two or more"),
+        ([NAIVE, LOOP, LOOP], "each name once"),
+        ([CACHE, LOOP], "The first rung, 'cache'"),
+        ([replace(INT8, on=None), LOOP], "The first rung, 'int8', has to be in fp32"),
+        ([NAIVE, INT8], "'int8' is on 'loop'; it has to stand on one of \\['naive'\\]"),
+    ):
+        refused(partial(call, max_loss=GATE), "rungs", rungs, match=message)
+    refused(partial(call, [NAIVE, LOOP]), "max_loss", {"speed": 1.0}, match="'speed'; the scores are bleu")
 
 
 # ---------------------------------------------------------------------------------------------------------- the climb
@@ -239,22 +250,6 @@ def test_quality_is_that_of_the_rungs_own_answers() -> None:
     assert {row["settings"]["max_loss_rougeL"] for row in rows} == {20.0}
 
 
-@pytest.mark.parametrize(
-    ("rungs", "max_loss", "message"),
-    [
-        ([NAIVE], GATE, "give two or more"),
-        ([NAIVE, LOOP, LOOP], GATE, "each name once"),
-        ([CACHE, LOOP], GATE, "The first rung, 'cache'"),
-        ([replace(INT8, on=None), LOOP], GATE, "The first rung, 'int8', has to be in fp32"),
-        ([NAIVE, INT8], GATE, "'int8' is on 'loop'; it has to stand on one of \\['naive'\\]"),
-        ([NAIVE, LOOP], {"speed": 1.0}, "max_loss names 'speed'; the scores are bleu"),
-    ],
-)
-def test_what_is_no_ladder_is_refused_before_a_model_is_loaded(rungs: Any, max_loss: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        climb(rungs, JOB, model="no such model", max_loss=max_loss, **QUICK)
-
-
 def test_a_gate_is_kept_to_the_point() -> None:
     expected = {"bleu": 28.0, "rougeL": 58.0}
     for bleu, inside in ((27.0, True), (26.9, False)):
@@ -322,9 +317,7 @@ def script() -> Any:
     return load_script("ladder")
 
 
-def test_the_script_climbs_all_ladders_writes_and_draws(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_climbs_all_ladders_writes_and_draws(script: Any, tmp_path: Path, monkeypatch, capsys) -> None:
     climbed: list[tuple[str, Any]] = []
 
     def fake(rungs: Any, job: Any, *, model: str, ladder: str, **options: Any) -> list[dict[str, Any]]:

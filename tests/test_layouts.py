@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from programs import ATOL, PROGRAM, check_program, teacher_forced
+from programs import PROGRAM, Watched, check_program, histories_of
 
 from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.older.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
@@ -29,36 +28,10 @@ from t5accel.graphs.older.layout_sizes import LayoutSizes, layout_sizes
 from t5accel.graphs.older.layouts import DESCRIPTION, export_layout, read_layout
 from t5accel.graphs.older.row_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
 from t5accel.lab.traffic import StepTraffic, bytes_per_step
-from t5accel.parity import parity
 from t5accel.t5.lively import random_t5
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [ThreeGraphs, MergedGraphs, WholeGraph]
-LaidOut = Callable[..., Path]
-
-
-@pytest.fixture(scope="session")
-def laid_out(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
-    """``laid_out(layout, kind)``: the folder with that layout of that ``tiny_t5``. Shared: do not write."""
-
-    @cache
-    def export(layout: str, kind: str = "deeper-decoder", **sizes: Any) -> Path:
-        folder = tmp_path_factory.mktemp(f"{layout}-{kind}")
-        export_layout(tiny_t5(kind, **sizes), folder, layout)
-        return folder
-
-    return export
-
-
-@pytest.fixture(scope="session")
-def opened(laid_out: LaidOut) -> Callable[..., RowBackend]:
-    """``opened(runtime, kind)``: that backend over that layout. Shared: patch one of your own."""
-
-    @cache
-    def open_(runtime: type[RowBackend], kind: str = "deeper-decoder", **sizes: Any) -> RowBackend:
-        return runtime(laid_out(runtime.layout, kind, **sizes), settings=ONE_THREAD)
-
-    return open_
 
 
 @pytest.fixture(scope="session", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
@@ -69,10 +42,6 @@ def runtime(request: pytest.FixtureRequest) -> type[RowBackend]:
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
-    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
 
 
 def beside(folder: Path) -> set[str]:
@@ -125,21 +94,16 @@ def test_later_steps_give_no_cross_tensors_but_empty_ones(opened, padded_batch) 
     backend = opened(MergedGraphs)
     state = backend.start(backend.encode(*padded_batch))
     seen = []
-    run = backend.sessions[MERGED_DECODER].run
 
-    class Watched:
-        def run(self, outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-            seen.append(dict(zip(outputs, results := run(outputs, inputs), strict=True)))
-            return results
+    def watch(run: Callable[..., Any], outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        seen.append(dict(zip(outputs, results := run(outputs, inputs), strict=True)))
+        return results
 
     own = copy.copy(backend)
-    own.sessions = {**backend.sessions, MERGED_DECODER: Watched()}
+    own.sessions = {**backend.sessions, MERGED_DECODER: Watched(backend.sessions[MERGED_DECODER], watch)}
     for _ in range(2):
         own.step(state, histories_of(6, 1, 1))
     assert [outputs["present_cross_key_2"].shape for outputs in seen] == [(6, 4, 9, 12), (0, 4, 1, 12)]
-
-
-# Logits under teacher forcing
 
 
 # Broken ones are caught
@@ -330,17 +294,13 @@ def test_traffic_is_counted_from_the_arrays(opened, padded_batch) -> None:
         assert whole.taken_back == {"logits": 12 * rows * 6 * 300 * 4}
 
 
-@pytest.mark.parametrize("folder", [None, "", 5])
-def test_only_a_folder_can_be_weighed(folder: Any) -> None:
-    with pytest.raises(InputError, match="folder"):
-        layout_sizes(folder)
-
-
-def test_what_holds_no_graphs_cannot_be_weighed(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="holds no graphs"):
-        layout_sizes(tmp_path)
-    with pytest.raises(ExportError, match="cannot be read"):
-        layout_sizes(tmp_path / "missing")
+def test_what_cannot_be_weighed(tmp_path: Path) -> None:
+    for junk in (None, "", 5):
+        with pytest.raises(InputError, match="folder"):
+            layout_sizes(junk)
+    for folder, match in ((tmp_path, "holds no graphs"), (tmp_path / "missing", "cannot be read")):
+        with pytest.raises(ExportError, match=match):
+            layout_sizes(folder)
     (tmp_path / "decoder.onnx").write_bytes(b"no graph at all")
     with pytest.raises(ExportError, match="cannot be read"):
         layout_sizes(tmp_path)
@@ -375,29 +335,19 @@ def test_the_description_names_the_checkpoint(exported, laid_out, layout: str) -
     assert found.tokens == ours.tokens
 
 
-@pytest.mark.parametrize("wrong", ["two", "", "FastT5", None, 3, ["whole"], {}])
-def test_no_layout(tiny_t5, tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(InputError, match="give one of whole, onnxt5, fastt5, merged"):
-        export_layout(tiny_t5(), tmp_path / "out", wrong)
-    assert beside(tmp_path) == set()
+WRONG: dict[str, tuple[Any, ...]] = {
+    "layout": ("two", "", "FastT5", None, 3, ["whole"], {}),
+    "external_threshold_bytes": (-1, 2**31, 1.5, "0", None, True),
+    "folder": (None, 5, "", b"x", "a\0b"),
+    "model": (torch.nn.Linear(2, 2), 5, None),
+}
 
 
-@pytest.mark.parametrize("threshold", [-1, 2**31, 1.5, "0", None, True])
-def test_no_threshold(tiny_t5, tmp_path: Path, threshold: Any) -> None:
-    with pytest.raises(InputError, match="external_threshold_bytes"):
-        export_layout(tiny_t5(), tmp_path / "out", "whole", external_threshold_bytes=threshold)
-
-
-@pytest.mark.parametrize("folder", [None, 5, "", b"x", "a\0b"])
-def test_no_folder(tiny_t5, folder: Any) -> None:
-    with pytest.raises(InputError, match="folder"):
-        export_layout(tiny_t5(), folder, "whole")
-
-
-@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), 5, None])
-def test_no_model(model: Any, layout: str, tmp_path: Path) -> None:
-    with pytest.raises((NotT5Error, InputError)):
-        export_layout(model, tmp_path / "out", layout)
+@pytest.mark.parametrize(("name", "wrong"), [(name, value) for name in WRONG for value in WRONG[name]], ids=str)
+def test_what_is_not_written(tiny_t5, tmp_path: Path, name: str, wrong: Any) -> None:
+    arguments = dict(model=tiny_t5(), folder=tmp_path / "out", layout="whole") | {name: wrong}
+    with pytest.raises(NotT5Error if name == "model" else InputError, match="" if name == "model" else name):
+        export_layout(**arguments)
     assert beside(tmp_path) == set()
 
 
@@ -452,6 +402,9 @@ def test_another_layout_is_refused(laid_out, runtime, exported) -> None:
         runtime(exported())
     with pytest.raises(ExportError, match="no export of t5accel"):
         OrtNumpy(laid_out(runtime.layout))
+    for wrong in ("cpu", {"threads": 1}, 1):
+        with pytest.raises(InputError, match="SessionSettings"):
+            runtime(laid_out(runtime.layout), settings=wrong)
 
 
 def test_a_damaged_folder_is_refused(tiny_t5, tmp_path: Path) -> None:
@@ -478,46 +431,6 @@ def test_a_damaged_folder_is_refused(tiny_t5, tmp_path: Path) -> None:
     description.unlink()
     with pytest.raises(ExportError, match="holds no whole layout"):
         read_layout(tmp_path / "out")
-
-
-# Bad input
-
-
-@pytest.fixture
-def begun(opened, runtime, padded_batch) -> tuple[RowBackend, Any]:
-    """A backend and a state of 6 sources and 2 rows after a step of 3 tokens."""
-    backend = opened(runtime)
-    state = backend.start(backend.encode(*padded_batch), 2)
-    backend.step(state, np.full((6, 2, 3), 5))
-    return backend, state
-
-
-def check_as_it_was(backend: RowBackend, state: Any, model: Any, padded_batch: Any) -> None:
-    """The next step's logits are transformers' for the history that `begun` made."""
-    new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
-    whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
-    expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
-    parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
-
-
-def test_a_failing_run_leaves_the_state_as_it_was(begun, tiny_t5, padded_batch, monkeypatch) -> None:
-    backend, state = begun
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "_run", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            backend.step(state, np.full((6, 2, 1), 9))
-    check_as_it_was(backend, state, tiny_t5(), padded_batch)
-
-
-@pytest.mark.parametrize("wrong", ["cpu", {"threads": 1}, 1])
-def test_no_settings(laid_out, runtime, wrong: Any) -> None:
-    with pytest.raises(InputError, match="SessionSettings"):
-        runtime(laid_out(runtime.layout), settings=wrong)
-
-
-def test_the_base_is_no_backend(laid_out) -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        RowBackend(laid_out("whole"))
 
 
 def test_every_weight_is_used(tiny_t5, kind: str) -> None:

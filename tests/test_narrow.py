@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import own_generate
 from safetensors.torch import load_file, save_file
 from silence import quiet
 from test_export import histories, same_logits, teacher_forced
@@ -49,10 +50,7 @@ def narrowed(model: Any, sizes: dict[str, list[int]] = SIZES) -> Any:
 
 def generated(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> np.ndarray:
     """What transformers' own generate() writes; with a cache unless ``use_cache`` is false."""
-    if options.get("use_cache", True):  # transformers sizes its own by the encoder's depth
-        options.setdefault("past_key_values", EncoderDecoderCache(DynamicCache(), DynamicCache()))
-    ids, mask = torch.as_tensor(ids), torch.as_tensor(mask)
-    return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=8, **options).numpy()
+    return own_generate(model, ids, mask, max_new_tokens=8, **options).numpy()
 
 
 @pytest.mark.parametrize("kind", NARROW)

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from programs import PROGRAM, check_program
+from refused import refused
 from silence import quiet
 from test_export import references, size_bytes
 from test_greedy import check_equals_generate
@@ -35,7 +36,7 @@ from t5accel.api import accelerate
 from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings, open_session
-from t5accel.errors import ExportError, InputError, MissingPackageError, T5AccelError
+from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs import optimize
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import portability
@@ -53,16 +54,11 @@ Optimized = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def portable(tiny_t5, tmp_path_factory) -> Callable[..., Path]:
-    """``portable(kind, external=…)``: an export. Shared: do not write."""
-
-    @cache
-    def export(kind: str = "deeper-decoder", external: bool = True) -> Path:
-        folder = tmp_path_factory.mktemp("portable") / "tiny"
-        export_t5(tiny_t5(kind), folder, **(dict(external_threshold_bytes=0) if external else {}))
-        return folder
-
-    return export
+def portable(exported) -> Callable[..., Path]:
+    """``portable(kind, external)``: an export. Shared: do not write."""
+    return lambda kind="deeper-decoder", external=True: exported(
+        kind, **(dict(external_threshold_bytes=0) if external else {})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -135,19 +131,13 @@ def test_weights_beside_a_graph_are_not_read(portable, tmp_path: Path) -> None:
     assert count_nodes(tmp_path / DECODER) == count_nodes(portable() / DECODER)
 
 
-@pytest.mark.parametrize("data", [None, b"", b"no graph", b"\xff" * 9])
 @pytest.mark.parametrize("read", [count_nodes, contrib_operators, lambda path: optimized_graph(path).__enter__()])
-def test_what_is_no_graph(tmp_path: Path, data: bytes | None, read: Callable[[Any], Any]) -> None:
-    path = tmp_path / "no.onnx"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(ExportError, match=r"no\.onnx"):
-        read(path)
-    with pytest.raises(ExportError):
-        read(tmp_path)
-    for junk in (None, 5, "", b"x", "x\0"):
-        with pytest.raises(InputError, match="path is"):
-            read(junk)
+def test_what_is_no_graph(tmp_path: Path, read: Callable[[Any], Any]) -> None:
+    refused(read, "path", None, 5, "", b"x", "x\0", match="path is")
+    refused(read, "path", tmp_path, tmp_path / "no.onnx", match="", error=ExportError)
+    for data in (b"", b"no graph", b"\xff" * 9):
+        (tmp_path / "no.onnx").write_bytes(data)
+        refused(read, "path", tmp_path / "no.onnx", match=r"no\.onnx", error=ExportError)
 
 
 # What a level does
@@ -190,14 +180,11 @@ def test_a_session_optimises_as_it_is_told(tiny_t5, portable, padded_batch, leve
     check_program(backend, tiny_t5(), *padded_batch, 3, PROGRAM)
 
 
-@pytest.mark.parametrize("level", ["ALL", "ORT_ENABLE_ALL", "", None, 99, True, ["all"], b"all"])
-def test_no_level(portable, tmp_path: Path, level: Any) -> None:
-    with pytest.raises(InputError, match="^graph_optimization"):
-        SessionSettings(graph_optimization=level)
-    for call in (partial(optimize_export, portable(), tmp_path / "x"), partial(optimized_graph, portable() / DECODER)):
-        with pytest.raises(InputError, match="^level"):
-            result = call(level=level)
-            result.__enter__()
+def test_no_level(portable, tmp_path: Path) -> None:
+    levels = ("ALL", "ORT_ENABLE_ALL", "", None, 99, True, ["all"], b"all")
+    refused(SessionSettings, "graph_optimization", *levels, match="^graph_optimization")
+    refused(partial(optimize_export, portable(), tmp_path / "x"), "level", *levels, match="^level")
+    refused(lambda level: optimized_graph(portable() / DECODER, level).__enter__(), "level", *levels, match="^level")
     assert not list(tmp_path.iterdir())
 
 
@@ -415,30 +402,23 @@ def test_manifests_from_before(portable, tmp_path: Path) -> None:
     assert OrtNumpy(folder, settings=ONE_THREAD).manifest.optimized == {}
 
 
-KEYS = ("tool", "level", "onnxruntime", "machine", "contrib_operators")
-
-
-@pytest.mark.parametrize("value", [None, [], "x", 7, True, {"tool": "onnxruntime"}])
-def test_an_odd_entry(own: Path, value: Any) -> None:
-    rewrite(own, lambda content: content.update(optimized=value))
-    for read in (read_manifest, OrtNumpy):
-        with pytest.raises(ExportError, match="manifest.json is damaged"):
-            read(own)
-
-
-@pytest.mark.parametrize("value", [None, 7, True, "x", ["x", 7], {"cpu": 7}, {"cpu": None}])
-@pytest.mark.parametrize("key", KEYS)
-def test_odd_values_in_the_entry(own: Path, key: str, value: Any) -> None:
-    rewrite(own, lambda content: content["optimized"].update({key: value}))
-    if value == "x" and key in ("tool", "level"):
-        assert read_manifest(own).optimized[key] == value  # a later release may have more of them
-        return
-    another_version = (key, value) == ("onnxruntime", "x")
-    with pytest.raises(ExportError, match="here is onnxruntime" if another_version else "manifest.json is damaged"):
-        OrtNumpy(own)
-    rewrite(own, lambda content: content["optimized"].pop(key))
-    with pytest.raises(ExportError, match="manifest.json is damaged"):
-        read_manifest(own)
+@pytest.mark.parametrize("key", ["tool", "level", "onnxruntime", "machine", "contrib_operators"])
+def test_odd_entries_and_values_in_them(own: Path, key: str) -> None:
+    whole = read_manifest(own).optimized
+    for value in (None, 7, True, "x", ["x", 7], {"cpu": 7}, {"cpu": None}):
+        rewrite(own, lambda content, value=value: content.update(optimized={**whole, key: value}))
+        if value == "x" and key in ("tool", "level"):
+            assert read_manifest(own).optimized[key] == value  # a later release may have more of them
+            continue
+        another_version = (key, value) == ("onnxruntime", "x")
+        with pytest.raises(ExportError, match="here is onnxruntime" if another_version else "manifest.json is damaged"):
+            OrtNumpy(own)
+    without = {name: value for name, value in whole.items() if name != key}
+    for entry in (without, None, [], "x", 7, True, {"tool": "onnxruntime"}):
+        rewrite(own, lambda content, entry=entry: content.update(optimized=entry))
+        for read in (read_manifest, OrtNumpy):
+            with pytest.raises(ExportError, match="manifest.json is damaged"):
+                read(own)
 
 
 junk = st.recursive(
@@ -520,16 +500,16 @@ def test_what_is_not_optimised(workplace: Path) -> None:
     (workplace / "mine" / "notes.txt").write_text("mine")
     (workplace / "link").symlink_to("portable")
     before = snapshot(workplace)
-    for options in (dict(), dict(overwrite=True)):
-        with pytest.raises(InputError, match="is optimised already"):
-            optimize_export(workplace / "optimized", workplace / "new", **options)
-        for itself in ("portable", "link"):
-            with pytest.raises(InputError, match="is the portable export, which is kept"):
-                optimize_export(workplace / "portable", workplace / itself, **options)
-        with pytest.raises(ExportError, match="no export of t5accel and not empty"):
-            optimize_export(workplace / "portable", workplace / "mine", **options)
-        with pytest.raises(ExportError, match="holds no manifest.json"):
-            optimize_export(workplace / "mine", workplace / "new", **options)
+    for overwrite in (False, True):
+        for error, match, folder, out in (
+            (InputError, "is optimised already", "optimized", "new"),
+            (InputError, "is the portable export, which is kept", "portable", "portable"),
+            (InputError, "is the portable export, which is kept", "portable", "link"),
+            (ExportError, "no export of t5accel and not empty", "portable", "mine"),
+            (ExportError, "holds no manifest.json", "mine", "new"),
+        ):
+            with pytest.raises(error, match=match):
+                optimize_export(workplace / folder, workplace / out, overwrite=overwrite)
     assert snapshot(workplace) == before
     (workplace / "portable" / ENCODER).write_bytes(b"no graph")
     with pytest.raises(ExportError, match="encoder.onnx has 8 bytes"):
@@ -545,44 +525,29 @@ def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
         optimize_export(workplace / "portable", workplace / "new")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        (dict(tool="tensorrt"), InputError, "tool is 'tensorrt'; give one of onnxruntime, transformers"),
-        (dict(tool=None), InputError, "tool is None"),
-        (dict(tool=["onnxruntime"]), InputError, "tool is"),
-        (dict(tool="transformers", level="layout"), InputError, "disable, basic, extended, all"),
-    ],
-)  # fmt: skip
-def test_wrong_options(workplace: Path, options: dict[str, Any], error: type[T5AccelError], match: str) -> None:
-    with pytest.raises(error, match=match):
-        optimize_export(workplace / "portable", workplace / "new", **options)
-    assert not (workplace / "new").exists()
+def test_wrong_options_and_folders(workplace: Path) -> None:
+    call = partial(optimize_export, workplace / "portable", workplace / "new")
+    refused(call, "tool", "tensorrt", match="tool is 'tensorrt'; give one of onnxruntime, transformers")
+    refused(call, "tool", None, ["onnxruntime"], match="tool is")
+    refused(partial(call, tool="transformers"), "level", "layout", match="disable, basic, extended, all")
+    before = snapshot(workplace)
+    for folders in (lambda folder: (folder, workplace / "new"), lambda folder: (workplace / "portable", folder)):
+        refused(lambda folder, folders=folders: optimize_export(*folders(folder)), "folder", None, 5, "", b"x", "x\0",
+                "\ud800", match="folder is")  # fmt: skip
+    assert snapshot(workplace) == before and not (workplace / "new").exists()
 
 
-@pytest.mark.parametrize("junk", [None, 5, "", b"x", "x\0", "\ud800"], ids=repr)
-def test_what_is_no_folder(portable, tmp_path: Path, junk: Any) -> None:
-    for folders in ((junk, tmp_path / "new"), (portable(), junk)):
-        with pytest.raises(InputError, match="folder is"):
-            optimize_export(*folders)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("package", ["torch", "sympy"])
-def test_packages_that_the_package_needs(workplace: Path, monkeypatch, package: str) -> None:
-    monkeypatch.setattr(optimize, "find_spec", lambda name: None if name == package else object())
-    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
-        optimize_export(workplace / "portable", workplace / "new", tool="transformers")
-    optimize_export(workplace / "portable", workplace / "new")
-
-
-def test_without_onnxruntime(workplace: Path, monkeypatch) -> None:
+def test_packages_that_are_not_installed(workplace: Path, monkeypatch) -> None:
+    call = partial(optimize_export, workplace / "portable", workplace / "new")
+    for package in ("torch", "sympy"):  # which the package for transformers needs
+        monkeypatch.setattr(optimize, "find_spec", lambda name, package=package: None if name == package else object())
+        refused(call, "tool", "transformers", match=f"pip install {package}", error=MissingPackageError)
     monkeypatch.setattr(portability, "find_spec", lambda name: None)
-    for tool in ("onnxruntime", "transformers"):
-        with pytest.raises(MissingPackageError, match=r"t5accel\[cpu\]"):
-            optimize_export(workplace / "portable", workplace / "new", tool=tool)
-    with pytest.raises(MissingPackageError, match=r"t5accel\[cpu\]"):
-        OrtNumpy(workplace / "portable")
+    refused(call, "tool", "onnxruntime", "transformers", match=r"t5accel\[cpu\]", error=MissingPackageError)
+    refused(OrtNumpy, "folder", workplace / "portable", match=r"t5accel\[cpu\]", error=MissingPackageError)
+    monkeypatch.undo()
+    monkeypatch.setattr(optimize, "find_spec", lambda name: None if name in ("torch", "sympy") else object())
+    call()
 
 
 def test_a_package_that_fails_says_why(workplace: Path, monkeypatch, capfd) -> None:
@@ -614,10 +579,3 @@ def test_no_place_for_temporary_files(portable, tmp_path: Path, monkeypatch) -> 
         optimize_export(portable(), tmp_path / "new")
     with pytest.raises(ExportError, match="temporary files.*TMPDIR"), optimized_graph(portable() / DECODER):
         pass
-
-
-def test_nothing_is_said_unasked(portable, tmp_path: Path, capfd) -> None:
-    with quiet():
-        optimize_export(portable(), tmp_path / "optimized")
-        OrtNumpy(tmp_path / "optimized")
-    assert capfd.readouterr() == ("", "")

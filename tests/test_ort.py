@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import onnxruntime
 import psutil
 import pytest
 import torch
-from programs import ATOL, PROGRAM, check_program, logits_after_all, teacher_forced
+from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of, logits_after_all
+from refused import refused
 from test_encoder_cache import check, in_threads, logits_of, tokens_of
 
 from t5accel.backends.ort import memory as encoder_slices
@@ -40,17 +41,6 @@ ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [OrtNumpy, OrtBound, OrtPointers]
 
 
-@pytest.fixture(scope="session")
-def opened(exported) -> Callable[..., Any]:
-    """``opened(runtime, kind, **sizes)``: that backend over that export. Shared: patch one of your own."""
-
-    @cache
-    def open_(runtime: type[OrtNumpy], kind: str = "deeper-decoder", **sizes: Any) -> OrtNumpy:
-        return runtime(exported(kind, **sizes), settings=ONE_THREAD)
-
-    return open_
-
-
 @pytest.fixture(scope="session", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
 def runtime(request: pytest.FixtureRequest) -> type[OrtNumpy]:
     return request.param
@@ -62,14 +52,9 @@ def own(runtime, exported) -> OrtNumpy:
     return runtime(exported("deeper-decoder"), settings=ONE_THREAD)
 
 
-def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
-    return np.random.default_rng(1).integers(3, 300, (batch, rows, length))
-
-
 def as_numpy(backend: OrtNumpy, tensors: list[Any]) -> list[np.ndarray]:
-    return [
-        np.array(array.numpy() if isinstance(array, torch.Tensor) else array) for array in map(backend._array, tensors)
-    ]
+    arrays = map(backend._array, tensors)
+    return [np.array(array.numpy() if isinstance(array, torch.Tensor) else array) for array in arrays]
 
 
 # Logits under teacher forcing
@@ -101,36 +86,24 @@ def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
 # Any mixture of steps, trims, reorderings and leaving sources
 
 
-class Observed:
-    """A session whose runs are noted: the shape of its sources."""
-
-    def __init__(self, session: Any):
-        self.session, self.shapes = session, []
-
-    def run(self, names: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-        self.shapes.append(inputs["input_ids"].shape)
-        return self.session.run(names, inputs)
-
-    def io_binding(self) -> Any:
-        return self.session.io_binding()
-
-    def run_with_iobinding(self, binding: Any) -> None:
-        self.session.run_with_iobinding(binding)
-        self.shapes.append("into place")
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeypatch, side: str) -> None:
     """A few rows at a time, none longer than its slice has to be; those of full length are not copied."""
     ids, mask = padded_batch if side == "right" else (array[:, ::-1] for array in padded_batch)
-    own.encoder = Observed(own.encoder)
+    shapes = []
+
+    def watch(run: Callable[..., Any], *arguments: Any) -> Any:
+        shapes.append(arguments[1]["input_ids"].shape if run.__name__ == "run" else "into place")
+        return run(*arguments)
+
+    own.encoder = Watched(own.encoder, watch)
     monkeypatch.setattr(encoder_slices, "TOKENS", 26)
     check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
-    assert own.encoder.shapes == (["into place", (2, 7), (2, 8)] if side == "right" else ["into place"] * 3)
-    own.encoder.shapes.clear()
+    assert shapes == (["into place", (2, 7), (2, 8)] if side == "right" else ["into place"] * 3)
+    shapes.clear()
     monkeypatch.setattr(encoder_slices, "TOKENS", 1)
     check_program(own, tiny_t5(), ids, mask, 1, PROGRAM)
-    assert len(own.encoder.shapes) == 6
+    assert len(shapes) == 6
 
 
 Broken = Callable[[OrtNumpy], dict[str, Callable[..., Any]]]
@@ -150,20 +123,16 @@ def left_aligned(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
     return {"trim": trim}
 
 
-def no_past_mask(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
+def with_past_mask(change: Callable[[np.ndarray], np.ndarray]) -> Broken:
     """It attends to the garbage in front of the shorter histories."""
 
-    def run_decoder(state: Any, new: np.ndarray, past_mask: np.ndarray) -> Any:
-        return type(backend)._run_decoder(backend, state, new, np.ones_like(past_mask))
+    def broken(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
+        def run_decoder(state: Any, new: np.ndarray, past_mask: np.ndarray) -> Any:
+            return type(backend)._run_decoder(backend, state, new, change(past_mask))
 
-    return {"_run_decoder": run_decoder}
+        return {"_run_decoder": run_decoder}
 
-
-def swapped_masks(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
-    def run_decoder(state: Any, new: np.ndarray, past_mask: np.ndarray) -> Any:
-        return type(backend)._run_decoder(backend, state, new, past_mask[:, ::-1].copy())
-
-    return {"_run_decoder": run_decoder}
+    return broken
 
 
 def past_alone_kept(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
@@ -180,8 +149,8 @@ def past_alone_kept(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
 
 
 BROKEN: dict[str, Broken] = {
-    "no mask of the past": no_past_mask,
-    "the mask of other sources": swapped_masks,
+    "no mask of the past": with_past_mask(np.ones_like),
+    "the mask of other sources": with_past_mask(lambda mask: mask[:, ::-1].copy()),
     "left-aligned past": left_aligned,
     "keeps the wrong cross-attention": past_alone_kept,
     "the past of another layer": lambda backend: {
@@ -201,43 +170,22 @@ def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> 
 # Bad input
 
 
-def check_as_it_was(backend: OrtNumpy, state: Any, model: Any, padded_batch: Any) -> None:
-    """The next step's logits are transformers' for three tokens 5 and what comes now."""
-    new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
-    whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
-    expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
-    parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
-
-
-def test_long_sources_are_refused_where_that_is_wanted(runtime, exported, padded_batch) -> None:
-    backend = runtime(exported("deeper-decoder"), settings=ONE_THREAD, max_source_tokens=9)
+def test_what_cannot_be_opened_or_encoded(runtime, exported, padded_batch, tmp_path: Path) -> None:
+    open_ = partial(runtime, exported("deeper-decoder"), settings=ONE_THREAD)
+    backend = open_(max_source_tokens=9)
     assert backend.encode(*padded_batch).mask.shape == (6, 9)
     with pytest.raises(InputError, match="max_source_tokens"):
         backend.encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
-    for value in (0, -1, 1.5, "9", True):
-        with pytest.raises(InputError, match="max_source_tokens"):
-            runtime(exported("deeper-decoder"), settings=ONE_THREAD, max_source_tokens=value)
+    refused(open_, "max_source_tokens", 0, -1, 1.5, "9", True)
+    refused(open_, "settings", "cpu", {"threads": 1}, 1, match="SessionSettings")
+    refused(runtime, "folder", None, 5, "", b"x")
+    refused(runtime, "folder", tmp_path, match="no export", error=ExportError)
 
 
-def test_no_export_and_no_settings(runtime, exported, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="no export"):
-        runtime(tmp_path)
-    for folder in (None, 5, "", b"x"):
-        with pytest.raises(InputError, match="folder"):
-            runtime(folder)
-    for wrong in ("cpu", {"threads": 1}, 1):
-        with pytest.raises(InputError, match="SessionSettings"):
-            runtime(exported("deeper-decoder"), settings=wrong)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [dict(threads=0), dict(threads=1.5), dict(threads=5000), dict(device="tpu"), dict(device=[]), dict(device=None),
-     dict(spinning=1), dict(arena="no"), dict(memory_pattern=None)],
-)  # fmt: skip
-def test_settings_say_what_is_wrong(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(options))):
-        SessionSettings(**options)
+def test_settings_say_what_is_wrong() -> None:
+    for name, wrong in (("threads", [0, 1.5, 5000]), ("device", ["tpu", [], None]), ("spinning", [1]),
+                        ("arena", ["no"]), ("memory_pattern", [None])):  # fmt: skip
+        refused(SessionSettings, name, *wrong)
 
 
 @pytest.mark.parametrize("options", [dict(spinning=False), dict(memory_pattern=True), dict(arena=False), dict()])
@@ -404,51 +352,6 @@ def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
 # A failure on the way
 
 
-class Failing:
-    """A session whose runs fail: before they begin, or when all is written."""
-
-    def __init__(self, session: Any, *, late: bool, error: BaseException):
-        self.session, self.late, self.error = session, late, error
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.session, name)
-        if not name.startswith("run"):
-            return method
-
-        def run(*arguments: Any) -> Any:
-            if self.late:
-                method(*arguments)
-            raise self.error
-
-        return run
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before the run", "after the run"])
-@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_step_that_fails_leaves_the_state_as_it_was(
-    own, tiny_t5, padded_batch, late: bool, error: BaseException
-) -> None:
-    state = own.start(own.encode(*padded_batch), 2)
-    session, chunks = own.decoder, [np.full((6, 2, count), 5) for count in (2, 1)]
-    for chunk in chunks:
-        rows, past = state.rows, as_numpy(own, state.past)
-        own.decoder = Failing(session, late=late, error=error)
-        for _ in range(2):
-            with pytest.raises(type(error)):
-                own.step(state, chunk)
-        own.decoder = session
-        assert state.rows is rows
-        for now, before in zip(as_numpy(own, state.past), past, strict=True):
-            np.testing.assert_array_equal(now, before)
-        own.step(state, chunk)
-    own.decoder = Failing(session, late=late, error=error)
-    with pytest.raises(type(error)):
-        own.step(state, chunks[0])
-    own.decoder = session
-    own.reorder(state, np.array([[1, 0]] * 6))  # reads the past of before
-    check_as_it_was(own, state, tiny_t5(), padded_batch)
-
-
 GATHERING = {  # what is asked for, and of how many tensors
     "reorder": (np.array([[1, 0]] * 6), 6),
     "trim": (np.array([[1, 3]] * 6), 6),
@@ -480,8 +383,12 @@ def test_a_gathering_that_fails_leaves_the_state_as_it_was(
 
 
 def test_an_encoder_that_fails_leaves_nothing(own, padded_batch) -> None:
+    def fail(run: Callable[..., Any], *arguments: Any) -> None:
+        run(*arguments)
+        raise RuntimeError("no memory")
+
     cache, session = EncoderCache(own), own.encoder
-    own.encoder = Failing(session, late=True, error=RuntimeError("no memory"))
+    own.encoder = Watched(session, fail)
     with pytest.raises(RuntimeError, match="no memory"):
         cache.encode(*padded_batch)
     own.encoder = session
@@ -522,30 +429,18 @@ def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch)
     np.testing.assert_array_equal(backend.step(state, next_tokens), expected)
 
 
-WRONG_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
-    "transposed": (lambda: torch.zeros(2, 3).T, "strides"),
-    "every second": (lambda: torch.zeros(4, 3)[::2], "strides"),
-    "expanded": (lambda: torch.zeros(1, 3).expand(2, 3), "strides"),
-    "double": (lambda: torch.zeros(2, 3, dtype=torch.float64), "float64; the graph takes torch.float32"),
-    "half": (lambda: torch.zeros(2, 3, dtype=torch.float16), "float16; the graph takes torch.float32"),
-    "tokens": (lambda: torch.zeros(2, 3, dtype=torch.int64), "int64; the graph takes torch.float32"),
-    "elsewhere": (lambda: torch.zeros(2, 3, device="meta"), "on meta; the session runs on cpu"),
-    "numpy": (lambda: np.zeros((2, 3), dtype=np.float32), "is a ndarray"),
-    "nothing": (lambda: None, "is a NoneType"),
-}
-
-
 @pytest.mark.parametrize("is_output", [False, True], ids=["input", "output"])
-@pytest.mark.parametrize("case", WRONG_TENSORS)
-def test_what_is_not_bound(case: str, is_output: bool) -> None:
-    make, match = WRONG_TENSORS[case]
-    with pytest.raises(InputError, match=match):
-        bind_tensor(None, "past_key_0", make(), dtype=torch.float32, device=torch.device("cpu"), is_output=is_output)
-
-
-def test_a_type_that_no_graph_has_is_not_bound() -> None:
-    with pytest.raises(InputError, match="to be bound as torch.complex64"):
-        bind_tensor(None, "x", torch.zeros(1), dtype=torch.complex64, device=torch.device("cpu"))
+def test_what_is_not_bound(is_output: bool) -> None:
+    options = dict(dtype=torch.float32, device=torch.device("cpu"), is_output=is_output)
+    call, zeros = partial(bind_tensor, None, "past_key_0", **options), torch.zeros(2, 3)
+    refused(call, "tensor", zeros.T, torch.zeros(4, 3)[::2], torch.zeros(1, 3).expand(2, 3), match="strides")
+    for dtype in ("float64", "float16", "int64"):
+        wrong = zeros.to(getattr(torch, dtype))
+        refused(call, "tensor", wrong, match=f"{dtype}; the graph takes torch.float32")
+    refused(call, "tensor", zeros.to("meta"), match="on meta; the session runs on cpu")
+    refused(call, "tensor", zeros.numpy(), match="is a ndarray")
+    refused(call, "tensor", None, match="is a NoneType")
+    refused(partial(call, tensor=zeros), "dtype", torch.complex64, match="to be bound as torch.complex64")
 
 
 class Recorder:
@@ -630,22 +525,6 @@ def test_the_session_writes_into_our_tensors(opened, padded_batch, monkeypatch) 
 # Bytes
 
 
-class Counting:
-    """A session that adds up what it is handed and what is taken from it, when that is numpy."""
-
-    def __init__(self, session: Any):
-        self.session, self.handed_in, self.taken_back = session, {}, {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.session, name)
-
-    def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-        results = self.session.run(names, feeds)
-        self.handed_in = {name: array.nbytes for name, array in feeds.items()}
-        self.taken_back = {name: array.nbytes for name, array in zip(names, results, strict=True)}
-        return results
-
-
 def by_kind(sizes: dict[str, int]) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for name, size in sizes.items():
@@ -663,11 +542,20 @@ def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, kind: str, padded
     state = backend.start(backend.encode(*padded_batch), 2)
     if past:
         backend.step(state, new)
-    backend.decoder = counting = Counting(backend.decoder)
+    handed_in: dict[str, int] = {}
+    taken_back: dict[str, int] = {}
+
+    def weigh(run: Callable[..., Any], names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        results = run(names, feeds)
+        handed_in.update((name, array.nbytes) for name, array in feeds.items())
+        taken_back.update((name, array.nbytes) for name, array in zip(names, results, strict=True))
+        return results
+
+    backend.decoder = Watched(backend.decoder, weigh)
     backend.step(state, new[:, :, :3])
-    assert by_kind(counting.handed_in) == expected["fed"].handed_in
-    assert by_kind(counting.taken_back) == expected["fed"].taken_back
-    both = sum(counting.handed_in.values()) + sum(counting.taken_back.values())
+    assert by_kind(handed_in) == expected["fed"].handed_in
+    assert by_kind(taken_back) == expected["fed"].taken_back
+    both = sum(handed_in.values()) + sum(taken_back.values())
     assert both == expected["fed"].size_bytes > expected["bound"].size_bytes
 
     bound = OrtBound(exported(kind), settings=ONE_THREAD)
@@ -701,13 +589,11 @@ def test_bytes_of_unequal_layers_and_half_precision() -> None:
     assert step["bound"].taken_back == {"logits": 2400}
 
 
-@pytest.mark.parametrize("name", ["batch", "rows", "past", "new", "source", "element_bytes"])
-@pytest.mark.parametrize("value", [-1, 1.5, "3", None])
-def test_no_count(name: str, value: Any) -> None:
+def test_no_count() -> None:
     dims = T5Dims(100, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    sizes = {**dict(batch=1, rows=1, past=0, new=1, source=1, element_bytes=4), name: value}
-    with pytest.raises(InputError, match=name):
-        bytes_per_step(dims, **sizes)
+    call = partial(bytes_per_step, dims, batch=1, rows=1, past=0, new=1, source=1, element_bytes=4)
+    for name in ("batch", "rows", "past", "new", "source", "element_bytes"):
+        refused(call, name, -1, 1.5, "3", None)
 
 
 # Without torch and transformers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import log
+from programs import PROGRAM, check_program
+from refused import refused
 from test_beam import check_equals_generate
 from test_distill import (
     MIXTURE,
@@ -207,18 +210,13 @@ def test_heads_that_transformers_4_pruned_keep_their_biases(tiny_t5, padded_batc
     equal(teacher_forced(remove(model, kept), *padded_batch, NEW), masked(model, kept, padded_batch))
 
 
-def test_heads_that_there_are_not_are_refused(tiny_t5) -> None:
+def test_heads_that_there_are_not_and_modules_that_are_not_named_are_refused(tiny_t5) -> None:
     whole = Gates(tiny_t5()).kept()
-    for indices in ((), (0, 0), (1, 0), (0, 4), (-1, 0), (4,)):
-        with pytest.raises(InputError, match=SECOND):
-            remove(tiny_t5(), {**whole, SECOND: indices})
-
-
-def test_every_module_has_to_be_named(tiny_t5) -> None:
-    whole = Gates(tiny_t5()).kept()
-    for kept in ({}, {**whole, "lm_head": (0,)}, {name: k for name, k in whole.items() if name != SECOND}):
-        with pytest.raises(InputError, match="give indices for each of 13 modules"):
-            remove(tiny_t5(), kept)
+    call = partial(remove, tiny_t5())
+    indices = ((), (0, 0), (1, 0), (0, 4), (-1, 0), (4,))
+    refused(call, "kept", *({**whole, SECOND: chosen} for chosen in indices), match=SECOND)
+    without = {name: chosen for name, chosen in whole.items() if name != SECOND}
+    refused(call, "kept", {}, {**whole, "lm_head": (0,)}, without, match="give indices for each of 13 modules")
 
 
 # --- on ONNX Runtime --------------------------------------------------------------------------------------------------
@@ -249,28 +247,11 @@ def test_its_export_gives_its_logits_and_tokens(pruned, padded_batch) -> None:
 
 
 @pytest.mark.parametrize("build", [OrtNumpy, OrtBound, TorchEager])
-def test_beams_of_unequal_heads_are_reordered_and_kept(pruned, padded_batch, build: Any) -> None:
+def test_beams_and_histories_of_unequal_heads(pruned, padded_batch, build: Any) -> None:
     model, folder = pruned
     backend = build(model if build is TorchEager else folder)
     check_equals_generate(backend, model, *padded_batch, num_beams=4, num_return_sequences=2, max_new_tokens=8)
-
-
-def test_histories_of_unequal_heads_are_trimmed_and_left(pruned, padded_batch) -> None:
-    model, folder = pruned
-    new, more = histories(6, 2, 3), histories(6, 2, 5)[:, :, 3:]
-    accepted = np.array([[1, 3], [0, 2], [3, 3], [2, 1], [1, 1], [0, 3]])
-    logits = []
-    for backend in (TorchEager(model), OrtNumpy(folder), OrtBound(folder)):
-        state = backend.start(backend.encode(*padded_batch), rows_per_source=2)
-        first = backend.step(state, new)
-        backend.trim(state, accepted)
-        backend.reorder(state, np.array([[1, 0]] * 6))
-        backend.keep(state, np.array([4, 1, 0]))
-        logits.append((first, backend.step(state, more[:3])))
-    for first, second in logits[1:]:
-        same_logits(first, logits[0][0])
-        same_logits(second, logits[0][1])
-    assert logits[0][1].shape[0] == 3 and len(np.unique(logits[0][1].argmax(-1))) > 3
+    check_program(backend, model, *padded_batch, 2, PROGRAM)
 
 
 def test_generate_of_transformers_runs_it(pruned, padded_batch) -> None:
@@ -447,10 +428,9 @@ def test_without_time_to_rise_all_is_masked_at_once(config: dict[str, Any]) -> N
 
 
 def test_a_bad_configuration_is_refused() -> None:
-    for wrong in (dict(importance="luck"), dict(steps=-1), dict(rising=-0.1), dict(rising=1.5), dict(every=0),
-                  dict(examine=0)):  # fmt: skip
-        with pytest.raises(InputError, match=f"{next(iter(wrong))} "):
-            PruneConfig(**wrong)
+    for name, wrong in (("importance", ["luck"]), ("steps", [-1]), ("rising", [-0.1, 1.5]), ("every", [0]),
+                        ("examine", [0])):  # fmt: skip
+        refused(PruneConfig, name, *wrong, match=f"{name} ")
 
 
 @pytest.mark.parametrize(

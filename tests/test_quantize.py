@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import onnx
 import pytest
 import torch
 from programs import logits_after_all
+from refused import refused
 from silence import quiet
 from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
@@ -448,11 +448,15 @@ def test_weights_that_are_not_finite(tiny_t5, tmp_path: Path, name: str, value: 
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["fp32"]
 
 
-def test_nothing_is_said_unasked(fp32, calibrated, tmp_path: Path, capfd) -> None:
+def test_nothing_is_said_unasked(fp32, calibrated, examples, tmp_path: Path, capfd) -> None:
+    """By whatever makes one export of another."""
     with quiet():
         for recipe in (RECIPES["int8"], RECIPES["int4"], STATIC):
             quantize_export(fp32(), tmp_path / recipe.name, recipe, ranges=calibrated)
-            OrtNumpy(tmp_path / recipe.name, settings=ONE_THREAD)
+        half_export(fp32(), tmp_path / "fp16", examples=examples)
+        optimize_export(fp32(), tmp_path / "optimized")
+        for folder in tmp_path.iterdir():
+            OrtNumpy(folder, settings=ONE_THREAD)
     assert capfd.readouterr() == ("", "")
 
 
@@ -580,46 +584,24 @@ def test_an_export_that_was_there_survives_what_does_not_pass(fp32, temporary: P
     assert report.manifest == again.manifest == read_manifest(tmp_path / "out")
 
 
-@pytest.mark.parametrize("max_loss", [None, {}, [], 0.5, "bleu", {"bleu": None}, {"bleu": "1"}, {"bleu": float("nan")},
-                                      {"bleu": float("inf")}], ids=str)  # fmt: skip
-def test_no_limits(fp32, tmp_path: Path, max_loss: Any) -> None:
+def test_limits_scores_and_groups_that_are_none(fp32, temporary: Path, tmp_path: Path) -> None:
+    """Whatever is wrong, nothing is written; wrong limits and groups are noticed before anything is scored."""
+    call = partial(quantize, fp32(), tmp_path / "new", "int8")
     score = Sensitive()
-    with pytest.raises(InputError, match="^max_loss"):
-        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss=max_loss)
-    assert not score.asked and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("scores", [None, {}, 5, "bleu", {"rougeL": 1.0}, [("bleu", 1.0)]], ids=str)
-def test_no_scores(fp32, temporary: Path, tmp_path: Path, scores: Any) -> None:
-    with pytest.raises(InputError, match="max_loss"):
-        quantize(fp32(), tmp_path / "new", "int8", score=lambda _: scores, max_loss={"bleu": 1})
+    junk = (None, {}, [], 0.5, "bleu", {"bleu": None}, {"bleu": "1"}, {"bleu": float("nan")}, {"bleu": float("inf")})
+    refused(partial(call, score=score), "max_loss", *junk, match="^max_loss")
+    call = partial(call, max_loss={"bleu": 1})
+    for groups in (["lm head"], ["lm_head", "lm head"]):
+        refused(partial(call, score=score), "groups", groups, match="'lm head' is no group")
+    assert not score.asked
+    refused(partial(call, score=Sensitive("lm_head")), "groups", ["lm head"], match="'lm head' is no group")
+    scores = (None, {}, 5, "bleu", {"rougeL": 1.0}, [("bleu", 1.0)])
+    refused(call, "score", *(lambda _, found=found: found for found in scores), match="max_loss")
+    values = iter([30.0, float("nan")])
+    refused(call, "score", lambda _: {"bleu": next(values)}, match="lost bleu nan", error=GateError)
+    fails = lambda folder: {"bleu": 1.0 if folder == fp32() else 1 / 0}  # noqa: E731
+    refused(call, "score", fails, match="division", error=ZeroDivisionError)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_score_that_is_no_number_does_not_pass(fp32, temporary: Path, tmp_path: Path) -> None:
-    scores = iter([{"bleu": 30.0}, {"bleu": float("nan")}])
-    with pytest.raises(GateError, match="lost bleu nan"):
-        quantize(fp32(), tmp_path / "new", "int8", score=lambda _: next(scores), max_loss={"bleu": 100})
-
-
-def test_a_score_that_fails_leaves_nothing(fp32, temporary: Path, tmp_path: Path) -> None:
-    def score(folder: Path) -> dict[str, float]:
-        if folder != fp32():
-            raise ZeroDivisionError
-        return {"bleu": 1.0}
-
-    with pytest.raises(ZeroDivisionError):
-        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss={"bleu": 1})
-    assert not list(tmp_path.iterdir())
-
-
-def test_groups_that_are_none(fp32, temporary: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'lm head' is no group"):
-        quantize(fp32(), tmp_path / "new", "int8", score=Sensitive("lm_head"), max_loss={"bleu": 1}, groups=["lm head"])
-    score = Sensitive()
-    with pytest.raises(InputError, match="'lm head' is no group"):
-        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss={"bleu": 1}, groups=["lm_head", "lm head"])
-    assert not list(tmp_path.iterdir()) and not score.asked, "nothing is scored before"
 
 
 # In the cache, and in one line
@@ -647,16 +629,6 @@ def test_kept_and_found_again(cache_of_its_own, tiny_t5, padded_batch) -> None:
             cached_export(model, precision=name)
     with pytest.raises(InputError, match="precision is 'int2'"):
         cached_export(model, precision="int2")
-
-
-def test_a_folder_is_not_loaded_again(cache_of_its_own, tiny_t5, tmp_path: Path, monkeypatch) -> None:
-    tiny_t5(seed=23).save_pretrained(tmp_path / "model")
-    first = cached_export(tmp_path / "model", precision="int8")
-    assert first.name.startswith("model-int8-")
-    module = sys.modules["t5accel.graphs.export.cache"]
-    for name in ("load_t5", "export_t5", "convert_export"):
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("done again"))
-    assert cached_export(str(tmp_path / "model"), precision="int8") == first
 
 
 def test_that_quality_was_not_measured_is_said_where_it_is_made(cache_of_its_own, tiny_t5, capfd) -> None:
@@ -710,12 +682,9 @@ def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, capfd) -> 
 
 
 def test_wrong_precisions(tiny_t5) -> None:
-    for junk in ("int2", None, 8, "INT8", ["int8"]):
-        with pytest.raises(InputError, match="precision is"):
-            accelerate(tiny_t5(), precision=junk, progress=False)
-    for junk in ("speed", None, "", 1, ["latency"]):
-        with pytest.raises(InputError, match="^tuned_for"):
-            accelerate(tiny_t5(), tuned_for=junk, progress=False)
+    call = partial(accelerate, tiny_t5(), progress=False)
+    refused(call, "precision", "int2", None, 8, "INT8", ["int8"], match="precision is")
+    refused(call, "tuned_for", "speed", None, "", 1, ["latency"], match="^tuned_for")
 
 
 @pytest.fixture

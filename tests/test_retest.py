@@ -110,9 +110,7 @@ def test_other_tokens_are_not_timed(retest: ModuleType) -> None:
         list(retest.race("toy", {"one": lambda: good, "other": lambda: other}, work, 1))
 
 
-def test_the_command_writes_a_record(
-    retest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_record(retest: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(retest, "all_rows", lambda rounds: retest.moved_rows() if rounds == 2 else iter(()))
     monkeypatch.setattr(sys, "argv", ["retest.py", "--json", str(tmp_path / "retest.json"), "--rounds", "2"])
     retest.main()

@@ -92,9 +92,7 @@ def test_conditions_may_lie_further_down(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [{"tehcnique": "a"}, {"ratio": None}, {"ratio": {"median": 2.0}}, {"latency_s": [[1]]},
                                  {"settings": {"a": {"b": 1}}}])  # fmt: skip
-def test_an_unknown_key_and_a_value_that_is_not_flat_are_refused_and_nothing_is_written(
-    row: Any, tmp_path: Path
-) -> None:
+def test_an_unknown_key_and_a_value_that_is_not_flat_are_refused_and_nothing_is_written(row: Any, tmp_path) -> None:
     with pytest.raises(InputError, match=next(iter(row))):
         write_rows(tmp_path / "rows.json", [{"system": "a"}, row], command="a command")
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from programs import Watched
+from refused import refused
 from test_encoder_cache import in_threads
-from test_greedy import check_equals_generate, generate
+from test_greedy import check_equals_generate
 
 from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.ort.bound import OrtBound
@@ -314,9 +316,8 @@ def weights_of(rows: np.ndarray) -> T5Weights:
 def test_a_head_that_is_not_finite(value: float) -> None:
     rows = np.ones((300, 8), dtype=np.float32)
     rows[299, 7] = value
-    for refused in (lambda: quantized(rows), lambda: head_for(weights_of(rows), True)):
-        with pytest.raises(InputError, match="infinity or NaN"):
-            refused()
+    refused(quantized, "rows", rows, match="infinity or NaN")
+    refused(partial(head_for, weights_of(rows)), "wanted", True, match="infinity or NaN")
     assert head_for(weights_of(rows), None) is None and head_for(weights_of(rows), False) is None
 
 
@@ -327,40 +328,23 @@ def test_which_heads_get_a_shortlist(monkeypatch) -> None:
     assert head_for(weights_of(rows), None) is not None and head_for(weights_of(rows), False) is None
     monkeypatch.setattr(graphs_shortlist, "WIDEST", 7)
     assert head_for(weights_of(rows), None) is None
-    with pytest.raises(InputError, match="d_model of at most 7"):
-        head_for(weights_of(rows), True)
-    with pytest.raises(InputError, match="A head of 96 bytes"):
-        head_for(weights_of(rows[:3]), True)
-    for junk in ("yes", 2, [], np.ones(3)):
-        with pytest.raises(InputError, match="shortlist is"):
-            head_for(weights_of(rows), junk)
+    refused(partial(head_for, weights_of(rows)), "wanted", True, match="d_model of at most 7")
+    refused(partial(head_for, weights_of(rows[:3])), "wanted", True, match="A head of 96 bytes")
+    refused(partial(head_for, weights_of(rows)), "wanted", "yes", 2, [], np.ones(3), match="shortlist is")
 
 
 # In an export
 
 
 @pytest.fixture(scope="module")
-def shortlisted(tiny_t5, tmp_path_factory) -> Callable[..., Path]:
+def shortlisted(exported) -> Callable[..., Path]:
     """As `exported`, with a shortlist."""
-
-    @cache
-    def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
-        folder = tmp_path_factory.mktemp("shortlist")
-        export_t5(tiny_t5(kind, **sizes), folder, shortlist=True)
-        return folder
-
-    return export
+    return partial(exported, shortlist=True)
 
 
 @pytest.fixture(scope="module")
-def opened(shortlisted) -> Callable[..., OrtNumpy]:
-    """``opened(runtime, kind, settings=…)``: shared, patch one of your own."""
-
-    @cache
-    def open_(runtime: type[OrtNumpy], kind: str = "deeper-decoder", settings: Any = ONE_THREAD) -> OrtNumpy:
-        return runtime(shortlisted(kind), settings=settings)
-
-    return open_
+def opened(opened) -> Callable[..., OrtNumpy]:
+    return partial(opened, shortlist=True)
 
 
 @pytest.fixture(scope="module", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
@@ -463,16 +447,16 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_damaged_entry_is_an_error_of_ours(shortlisted, tmp_path: Path, wrong: Any) -> None:
+def test_a_damaged_entry_is_an_error_of_ours(shortlisted, tmp_path: Path) -> None:
     for path in shortlisted().iterdir():
         (tmp_path / path.name).symlink_to(path)
     content = json.loads((tmp_path / MANIFEST).read_text())
-    content["shortlist"] = {**content["shortlist"], **wrong} if isinstance(wrong, dict) else wrong
     (tmp_path / MANIFEST).unlink()
-    (tmp_path / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(ExportError, match="damaged"):
-        read_manifest(tmp_path, verify=False)
+    for wrong in WRONG:
+        entry = {**content["shortlist"], **wrong} if isinstance(wrong, dict) else wrong
+        (tmp_path / MANIFEST).write_text(json.dumps(content | {"shortlist": entry}))
+        with pytest.raises(ExportError, match="damaged"):
+            read_manifest(tmp_path, verify=False)
 
 
 @pytest.mark.parametrize("name", [SHORTLIST, DECODER, WEIGHTS])
@@ -508,15 +492,9 @@ def test_greedy_equals_generate(opened, runtime, tiny_t5, kind: str, padded_batc
     check_equals_generate(without, tiny_t5(kind), *padded_batch, **GENERATIONS[options])
 
 
-def test_greedy_equals_generate_where_rows_end_early(runtime, tiny_t5, shortlisted, padded_batch) -> None:
-    for seed in range(20):  # whose output holds a token that half of the rows or more emit, and not all
-        seen = generate(tiny_t5(seed=seed), *padded_batch, max_new_tokens=14, min_new_tokens=14)[:, 2:12]
-        ends = [int(token) for token in np.unique(seen) if token > 1 and 3 <= (seen == token).any(axis=1).sum() < 6]
-        if ends:
-            break
-    sizes: dict[str, Any] = dict(seed=seed, eos_token_id=ends[-1])
+def test_greedy_equals_generate_where_rows_end_early(runtime, tiny_t5, shortlisted, ending, padded_batch) -> None:
+    sizes, kept = ending(), []
     backend = runtime(shortlisted(**sizes), settings=ONE_THREAD)
-    kept: list[int] = []
     keep = backend.keep
     backend.keep = lambda state, sources: (kept.append(len(sources)), keep(state, sources))
     for shortest in (0, 5):
@@ -686,18 +664,17 @@ def test_the_encoder_cache_passes_it_on(own, padded_batch) -> None:
 def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeypatch, runs: int) -> None:
     """The first run, of near logits, or the second, of exact ones."""
     monkeypatch.setattr(shortlist, "certified", lambda *_: None)
-    state, session, left = own.start(own.encode(*padded_batch)), own.decoder, [runs]
+    state, left = own.start(own.encode(*padded_batch)), [runs]
 
-    class Failing:
-        def run(self, *arguments: Any) -> Any:
-            if not left[0]:
-                raise RuntimeError("no memory")
-            left[0] -= 1
-            return session.run(*arguments)
+    def fail(run: Callable[..., Any], *arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no memory")
+        return run(*arguments)
 
     own.next_tokens(state, np.full((6, 1, 2), 5))
     rows, past = state.rows, state.past
-    own.decoder = Failing()
+    own.decoder = Watched(own.decoder, fail)
     with pytest.raises(RuntimeError, match="no memory"):
         own.next_tokens(state, np.full((6, 1, 1), 5))
     assert state.rows is rows and state.past is past

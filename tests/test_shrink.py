@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refused import refused
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import SIZES, generated, narrowed
 
@@ -135,14 +137,7 @@ def test_narrow_models_are_shrunk_too(tiny_t5, padded_batch, tmp_path: Path, kin
         assert widths(third)["decoder_ff"] == third.config.layer_widths["decoder_ff"] == [64]
 
 
-@pytest.mark.parametrize(
-    "layers", [[], [0, 0], [2, 0], [3], [-1, 0], ["0"], [0.0], [True], [0, None], (0, 1, 2, 3)], ids=str
-)
-def test_layers_that_there_are_not_are_refused(tiny_t5, layers: Any) -> None:
-    with pytest.raises(InputError, match="layers"):
-        shrink_decoder(tiny_t5(), layers)
-
-
-def test_what_is_no_t5_is_refused() -> None:
-    with pytest.raises(NotT5Error, match="Linear"):
-        shrink_decoder(torch.nn.Linear(2, 2), 1)
+def test_layers_that_there_are_not_are_refused(tiny_t5) -> None:
+    wrong = ([], [0, 0], [2, 0], [3], [-1, 0], ["0"], [0.0], [True], [0, None], (0, 1, 2, 3))
+    refused(partial(shrink_decoder, tiny_t5()), "layers", *wrong)
+    refused(lambda model: shrink_decoder(model, 1), "model", torch.nn.Linear(2, 2), match="Linear", error=NotT5Error)

@@ -158,28 +158,23 @@ def test_without_hashing_sizes_are_checked(whole: Path) -> None:
         read_manifest(whole, verify=False)
 
 
-def put(*keys: Any, value: Any) -> Callable[[Any], Any]:
-    """Replace what lies under these keys."""
+def put(*keys: Any, value: Any = ...) -> Callable[[Any], Any]:
+    """Replace what lies under these keys; without a value, drop it."""
 
     def change(content: Any) -> Any:
         place = content
         for key in keys[:-1]:
             place = place[key]
-        place[keys[-1]] = value
+        if value is ...:
+            del place[keys[-1]]
+        else:
+            place[keys[-1]] = value
         return content
 
     return change
 
 
-def drop(*keys: Any) -> Callable[[Any], Any]:
-    def change(content: Any) -> Any:
-        place = content
-        for key in keys[:-1]:
-            place = place[key]
-        del place[keys[-1]]
-        return content
-
-    return change
+drop = put
 
 
 def rename_file(name: str) -> Callable[[Any], Any]:
@@ -364,9 +359,7 @@ UNREADABLE: dict[str, Callable[[Path], Any]] = {  # and still there
         for how, damage in damages.items()
     ],
 )
-def test_a_damaged_export_is_replaced_when_told(
-    tiny_t5, mini, whole: Path, name: str, damage: Callable[[Path], Any]
-) -> None:
+def test_a_damaged_export_is_replaced_when_told(tiny_t5, mini, whole, name: str, damage: Callable[[Path], Any]) -> None:
     damage(whole / name)
     before = snapshot(whole)
     with pytest.raises(ExportError, match=AGAIN):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refused import refused
 
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs import tensorrt_engines
@@ -52,50 +54,31 @@ def test_half_precision_is_in_the_plan(exported: Any, tmp_path: Path) -> None:
     assert decoder.dtypes["input_ids"] == "int64" and decoder.dtypes["logits"] == "float32"
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_integers_are_refused(exported_mini: Path, tmp_path: Path, name: str) -> None:
-    convert_export(exported_mini, tmp_path / name, RECIPES[name])
-    with pytest.raises(InputError, match=f"This export is in {name}"):
-        plan(read_manifest(tmp_path / name))
-
-
-def test_what_was_optimised_for_another_runtime_is_refused(exported: Any, tmp_path: Path) -> None:
+def test_exports_for_other_runtimes_are_refused(exported: Any, exported_mini: Path, tmp_path: Path) -> None:
+    for name in ("int8", "int4"):
+        convert_export(exported_mini, tmp_path / name, RECIPES[name])
     optimize_export(exported("deeper-decoder"), tmp_path / "optimised")
-    with pytest.raises(InputError, match="optimised for ONNX Runtime"):
-        plan(read_manifest(tmp_path / "optimised"))
+    for name, match in (("int8", "This export is in int8"), ("int4", "This export is in int4"),
+                        ("optimised", "optimised for ONNX Runtime")):  # fmt: skip
+        with pytest.raises(InputError, match=match):
+            plan(read_manifest(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    "bounds", [(2, 1, 3), (1, 4, 3), (-1, 0, 1), (1, 2.0, 3), (True, 1, 1), ("1", 2, 3), (None, 1, 2)]
-)
-def test_what_is_no_range(bounds: tuple[Any, ...]) -> None:
-    with pytest.raises(InputError, match="least|usual|most"):
-        Range(*bounds)
-
-
-@pytest.mark.parametrize(("axis", "value", "message"), [
-    ("P", Range(1, 2, 3), "P begins at 1; the first step has no past"), ("B", Range(0, 1, 2), "B begins at 0"),
-    ("T", (1, 2, 3), "T is"), ("S", None, "S is"),
-])  # fmt: skip
-def test_what_are_no_sizes(axis: str, value: Any, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        Sizes(**{axis: value})
-
-
-def test_sizes_of_another_kind(manifest: Manifest) -> None:
-    with pytest.raises(InputError, match="give tensorrt_plan.Sizes"):
-        plan(manifest, {"B": 1})
-
-
-@pytest.mark.parametrize(("shapes", "message"), [
-    ({"input_ids": (1, 64)}, "There is no shape for attention_mask"),
-    ({"input_ids": (9, 64), "attention_mask": (9, 64)}, "input_ids is of shape (9, 64); this engine takes"),
-    ({"input_ids": (1, 64), "attention_mask": (1, 64, 1)}, "attention_mask is of shape (1, 64, 1)"),
-    ({"input_ids": (1, 0), "attention_mask": (1, 0)}, "input_ids is of shape (1, 0)"),
-])  # fmt: skip
-def test_shapes_outside_are_refused(manifest: Manifest, shapes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        plan(manifest).graphs["encoder.onnx"].check(shapes)
+def test_what_are_no_sizes(manifest: Manifest) -> None:
+    bounds = ((2, 1, 3), (1, 4, 3), (-1, 0, 1), (1, 2.0, 3), (True, 1, 1), ("1", 2, 3), (None, 1, 2))
+    refused(lambda bounds: Range(*bounds), "bounds", *bounds, match="least|usual|most")
+    refused(Sizes, "P", Range(1, 2, 3), match="P begins at 1; the first step has no past")
+    refused(Sizes, "B", Range(0, 1, 2), match="B begins at 0")
+    refused(Sizes, "T", (1, 2, 3), match="T is")
+    refused(Sizes, "S", None, match="S is")
+    refused(partial(plan, manifest), "sizes", {"B": 1}, match="give tensorrt_plan.Sizes")
+    check = plan(manifest).graphs["encoder.onnx"].check
+    refused(check, "shapes", {"input_ids": (1, 64)}, match="no shape for attention_mask")
+    refused(
+        check, "shapes", {"input_ids": (9, 64), "attention_mask": (9, 64)}, match=r"input_ids is of shape \(9, 64\);"
+    )
+    refused(check, "shapes", {"input_ids": (1, 64), "attention_mask": (1, 64, 1)}, match="attention_mask is of shape")
+    refused(check, "shapes", {"input_ids": (1, 0), "attention_mask": (1, 0)}, match="input_ids is of shape")
 
 
 def test_the_key_changes_with_all_that_an_engine_depends_on(manifest: Manifest) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from programs import ATOL, teacher_forced
+from refused import refused
 
 from t5accel.backends import cuda_graphs, torch_static
 from t5accel.backends.static_t5 import LONGEST_RUN
@@ -20,7 +22,6 @@ from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import AT_ONCE, greedy
 from t5accel.decoding.lookup import lookup
-from t5accel.errors import InputError
 from t5accel.parity import assert_varied, parity
 
 SMALL = (8, 16, 32)
@@ -266,15 +267,9 @@ def test_the_compiled_step_is_equal(tiny_t5, padded_batch) -> None:
 # Bad input
 
 
-@pytest.mark.parametrize("buckets", [(), (8, 8), (16, 8), (0,), (2.5,), "8"])
-def test_bad_buckets(tiny_t5, buckets: Any) -> None:
-    with pytest.raises(InputError, match="bucket"):
-        TorchStatic(tiny_t5(), buckets=buckets)
-
-
-def test_graphs_need_a_gpu(tiny_t5) -> None:
-    with pytest.raises(InputError, match="a model on a GPU, and this one is on cpu"):
-        TorchStatic(tiny_t5(), graphs=True)
+def test_what_is_refused(tiny_t5) -> None:
+    refused(partial(TorchStatic, tiny_t5()), "buckets", (), (8, 8), (16, 8), (0,), (2.5,), "8", match="bucket")
+    refused(partial(TorchStatic, tiny_t5()), "graphs", True, match="a model on a GPU, and this one is on cpu")
 
 
 # On a GPU

@@ -59,9 +59,7 @@ def test_both_graphs_are_built_in_the_numbers_of_the_export(trt: Any, fp32: Path
     assert sizes[1] < 0.75 * sizes[0], "and in fp16 about half of their bytes"
 
 
-def test_engines_are_kept_and_a_failure_leaves_none(
-    trt: Any, fp32: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_are_kept_and_a_failure_leaves_none(trt: Any, fp32: Path, cache: Path, monkeypatch) -> None:
     wanted = Plan({"encoder.onnx": planned(fp32).graphs["encoder.onnx"]}, SIZES, "one")
     built: list[bytes] = []
     build = tensorrt_engines.build_engine
