@@ -6,10 +6,8 @@ the checks that two outputs are the same (`parity`) are offered here as well, to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 from t5accel import tasks
@@ -122,20 +120,7 @@ class QualityReport:
         return "\n".join(lines)
 
 
-# By name the one score of each set that stands for it, and its place in a report.
-MAIN_SCORES = {
-    "bleu": ("translation", "bleu"), "rougeL": ("summaries", "all", "rougeL"),
-    "exact_match": ("questions", "all", "exact_match"),
-}  # fmt: skip
-
-
-def main_scores(report: Mapping[str, Any]) -> dict[str, float]:
-    """``"bleu"``, ``"rougeL"`` and ``"exact_match"`` of those sets that were scored, from a report as JSON.
-
-    >>> main_scores({"translation": {"bleu": 28.7}, "summaries": None, "questions": None})
-    {'bleu': 28.7}
-    """
-    return {name: reduce(getitem, place, report) for name, place in MAIN_SCORES.items() if report[place[0]]}
+MAIN_SCORES = ("bleu", "rougeL", "exact_match")  # of each set the one that stands for it, in the order of `tasks.NAMES`
 
 
 def evaluate(

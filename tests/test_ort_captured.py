@@ -10,17 +10,15 @@ import onnxruntime
 import pytest
 import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
+from test_torch_static import check_eager_tokens
 
 from t5accel.backends.ort import captured as captured_module
 from t5accel.backends.ort.captured import MULTIPLE, OrtCaptured
 from t5accel.backends.ort.session import SessionSettings, open_session
-from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import DECODER
-from t5accel.parity import assert_varied, parity
+from t5accel.parity import parity
 
 
 def greedy_by_hand(model: Any, ids: np.ndarray, mask: np.ndarray, histories: list[list[int]], count: int) -> np.ndarray:
@@ -42,24 +40,9 @@ def test_satisfies_the_protocol(exported, tiny_t5, kind: str, padded_batch) -> N
 @pytest.mark.parametrize("length", [5, 40, 90])
 def test_greedy_gives_eager_tokens(exported, tiny_t5, kind: str, padded_batch, length: int) -> None:
     """90 positions need the second size of the past."""
-    options = dict(min_new_tokens=length, max_new_tokens=length)
     backend = OrtCaptured(exported(kind))
-    expected = greedy(TorchEager(tiny_t5(kind)), *padded_batch, **options).sequences
-    assert_varied(expected)
-    np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, expected)
+    check_eager_tokens(backend, tiny_t5(kind), padded_batch, min_new_tokens=length, max_new_tokens=length)
     assert len(backend.fixed) == 1 + (length > MULTIPLE)
-
-
-def test_rows_that_end_early_leave(exported_mini, mini) -> None:
-    model, tokenizer = mini
-    texts = [f"translate English to French: {text}" for text in ("I am tired.", "Where is my bag?", "Yes.")]
-    inputs = tokenizer(texts, return_tensors="np", padding=True)
-    batch = inputs["input_ids"], inputs["attention_mask"]
-    expected, found = (
-        greedy(one, *batch, max_new_tokens=30).sequences for one in (TorchEager(model), OrtCaptured(exported_mini))
-    )
-    assert len({len(row[row != 0]) for row in expected}) > 1
-    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_run_goes_on_from_a_ragged_past_that_was_reordered_and_kept(exported, tiny_t5, padded_batch) -> None:
@@ -117,24 +100,6 @@ def test_two_states_take_turns(exported, padded_batch) -> None:
     for whole, *parts in zip(alone, *pieces, strict=True):
         np.testing.assert_array_equal(np.concatenate(parts, axis=2), whole)
     assert len(backend.fixed) == 1
-
-
-def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(exported, padded_batch) -> None:
-    backend = OrtCaptured(exported())
-    source = backend.encode(*padded_batch)
-    free = backend.run_greedy(backend.start(source), 8)
-    token = int(free[0, 0, 0])
-    without = backend.run_greedy(backend.start(source), 8, forbidden=token)
-    assert token not in without and token in free
-    np.testing.assert_array_equal(backend.run_greedy(backend.start(source), 8), free)
-
-
-def test_beams_run_on_it(exported, tiny_t5, padded_batch) -> None:
-    expected, found = (
-        beam_search(backend, *padded_batch, num_beams=3, max_new_tokens=12)
-        for backend in (TorchEager(tiny_t5()), OrtCaptured(exported()))
-    )
-    np.testing.assert_array_equal(found.sequences, expected.sequences)
 
 
 def test_a_run_that_fails_leaves_the_state_as_it_was(exported, padded_batch, monkeypatch) -> None:
@@ -211,7 +176,5 @@ def test_on_cuda(exported, tiny_t5, kind: str, padded_batch) -> None:
         backend = OrtCaptured(exported(kind), settings=SessionSettings(device="cuda"))
     except ExportError as error:
         pytest.skip(f"this onnxruntime does not capture the graph: {error}")
-    options = dict(min_new_tokens=40, max_new_tokens=40)
-    expected = greedy(TorchEager(tiny_t5(kind)), *padded_batch, **options).sequences
     for _ in range(2):  # captured, and replayed from the first step on
-        np.testing.assert_array_equal(greedy(backend, *padded_batch, **options).sequences, expected)
+        check_eager_tokens(backend, tiny_t5(kind), padded_batch, min_new_tokens=40, max_new_tokens=40)

@@ -15,10 +15,10 @@ from programs import ATOL, teacher_forced
 from refused import refused
 
 from t5accel.backends import cuda_graphs, torch_static
+from t5accel.backends.ort.captured import OrtCaptured
 from t5accel.backends.static_t5 import LONGEST_RUN
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
-from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import AT_ONCE, greedy
 from t5accel.decoding.lookup import lookup
@@ -52,13 +52,19 @@ def test_what_lies_beyond_a_row_is_never_read(tiny_t5, padded_batch) -> None:
 # Greedy steps without the host
 
 
+def check_eager_tokens(backend: Any, model: Any, batch: Any, search: Any = greedy, **options: Any) -> None:
+    """What a search finds with this backend is what it finds with PyTorch's own."""
+    expected, found = (search(one, *batch, **options) for one in (TorchEager(model), backend))
+    assert_varied(expected.sequences)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    if expected.scores is not None:
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
+
+
 @pytest.mark.parametrize("shortest", [0, 5, 40])
 def test_greedy_gives_eager_tokens(tiny_t5, kind: str, padded_batch, shortest: int) -> None:
     model = tiny_t5(kind)
-    options = dict(min_new_tokens=shortest, max_new_tokens=40)
-    expected, found = (greedy(one, *padded_batch, **options) for one in (TorchEager(model), TorchStatic(model)))
-    assert_varied(expected.sequences)
-    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    check_eager_tokens(TorchStatic(model), model, padded_batch, min_new_tokens=shortest, max_new_tokens=40)
 
 
 def test_greedy_looks_at_the_tokens_only_now_and_then(tiny_t5, padded_batch) -> None:
@@ -69,29 +75,29 @@ def test_greedy_looks_at_the_tokens_only_now_and_then(tiny_t5, padded_batch) -> 
     assert asked == [AT_ONCE, AT_ONCE, 40 - 1 - 2 * AT_ONCE] and found.decoder_calls == 40
 
 
-def test_on_the_trained_model_rows_end_in_the_middle_of_a_run() -> None:
-    model, tokenizer = load_t5("mini")
+# What runs many steps without looking at the tokens in between.
+RUNNING = {
+    "TorchStatic": lambda model, folder: TorchStatic(model),
+    "OrtCaptured": lambda _, folder: OrtCaptured(folder),
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_on_the_trained_model_rows_end_in_the_middle_of_a_run(mini, exported_mini, name: str) -> None:
+    model, tokenizer = mini
     texts = [f"translate English to French: {text}" for text in ("I am tired.", "Where is my bag?", "Yes.")]
     inputs = tokenizer(texts, return_tensors="np", padding=True)
-    expected, found = (
-        greedy(one, inputs["input_ids"], inputs["attention_mask"], max_new_tokens=30).sequences
-        for one in (TorchEager(model), TorchStatic(model))
-    )
+    batch = inputs["input_ids"], inputs["attention_mask"]
+    expected = greedy(TorchEager(model), *batch, max_new_tokens=30).sequences
     assert len({len(row[row != 0]) for row in expected}) > 1
-    np.testing.assert_array_equal(found, expected)
+    check_eager_tokens(RUNNING[name](model, exported_mini), model, batch, max_new_tokens=30)
 
 
-@pytest.mark.parametrize("search", [lookup, lambda *a, **k: beam_search(*a, num_beams=3, **k)], ids=["lookup", "beam"])
-def test_other_algorithms_run_on_it(tiny_t5, padded_batch, search: Any) -> None:
-    model = tiny_t5()
-    expected, found = (
-        search(backend, *padded_batch, max_new_tokens=24)
-        for backend in (TorchEager(model), TorchStatic(model, buckets=SMALL))
-    )
-    assert_varied(expected.sequences)
-    np.testing.assert_array_equal(found.sequences, expected.sequences)
-    if expected.scores is not None:
-        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
+@pytest.mark.parametrize("search", [lookup, partial(beam_search, num_beams=3)], ids=["lookup", "beam"])
+@pytest.mark.parametrize("name", RUNNING)
+def test_other_algorithms_run_on_it(tiny_t5, exported, padded_batch, name: str, search: Any) -> None:
+    backend = RUNNING[name](tiny_t5(), exported())
+    check_eager_tokens(backend, tiny_t5(), padded_batch, search, max_new_tokens=24)
 
 
 def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
@@ -105,13 +111,13 @@ def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
     np.testing.assert_array_equal(np.concatenate(pieces, axis=2), first)
 
 
-def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(tiny_t5, padded_batch) -> None:
-    backend = TorchStatic(tiny_t5())
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(tiny_t5, exported, padded_batch, name) -> None:
+    backend = RUNNING[name](tiny_t5(), exported())
     source = backend.encode(*padded_batch)
     free = backend.run_greedy(backend.start(source), 8)
     token = int(free[0, 0, 0])
-    state = backend.start(source)
-    without = backend.run_greedy(state, 8, forbidden=token)
+    without = backend.run_greedy(backend.start(source), 8, forbidden=token)
     assert token not in without[0] and (without[:, :, 0] == free[:, :, 0])[free[:, :, 0] != token].all()
     np.testing.assert_array_equal(backend.run_greedy(backend.start(source), 8), free)
 
@@ -149,11 +155,7 @@ def test_a_longer_answer_moves_to_a_larger_bucket_and_gives_the_smaller_back(tin
 def test_lengths_beyond_the_last_bucket(tiny_t5, padded_batch) -> None:
     model = tiny_t5()
     backend = TorchStatic(model, buckets=(4,))
-    expected, found = (
-        greedy(one, *padded_batch, min_new_tokens=11, max_new_tokens=11).sequences
-        for one in (TorchEager(model), backend)
-    )
-    np.testing.assert_array_equal(found, expected)
+    check_eager_tokens(backend, model, padded_batch, min_new_tokens=11, max_new_tokens=11)
     assert backend._bucket(11) == 12 and TorchStatic(model)._bucket(1) == BUCKETS[0]
 
 
@@ -203,10 +205,8 @@ def test_a_captured_encoder_gives_transformers_logits(tiny_t5, kind: str, padded
 
 def test_a_replayed_step_gives_eager_tokens(tiny_t5, kind: str, padded_batch, with_graphs) -> None:
     model = tiny_t5(kind)
-    backend, options = with_graphs(model, buckets=SMALL), dict(min_new_tokens=20, max_new_tokens=20)
-    expected, found = (greedy(one, *padded_batch, **options).sequences for one in (TorchEager(model), backend))
-    assert_varied(expected)
-    np.testing.assert_array_equal(found, expected)
+    backend = with_graphs(model, buckets=SMALL)
+    check_eager_tokens(backend, model, padded_batch, min_new_tokens=20, max_new_tokens=20)
     assert backend.captured == 2  # places for 8, and for 32, since as many steps as are asked for at once need them
 
 
@@ -248,20 +248,15 @@ def test_the_step_is_one_graph_to_the_compiler(tiny_t5, kind: str, padded_batch,
     monkeypatch.setitem(torch_static.COMPILE, "backend", "eager")
     monkeypatch.delitem(torch_static.COMPILE, "options")
     torch._dynamo.reset()
-    model = tiny_t5(kind)
-    backend, options = TorchStatic(model, buckets=SMALL, compile=True), dict(min_new_tokens=shortest, max_new_tokens=20)
-    expected, found = (greedy(one, *padded_batch, **options).sequences for one in (TorchEager(model), backend))
-    assert_varied(expected)
-    np.testing.assert_array_equal(found, expected)
+    backend = TorchStatic(tiny_t5(kind), buckets=SMALL, compile=True)
+    check_eager_tokens(backend, tiny_t5(kind), padded_batch, min_new_tokens=shortest, max_new_tokens=20)
 
 
 def test_the_compiled_step_is_equal(tiny_t5, padded_batch) -> None:
     """By the compiler itself, for this processor."""
     torch._dynamo.reset()
-    model = tiny_t5()
-    backend, options = TorchStatic(model, compile=True), dict(min_new_tokens=20, max_new_tokens=20)
-    expected, found = (greedy(one, *padded_batch, **options).sequences for one in (TorchEager(model), backend))
-    np.testing.assert_array_equal(found, expected)
+    backend = TorchStatic(tiny_t5(), compile=True)
+    check_eager_tokens(backend, tiny_t5(), padded_batch, min_new_tokens=20, max_new_tokens=20)
 
 
 # Bad input
@@ -283,8 +278,5 @@ def test_a_captured_graph_gives_eager_tokens(tiny_t5, padded_batch, rows: int) -
     for _ in range(2):
         tokens = [one.run_greedy(one.start(one.encode(*padded_batch), rows), 40) for one in (graphs, plain)]
         np.testing.assert_array_equal(*tokens)
-    expected = greedy(TorchEager(model), *padded_batch, min_new_tokens=40, max_new_tokens=40).sequences
-    found = greedy(graphs, *padded_batch, min_new_tokens=40, max_new_tokens=40).sequences
-    assert_varied(expected)
-    np.testing.assert_array_equal(found, expected)
+    check_eager_tokens(graphs, model, padded_batch, min_new_tokens=40, max_new_tokens=40)
     assert 1 <= graphs.captured <= 3 and not plain.captured

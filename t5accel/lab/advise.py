@@ -16,12 +16,13 @@ from typing import Any
 
 from t5accel import machine
 from t5accel.api import TUNED_FOR
-from t5accel.checkpoints import BUNDLED, HUB_ALIASES, allowed_names, data_folder
-from t5accel.decoding.backend import as_count
+from t5accel.checkpoints import BUNDLED, HUB_ALIASES, allowed_names, data_folder, hub_snapshot
+from t5accel.checks import as_count
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
 from t5accel.graphs.numbers.recipes import RECIPES
-from t5accel.lab.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
+from t5accel.lab.peers import OURS_EXACT
 from t5accel.lab.peers import REFERENCE as PEERS_REFERENCE
+from t5accel.lab.peers import SYSTEMS as PEERS
 from t5accel.lab.rows import aligned
 from t5accel.lab.techniques import REFERENCE
 from t5accel.t5.lively import RANDOM_SIZES
@@ -33,12 +34,11 @@ LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}
 MATTERS = ("latency", "throughput", "memory", "quality")
 USUAL_LOSS = 1.0  # of each score, where nothing else is asked for
 FAR = 8.0
-# What `accelerate` gives, by the names that boards, peers and recipes have for it; True: called through generate().
+# What `accelerate` gives, by the names that boards, peers and recipes have for it.
 SYSTEMS = {
-    "ONNX Runtime, generate()": True, OURS_GENERATE: True, "ONNX Runtime, our loop, numpy feeds": False, OURS: False,
-    OURS_INT8: False, OURS_INT8_THROUGHPUT: False, OURS_INT4: False, **dict.fromkeys(RECIPES, False),
-    **{f"ONNX Runtime, our loop, {name}": False for name in RECIPES},
-}  # fmt: skip
+    *RECIPES, *(system.name for system in PEERS if system.ours), "ONNX Runtime, generate()",
+    *(f"ONNX Runtime, our loop, {name}" for name in ("numpy feeds", *RECIPES)),
+} - {OURS_EXACT}  # fmt: skip
 WORK = ("batch", "beams", "source_tokens", "new_tokens")
 Row = Mapping[str, Any]
 
@@ -164,7 +164,13 @@ def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Adv
     far = factors(nearest)
     if max(max(factor, 1 / factor) for factor in far.values()) > FAR:
         return Advice(need, far=far)
-    rows = sorted(nearest, key=lambda found: _rank(need, found, nearest))
+    in_memory = all("peak_memory_bytes" in found.row for found in nearest)
+    size_key = "peak_memory_bytes" if in_memory else "size_bytes"
+
+    def rank(found: Found) -> tuple[float, float]:  # less is better
+        return (found.row.get(size_key, math.inf) if need.matters == "memory" else 0, -found.row["ratio"])
+
+    rows = sorted(nearest, key=rank)
     losses = _losses(need, record)
     allowed = [found for found in rows if _passes(need, found.row["precision"], losses) and found.row["ratio"] > 1]
     beside = [found for found in record if allowed and _is_beside(found, need, allowed[0].row["precision"])]
@@ -186,24 +192,19 @@ def weights_per_step(name: str) -> int | None:
     (5209344, True)
     """
     hub_id = HUB_ALIASES.get(name, name)
-    size = name.removeprefix("random:") if name.startswith("random:") else hub_id.rpartition("/")[2]
-    if name in BUNDLED or os.path.isdir(name):
+    owner = next((owner for owner in ("random:", "google-t5/", "google/") if hub_id.startswith(owner)), hub_id)
+    if os.path.isdir(name) or name in BUNDLED:
         folder = data_folder() / BUNDLED[name] if name in BUNDLED else Path(name)
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelUnavailableError(f"{folder} holds no config.json that can be read: {error}.") from error
-    elif size in RANDOM_SIZES and (name.startswith("random:") or hub_id.startswith(("google/", "google-t5/"))):
-        config = RANDOM_SIZES[size]
-    elif "/" in hub_id and not name.startswith("random:"):
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(hub_id, "config.json")
-        if not isinstance(cached, str):
-            return None
-        config = json.loads(Path(cached).read_text(encoding="utf-8"))
-    else:
+    elif (size := hub_id.removeprefix(owner)) in RANDOM_SIZES:
+        return decoder_weights_per_step(T5Dims.from_config(RANDOM_SIZES[size], name))
+    elif "/" not in hub_id or owner == "random:":
         raise UnknownModelError(f"No model {name!r}. {allowed_names()}")
+    elif (folder := hub_snapshot(name)) is None:
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnavailableError(f"{folder} holds no config.json that can be read: {error}.") from error
     return decoder_weights_per_step(T5Dims.from_config(config, name))
 
 
@@ -247,7 +248,7 @@ def _losses(need: Need, record: Sequence[Found]) -> dict[str, dict[str, float]]:
     scored: dict[tuple[str, str], Row] = {}
     for found in record:
         row = found.row
-        is_own = row.get("model") == need.model and row.get("system", "fp32") in {*SYSTEMS} and "quality_of" not in row
+        is_own = row.get("model") == need.model and row.get("system", "fp32") in SYSTEMS and "quality_of" not in row
         if is_own and _is_current(row) and {*METRICS.values()} <= row.keys() and "limit" not in row:
             scored.setdefault((found.file, row["precision"]), row)
     losses = {"fp32": dict.fromkeys(need.limits, 0.0)}
@@ -263,14 +264,6 @@ def _passes(need: Need, precision: str, losses: Mapping[str, Mapping[str, float]
     if precision not in losses:
         return need.model.startswith("random:")  # which has nothing to lose
     return all(losses[precision][name] <= most for name, most in need.limits.items())
-
-
-def _rank(need: Need, found: Found, run: Sequence[Found]) -> tuple[float, ...]:
-    """Less is better."""
-    if need.matters != "memory":
-        return (-found.row["ratio"],)
-    key = "peak_memory_bytes" if all("peak_memory_bytes" in one.row for one in run) else "size_bytes"
-    return (found.row.get(key, math.inf), -found.row["ratio"])
 
 
 def _is_beside(found: Found, need: Need, precision: str) -> bool:
@@ -297,7 +290,7 @@ def line(need: Need, precision: str) -> str:
 
 def call(need: Need, row: Row) -> str:
     """The call that was measured: our own loops skip what ``generate()`` keeps account of."""
-    if SYSTEMS[row["system"]]:
+    if "generate()" in row["system"]:
         return f"model.generate(**batch, num_beams={need.beams}, do_sample=False)"
     search, beams = ("beam_search", f", num_beams={need.beams}") if need.beams > 1 else ("greedy", "")
     return f'{search}(model.backend, batch["input_ids"], batch["attention_mask"]{beams}).sequences'
@@ -376,7 +369,7 @@ def _explained(advice: Advice) -> Iterator[str]:
             row = found.row
             mark = "*" if found is advice.recommended else "" if found in advice.allowed else "no"
             sizes = [f"{row[key] / 1e6:.0f}" if key in row else "–" for key in ("size_bytes", "peak_memory_bytes")]
-            name = f"{row['precision']}, {'generate()' if SYSTEMS[row['system']] else 'our loop'}"
+            name = f"{row['precision']}, {'generate()' if 'generate()' in row['system'] else 'our loop'}"
             cells.append((mark, name, f"{row['ratio']:.2f}x", *sizes, str(found.number), _lost(advice, row)))
         yield from ("", f"All of {advice.run[0].file} in that run (*: recommended, no: loses too much, or unknown)")
         yield from aligned(cells, left={0, 1, 6})

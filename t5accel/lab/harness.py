@@ -81,42 +81,47 @@ def measured(
              "new_tokens": work.new_tokens}  # fmt: skip
     about |= {"threads": work.threads, "forced": None if work.forced_length else False}
     rows: dict[str, Row] = {}
-    runs: dict[str, Callable[[], Any]] = {}
+    runs: dict[str, Callable[[], Any]] = {}  # of the ways that have not failed
     expected: Any = None
+
+    def attempt(name: str, run: Callable[[], Any]) -> Any:
+        """What it returns; ``None`` where it fails and the others go on."""
+        try:
+            return run()
+        except Exception as error:  # of any runtime, one that is not installed included
+            if not keep_going or name == ways[0].name:
+                raise
+            rows[name]["failed"] = said(error)
+            runs.pop(name, None)
+            return None
+
+    def begin(way: Way) -> None:
+        nonlocal expected
+        begun = perf_counter()
+        run = way.build()
+        output = run()
+        rows[way.name]["first_s"] = perf_counter() - begun
+        expected = output if way is ways[0] else expected
+        if atol is not None:
+            rows[way.name] |= _compared(output, expected, work, exact=way.exact, atol=atol, first=way is ways[0])
+        runs[way.name] = run
+
     for way in ways:
         row: Row = {"measured": "speed", "system": way.name, "reference": ways[0].name, **about, **facts, **way.facts}
-        row = rows[way.name] = {key: value for key, value in row.items() if value is not None}
-        try:
-            begun = perf_counter()
-            run = way.build()
-            output = run()
-            row["first_s"] = perf_counter() - begun
-            expected = output if way is ways[0] else expected
-            if atol is not None:
-                row |= _compared(output, expected, work, exact=way.exact, atol=atol, first=way is ways[0])
-            runs[way.name] = run
-        except Exception as error:  # of any runtime, one that is not installed included
-            if not keep_going or way is ways[0]:
-                raise
-            row["failed"] = said(error)
+        rows[way.name] = {key: value for key, value in row.items() if value is not None}
+        attempt(way.name, partial(begin, way))
         if on_way is not None:
             on_way(way.name)
     if seconds is not None:
         begun = perf_counter()
-        for name in [*runs]:
-            try:
-                runs[name]()
-            except Exception as error:
-                if not keep_going or name == ways[0].name:
-                    raise
-                rows[name]["failed"] = said(error)
-                del runs[name]
+        for name, run in [*runs.items()]:
+            attempt(name, run)
         once = perf_counter() - begun
         rounds = min(rounds, int((seconds - (perf_counter() - started)) / once))
         if rounds < FEWEST_ROUNDS:
             return []
     if len(runs) > 1:
-        _timed(rows, runs, work, rounds, keep_going, synchronize, tokens=atol is not None)
+        _timed(rows, runs, attempt, work, rounds, synchronize, tokens=atol is not None)
     return list(rows.values())
 
 
@@ -140,22 +145,11 @@ def _compared(output: Any, expected: Any, work: Work, *, exact: bool, atol: floa
 
 
 def _timed(
-    rows: dict[str, Row], runs: Mapping[str, Callable[[], Any]], work: Work, rounds: int, keep_going: bool,
+    rows: dict[str, Row], runs: Mapping[str, Callable[[], Any]], attempt: Callable[..., Any], work: Work, rounds: int,
     synchronize: Callable[[], Any] | None, tokens: bool,
 ) -> None:  # fmt: skip
-    first, *_ = runs
-    failed: dict[str, str] = {}
-
     def once(name: str) -> Work | None:
-        if name in failed:
-            return None
-        try:
-            output = runs[name]()
-        except Exception as error:
-            if not keep_going or name == first:
-                raise
-            failed[name] = said(error)
-            return None
+        output = attempt(name, runs[name]) if name in runs else None
         if not (work.forced_length and tokens and np.issubdtype(np.asarray(output).dtype, np.integer)):
             return None
         return replace(work, batch=len(output), new_tokens=output.shape[1])
@@ -163,12 +157,10 @@ def _timed(
     # Every way has run before, so none is warmed up again.
     timed = compare(*(Candidate(name, partial(once, name), work) for name in runs), warmup=0, rounds=rounds,
                     synchronize=synchronize)  # fmt: skip
-    for name, latency in timed.latencies.items():
-        if name in failed:
-            rows[name]["failed"] = failed[name]
-            continue
-        row = rows[name]
-        row |= {"latency_s": list(latency.samples_s), **ratio(timed.latencies[first].samples_s, latency.samples_s)}
+    reference = next(iter(timed.latencies.values()))
+    for name in runs:
+        row, latency = rows[name], timed.latencies[name]
+        row |= {"latency_s": list(latency.samples_s), **ratio(reference.samples_s, latency.samples_s)}
         if "equal" in row:  # its output is tokens
             row["tokens_per_s"] = row["new_tokens"] * (work.batch if work.forced_length else 1) / latency.median_s
 

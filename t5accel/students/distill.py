@@ -19,10 +19,10 @@ from t5accel.students.batches import Batch, Mixture, TaskBatch, steps_from
 from t5accel.students.examples import Rows, as_mixture
 from t5accel.students.objectives import OBJECTIVES, as_objective, student_loss
 from t5accel.students.optimise import (
-    PooledDropout,
     learning_rate_factor,
     new_optimizers,
     optimiser_step,
+    set_dropout,
     use_pooled_dropout,
 )
 from t5accel.students.resumable import RunConfig, require_device, run_steps
@@ -149,10 +149,8 @@ def train_student(
         return tokenizer(texts)["input_ids"]
 
     student.config.dropout_rate = config.dropout
-    for module in student.modules():
-        if isinstance(module, torch.nn.Dropout | PooledDropout):
-            module.p = config.dropout
     use_pooled_dropout(student)
+    set_dropout(student, config.dropout)
     student.to(device).train()
     teacher = copy.deepcopy(teacher).to(device).eval()
     objective = as_objective(config.loss)

@@ -8,7 +8,7 @@ good by `graphs.numbers.quantize` afterwards. What is multiplied by the weights 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,23 +130,16 @@ def fine_tune(
     """
     model.train()
     optimizers = new_optimizers(model, learning_rate=learning_rate, matrix_learning_rate=None)
-
-    def run() -> None:
-        for step in range(steps):
-            chosen = next(batches)
-            loss = optimiser_step(
-                model, optimizers, [batch for _, batch in chosen], (1 / len(chosen),) * len(chosen),
-                factor=1 - step / steps, smoothing=smoothing,
-            )  # fmt: skip
-            if on_step is not None:
-                on_step(loss)
-
     try:
-        if recipe is None:
-            run()
-        else:
-            with rounded_weights(model, recipe):
-                run()
+        with nullcontext() if recipe is None else rounded_weights(model, recipe):
+            for step in range(steps):
+                chosen = next(batches)
+                loss = optimiser_step(
+                    model, optimizers, [batch for _, batch in chosen], (1 / len(chosen),) * len(chosen),
+                    factor=1 - step / steps, smoothing=smoothing,
+                )  # fmt: skip
+                if on_step is not None:
+                    on_step(loss)
     finally:
         model.eval()
 
