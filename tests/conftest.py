@@ -102,12 +102,15 @@ def laid_out(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 @pytest.fixture(scope="session")
-def opened(exported: Callable[..., Path], laid_out: Callable[..., Path]) -> Callable[..., Any]:
-    """``opened(runtime, kind, settings, …)``: that backend over its export or older layout. Shared: patch your own."""
+def opened(tiny_t5: Tiny, exported: Callable[..., Path], laid_out: Callable[..., Path]) -> Callable[..., Any]:
+    """``opened(runtime, kind, settings, …)``: that backend of that ``tiny_t5``. Shared: patch your own."""
     from t5accel.backends.ort.session import SessionSettings
+    from t5accel.backends.torch_eager import TorchEager
 
     @cache
     def open_(runtime: Any, kind: str = "deeper-decoder", settings: Any = None, **given: Any) -> Any:
+        if runtime is TorchEager:
+            return TorchEager(tiny_t5(kind, **given))
         layout = vars(runtime).get("layout")
         folder = exported(kind, **given) if layout is None else laid_out(layout, kind, **given)
         return runtime(folder, settings=settings or SessionSettings(threads=1))

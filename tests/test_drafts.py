@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from t5accel.decoding import drafts as drafts_module
 from t5accel.decoding.backend import Backend, Generated, Histories
 from t5accel.decoding.draft_lengths import LONGEST_PAUSE, DraftLength
 from t5accel.decoding.drafts import Drafts, Likeliest, verified
-from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.request import Request, Steps
 from t5accel.parity import assert_varied
@@ -214,13 +213,7 @@ def test_rows_that_have_ended_leave() -> None:
 
 # On runtimes
 
-BACKENDS: dict[str, Callable[[Any, Any], Any]] = {
-    "TorchEager": lambda model, folder: TorchEager(model),
-    "TorchEager uncached": lambda model, folder: TorchEager(model, use_cache=False),
-    "OrtNumpy": lambda model, folder: OrtNumpy(folder, settings=ONE_THREAD),
-    "OrtBound": lambda model, folder: OrtBound(folder, settings=ONE_THREAD),
-    "EncoderCache": lambda model, folder: EncoderCache(OrtNumpy(folder, settings=ONE_THREAD)),
-}
+RUNTIMES = [TorchEager, OrtNumpy, OrtBound]
 RUNS: list[dict[str, Any]] = [
     dict(max_new_tokens=16),
     dict(max_new_tokens=12, min_new_tokens=12),
@@ -228,11 +221,10 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_equals_greedy_on_every_backend(tiny_t5, exported, kind: str, padded_batch, name: str) -> None:
-    backend = BACKENDS[name](tiny_t5(kind), exported(kind))
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_equals_greedy_on_runtimes(opened, kind: str, padded_batch, runtime: Any) -> None:
     for options in RUNS:
-        found = check_equals_greedy(backend, *padded_batch, **options)
+        found = check_equals_greedy(opened(runtime, kind), *padded_batch, **options)
         assert_varied(found.sequences)
         assert 0 < found.accepted < found.drafted, "rows should accept some guesses and not all"
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
-from test_drafts import BACKENDS, Machine, sources
+from test_drafts import RUNTIMES, Machine, sources
 
 from t5accel import tasks
 from t5accel.backends.ort.bound import OrtBound
@@ -176,12 +176,12 @@ def test_a_match_is_where_the_longest_ngram_came_last(begin: list[int], more: li
 # On runtimes and on the bundled model
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_equals_greedy_on_every_backend(tiny_t5, exported, kind: str, padded_batch, name: str) -> None:
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_equals_greedy_on_runtimes(opened, kind: str, padded_batch, runtime: Any) -> None:
     """With forty tokens to choose from, a lively model repeats itself often, and not for ever."""
     ids, mask = padded_batch[0] % 37 + 3 * padded_batch[1], padded_batch[1]
     drafted = accepted = 0
-    backend = BACKENDS[name](tiny_t5(kind, seed=5, vocab_size=40), exported(kind, seed=5, vocab_size=40))
+    backend = opened(runtime, kind, seed=5, vocab_size=40)
     for options, rows in (
         (dict(max_new_tokens=30), slice(6)),
         (dict(max_new_tokens=30), slice(2)),

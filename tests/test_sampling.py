@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter as Tally
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -135,21 +134,17 @@ def test_a_prefix_is_gone_on_from_and_counts_as_history() -> None:
 
 # Seeds and neighbours
 
-BACKENDS: dict[str, Callable[[Any, Any], Any]] = {
-    "TorchEager": lambda model, folder: TorchEager(model),
-    "OrtNumpy": lambda model, folder: OrtNumpy(folder, settings=ONE_THREAD),
-    "OrtBound": lambda model, folder: OrtBound(folder, settings=ONE_THREAD),
-}
+RUNTIMES = [TorchEager, OrtNumpy, OrtBound]
 
 
 def trimmed(sequences: np.ndarray) -> list[list[int]]:
     return [row[: np.flatnonzero(row)[-1] + 1].tolist() if row.any() else [] for row in sequences]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("name", ["deeper-decoder", "umt5"])
-def test_a_seed_decides_and_nothing_else(tiny_t5, exported, padded_batch, name: str, backend: str) -> None:
-    engine, (ids, mask) = BACKENDS[backend](tiny_t5(name), exported(name)), padded_batch
+def test_a_seed_decides_and_nothing_else(opened, padded_batch, name: str, runtime: Any) -> None:
+    engine, (ids, mask) = opened(runtime, name), padded_batch
     options: dict[str, Any] = dict(sampling=WARM, seed=5, num_return_sequences=3, max_new_tokens=9)
     found = sample(engine, ids, mask, **options).sequences
     assert_varied(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
-from test_drafts import Machine, sources
+from test_drafts import RUNTIMES, Machine, sources
 from test_greedy import Counter
 from test_sampling import SAMPLINGS, Chain, answer_odds, excess
 
-from t5accel.backends.ort.bound import OrtBound
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
@@ -86,11 +84,6 @@ def noisy(model: Any, scale: float, seed: int = 0) -> Any:
     return other
 
 
-BACKENDS: dict[str, Callable[[Any, Any], Any]] = {
-    "TorchEager": lambda model, folder: TorchEager(model),
-    "OrtNumpy": lambda model, folder: OrtNumpy(folder, settings=ONE_THREAD),
-    "OrtBound": lambda model, folder: OrtBound(folder, settings=ONE_THREAD),
-}
 RUNS: list[dict[str, Any]] = [
     dict(max_new_tokens=20),
     dict(max_new_tokens=12, min_new_tokens=12, max_draft=3),
@@ -98,13 +91,12 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_equals_greedy_on_every_backend(tiny_t5, exported, kind: str, padded_batch, tmp_path, name: str) -> None:
-    model = tiny_t5(kind)
-    other = noisy(model, 0.05)
-    if name != "TorchEager":
-        export_t5(other, tmp_path / "draft")
-    backend, draft = BACKENDS[name](model, exported(kind)), BACKENDS[name](other, tmp_path / "draft")
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_equals_greedy_on_runtimes(tiny_t5, opened, kind: str, padded_batch, tmp_path, runtime: Any) -> None:
+    backend, draft = opened(runtime, kind), TorchEager(noisy(tiny_t5(kind), 0.05))
+    if runtime is not TorchEager:
+        export_t5(draft.model, tmp_path / "draft")
+        draft = runtime(tmp_path / "draft", settings=ONE_THREAD)
     drafted = accepted = 0
     for options in RUNS:
         bounds_only = {key: value for key, value in options.items() if key != "max_draft"}
