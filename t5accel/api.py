@@ -143,13 +143,13 @@ def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: boo
     if runtime is not None and runtime not in RUNTIMES:
         raise InputError(f"runtime is {runtime!r}; give one of {', '.join(RUNTIMES)}, or leave it out.")
     if runtime is None:
-        in_torch = recipe.floats == "bfloat16" or (device == "cuda" and not recipe.integers)
+        in_torch = recipe.dtype == "bfloat16" or (device == "cuda" and not recipe.integers)
         return "torch" if in_torch and not is_export else "onnx"
     if runtime == "tensorrt" and device != "cuda":
         raise InputError("runtime='tensorrt' is for device='cuda'.")
     if runtime == "torch" and is_export:
         raise InputError("runtime='torch' runs a model, and this folder is an export: give the model or its name.")
-    if (runtime == "torch" and recipe.integers) or (runtime != "torch" and recipe.floats == "bfloat16"):
+    if (runtime == "torch" and recipe.integers) or (runtime != "torch" and recipe.dtype == "bfloat16"):
         other = "onnx" if runtime == "torch" else "torch"
         raise InputError(f"precision {recipe.name!r} runs on {other}, not on {runtime}: leave runtime out.")
     return runtime
@@ -201,6 +201,6 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
         model, own_tokenizer = load_t5(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     torch.set_num_threads(settings.threads or machine.cpu_threads())
-    moved = in_floats(model, recipe.floats, settings.device)
+    moved = in_floats(model, recipe.dtype, settings.device)
     backend = TorchEager(moved) if settings.device == "cpu" else TorchStatic(moved)
     return AcceleratedT5(backend, model.config, model.generation_config, tokenizer)

@@ -314,7 +314,7 @@ def test_bytes_halve(tiny_t5, tmp_path: Path) -> None:
 
 
 def test_groups_that_are_kept(exported, padded_batch, tmp_path: Path) -> None:
-    kept = Recipe("kept", floats="float16", kept=("decoder.1.attention", "lm_head"))
+    kept = Recipe("kept", dtype="float16", kept=("decoder.1.attention", "lm_head"))
     listed = [set(half_export(exported(), tmp_path / recipe.name, recipe).recipe["in_fp32"])
               for recipe in (RECIPES["fp16"], kept)]  # fmt: skip
     more = listed[1] - listed[0]
@@ -343,7 +343,7 @@ def test_what_is_not_converted_to_fp16(exported, half, tmp_path: Path) -> None:
     def convert(folder: Any = exported(), recipe: Any = "fp16", out: Any = tmp_path / "new") -> Any:  # noqa: B008
         return half_export(folder, out, recipe)
 
-    mixed = Recipe("mixed", floats="float16", decoder=Scheme())
+    mixed = Recipe("mixed", dtype="float16", decoder=Scheme())
     refused(convert, "recipe", "fp32", "bf16", "int8", mixed, Recipe("other"), match="is not one of fp16 alone")
     refused(convert, "recipe", "float16", None, 16, match="precision is")
     for folder, state in ((half(), "fp16"), (tmp_path / "int8", "int8")):

@@ -409,14 +409,14 @@ def test_a_recipe_that_is_called_fp32_and_is_not(fp32, tmp_path: Path) -> None:
 
 
 NO_INTEGERS = ["fp32", "fp16", "bf16", Recipe("kept", kept=("lm_head",)), "int3", None, 8]
-NO_INTEGERS += [Recipe("mixed", floats=floats, decoder=Scheme()) for floats in ("float16", "bfloat16")]
+NO_INTEGERS += [Recipe("mixed", dtype=dtype, decoder=Scheme()) for dtype in ("float16", "bfloat16")]
 
 
 @pytest.mark.parametrize("recipe", NO_INTEGERS, ids=lambda recipe: str(recipe)[:60])
 def test_recipes_that_are_not_of_integers(fp32, tmp_path: Path, recipe: Any) -> None:
-    with pytest.raises(InputError, match="has no integers|floats|precision is"):
+    with pytest.raises(InputError, match="has no integers|dtype|precision is"):
         quantize_export(fp32(), tmp_path / "new", recipe)
-    with pytest.raises(InputError, match="has no integers|floats|precision is"):
+    with pytest.raises(InputError, match="has no integers|dtype|precision is"):
         quantize(fp32(), tmp_path / "new", recipe, score=lambda _: {"x": 1.0}, max_loss={"x": 1})
     assert not list(tmp_path.iterdir())
 

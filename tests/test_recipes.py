@@ -20,7 +20,7 @@ from test_export import MODELS
 from t5accel.errors import InputError
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
 from t5accel.graphs.export.t5 import t5_weights
-from t5accel.graphs.numbers.recipes import FLOATS, METHODS, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_of
+from t5accel.graphs.numbers.recipes import DTYPES, METHODS, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_of
 from t5accel.graphs.numbers.surgery import products
 from t5accel.t5.sizes import T5Dims
 
@@ -66,7 +66,7 @@ def test_what_is_no_recipe() -> None:
     names = (None, "", "two words", "a/b", "..\\up", "x" * 61, 5, b"int8", "int8\n")
     refused(Recipe, "name", *names, match="^name is ")
     recipe = partial(Recipe, "x")
-    refused(recipe, "floats", "fp16", "", None, 16, ["float16"], np.float16, match="^floats is ")
+    refused(recipe, "dtype", "fp16", "", None, 16, ["float16"], np.float16, match="^dtype is ")
     for name in ("encoder", "decoder", "head"):
         refused(recipe, name, "int8", 8, {"bits": 8}, RECIPES["int8"], match=f"^{name} is ")
     refused(recipe, "embedding", "int8", DYNAMIC, Scheme("static"), match="^embedding is ")
@@ -126,7 +126,7 @@ def test_groups_are_taken_out() -> None:
 
 def test_the_recipes_in_plain_words() -> None:
     assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
-    assert {name: recipe.floats for name, recipe in RECIPES.items() if recipe.floats != "float32"} == {
+    assert {name: recipe.dtype for name, recipe in RECIPES.items() if recipe.dtype != "float32"} == {
         "fp16": "float16", "bf16": "bfloat16"}  # fmt: skip
     assert RECIPES["fp32"] == Recipe("fp32")
     int8, dynamic, int4 = (RECIPES[name] for name in ("int8", "int8-dynamic", "int4"))
@@ -152,7 +152,7 @@ any_scheme = schemes | st.builds(Scheme, st.sampled_from(["dynamic", "static"]),
 groups = st.sampled_from(["lm_head", "encoder.0.wo", "encoder.11.attention", "decoder.1.feed_forward", "decoder.2.wo"])
 overrides = st.dictionaries(groups, st.none() | any_scheme, max_size=3).map(lambda found: tuple(found.items()))
 recipes = st.builds(
-    Recipe, st.from_regex(r"[\w.+-]{1,60}", fullmatch=True), st.sampled_from(FLOATS), st.none() | any_scheme,
+    Recipe, st.from_regex(r"[\w.+-]{1,60}", fullmatch=True), st.sampled_from(DTYPES), st.none() | any_scheme,
     st.none() | any_scheme, st.none() | any_scheme, st.none() | schemes, overrides,
     st.lists(groups, max_size=2, unique=True).map(tuple),
 )  # fmt: skip
@@ -175,7 +175,7 @@ def test_equal_hashes_are_equal_recipes(one: Recipe, other: Recipe) -> None:
 
 def test_every_difference_is_in_the_hash() -> None:
     one = Recipe("x", encoder=INT8, decoder=INT8, head=INT8, embedding=INT8)
-    differences: list[dict[str, Any]] = [dict(name="y"), dict(floats="float16"), dict(overrides=(("lm_head", None),)),
+    differences: list[dict[str, Any]] = [dict(name="y"), dict(dtype="float16"), dict(overrides=(("lm_head", None),)),
                                          dict(overrides=(("lm_head", INT4),)), dict(kept=("lm_head",))]  # fmt: skip
     others = dict(bits=4, block_size=32, accuracy_level=1, per_channel=False, reduce_range=True)
     changed = [replace(INT8, **{name: value}) for name, value in others.items()]

@@ -42,7 +42,7 @@ def convert_export(
     if recipe.integers:
         seen = probe(folder, examples) if examples else []
         return quantize_export(folder, out, recipe, ranges=ranges(seen), overwrite=overwrite)
-    if recipe.floats == "float16":
+    if recipe.dtype == "float16":
         return half_export(folder, out, recipe, examples=examples, overwrite=overwrite)
     raise InputError(
         f"Recipe {recipe.name} is not one that an export is converted to: fp32 is what it is in, and bfloat16 runs in "

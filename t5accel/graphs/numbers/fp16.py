@@ -88,8 +88,8 @@ def half_export(
     (0.5, True)
     """
     source, recipe = Fp32Export.read(folder), as_recipe(recipe)
-    if recipe.floats != "float16" or recipe.integers:
-        raise InputError(f"Recipe {recipe.name} is not one of fp16 alone: give one with floats='float16', no integers.")
+    if recipe.dtype != "float16" or recipe.integers:
+        raise InputError(f"Recipe {recipe.name} is not one of fp16 alone: give one with dtype='float16', no integers.")
     target, examples = source.target(out), list(examples)
     seen = probe(folder, examples) if examples else []
     graphs, in_fp32 = source.graphs(), {}

@@ -166,8 +166,8 @@ def _with_integers(recipe: Any) -> Recipe:
     recipe = as_recipe(recipe)
     if not recipe.integers:
         raise InputError(f"Recipe {recipe.name} has no integers: there is nothing to quantise.")
-    if recipe.floats != "float32":
-        raise InputError(f"Recipe {recipe.name} has integers beside floats={recipe.floats!r}: give them 'float32'.")
+    if recipe.dtype != "float32":
+        raise InputError(f"Recipe {recipe.name} has integers beside dtype={recipe.dtype!r}: give them 'float32'.")
     return recipe
 
 

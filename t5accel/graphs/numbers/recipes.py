@@ -16,9 +16,10 @@ from t5accel.checks import as_count
 from t5accel.errors import InputError
 
 METHODS = ("weight-only", "dynamic", "static")
-FLOATS = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("attention", "feed_forward", "wo")  # of a layer's products; `feed_forward` is what comes before `wo`
 HEAD, EMBEDDING = "lm_head", "embedding"
+_WRITTEN = {"dtype": "floats"}
 _PLACE = re.compile(
     r"(encoder|decoder)\.block\.(\d+)\.layer\.\d\.(SelfAttention|EncDecAttention|DenseReluDense)\.(\w+)\."
 )
@@ -72,17 +73,17 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Recipe:
-    """In which numbers a model runs. What has no scheme stays in ``floats``.
+    """In which numbers a model runs. What has no scheme stays in ``dtype``.
 
     Attributes:
         name: what a reader calls it.
-        floats: ``"float32"``, ``"float16"`` or ``"bfloat16"`` (which runs in torch alone).
+        dtype: of all that is no integer: ``"float32"``, ``"float16"`` or ``"bfloat16"`` (which runs in torch alone).
         encoder, decoder: of all weights that a layer multiplies by, in the one graph and in the other. The decoder's
             keys and values of the source belong to the encoder's graph.
         head: of the output head.
         embedding: of the rows that are looked up. Where head and embedding are tied and have the same "weight-only"
             scheme, they are stored once.
-        overrides: for single groups (`group_of`) another scheme, or ``None`` to leave them in ``floats``.
+        overrides: for single groups (`group_of`) another scheme, or ``None`` to leave them in ``dtype``.
         kept: of fp16: groups whose products are computed in fp32 all the same.
 
     Raises:
@@ -95,7 +96,7 @@ class Recipe:
     """
 
     name: str
-    floats: str = "float32"
+    dtype: str = "float32"
     encoder: Scheme | None = None
     decoder: Scheme | None = None
     head: Scheme | None = None
@@ -106,8 +107,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,60}", self.name):
             raise InputError(f"name is {self.name!r:.80}; give up to 60 letters, digits, or any of _ . + -")
-        if self.floats not in FLOATS:
-            raise InputError(f"floats is {self.floats!r}; give one of {', '.join(FLOATS)}.")
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}.")
         for name in ("encoder", "decoder", "head", "embedding"):
             if not isinstance(getattr(self, name), Scheme | None):
                 raise InputError(f"{name} is {getattr(self, name)!r:.80}; give a Scheme or None.")
@@ -121,7 +122,7 @@ class Recipe:
         embedding = self.scheme(EMBEDDING, "encoder")
         if embedding and embedding.method != "weight-only":
             raise InputError(f"embedding is {embedding}; rows that are looked up take a weight-only Scheme.")
-        if self.name == "fp32" and (self.floats != "float32" or self.integers):
+        if self.name == "fp32" and (self.dtype != "float32" or self.integers):
             raise InputError("name is 'fp32', by which an export that was not converted is known: give another.")
 
     @property
@@ -138,7 +139,7 @@ class Recipe:
     @property
     def hash(self) -> str:
         """16 hex digits that stand for all of it."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self._written(), sort_keys=True).encode()).hexdigest()[:16]
 
     def scheme(self, group: str, graph: str) -> Scheme | None:
         """That of a group of weights in one of the graphs, ``"encoder"`` or ``"decoder"``."""
@@ -154,7 +155,11 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """For a manifest or a row of results: plain values, with the ``"hash"``."""
-        return {**json.loads(json.dumps(asdict(self))), "hash": self.hash}  # lists, as they are read again
+        return {**json.loads(json.dumps(self._written())), "hash": self.hash}  # lists, as they are read again
+
+    def _written(self) -> dict[str, Any]:
+        """The names of its fields in manifests, results and hashes, which are older than one of them."""
+        return {_WRITTEN.get(name, name): value for name, value in asdict(self).items()}
 
 
 def recipe_of(content: Mapping[str, Any]) -> Recipe:
@@ -163,7 +168,8 @@ def recipe_of(content: Mapping[str, Any]) -> Recipe:
     >>> recipe_of(RECIPES["int4"].to_json()) == RECIPES["int4"]
     True
     """
-    known = {field.name: content[field.name] for field in fields(Recipe) if field.name in content}
+    written = {field.name: _WRITTEN.get(field.name, field.name) for field in fields(Recipe)}
+    known = {name: content[key] for name, key in written.items() if key in content}
     for name in ("encoder", "decoder", "head", "embedding"):
         known[name] = _scheme(known.get(name))
     known["overrides"] = tuple((group, _scheme(scheme)) for group, scheme in known.get("overrides", ()))
@@ -213,8 +219,8 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("fp32"),
-        Recipe("fp16", floats="float16"),
-        Recipe("bf16", floats="bfloat16"),
+        Recipe("fp16", dtype="float16"),
+        Recipe("bf16", dtype="bfloat16"),
         Recipe("int8", encoder=_DYNAMIC, decoder=_INT8, head=_INT8, embedding=_INT8),
         Recipe("int8-dynamic", encoder=_DYNAMIC, decoder=_DYNAMIC, head=_DYNAMIC, embedding=_INT8),
         Recipe("int4", encoder=_DYNAMIC, decoder=_INT4, head=_INT4_HEAD, embedding=_INT4_HEAD),
