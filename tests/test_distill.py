@@ -245,21 +245,15 @@ def test_a_bad_configuration_is_refused() -> None:
         refused(DistillConfig, name, *wrong, match=f"{name} is")
 
 
-@pytest.mark.parametrize(
-    ("config", "mixture", "device", "match"),
-    [
-        (replace(TOY, layers=(0, 3)), MIXTURE, "cpu", r"layers is \(0, 3\); give different ones of 0 … 2"),
-        (replace(TOY, layers=()), MIXTURE, "cpu", "layers is"),
-        (replace(TOY, loss="sequence"), replace(MIXTURE, by_teacher=False), "cpu", "no texts of the teacher"),
-        (TOY, MIXTURE, "abacus", "device 'abacus'"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_run_is_refused_and_nothing_written(
-    tiny_t5, tmp_path: Path, config: DistillConfig, mixture: Mixture, device: str, match: str
-) -> None:
-    with pytest.raises(InputError, match=match):
-        distill(tiny_t5(), toy_tokenizer(), mixture, tmp_path / "out", config, device=device)
-    assert not (tmp_path / "out").exists()
+def test_what_cannot_be_run_is_refused_and_nothing_written(tiny_t5, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    call = partial(distill, tiny_t5(), toy_tokenizer(), examples=MIXTURE, folder=out, config=TOY)
+    refused(call, "config", replace(TOY, layers=(0, 3)), match=r"layers is \(0, 3\); give different ones of 0 … 2")
+    refused(call, "config", replace(TOY, layers=()), match="layers is")
+    refused(call, "device", "abacus")
+    call = partial(call, examples=replace(MIXTURE, by_teacher=False))
+    refused(call, "config", replace(TOY, loss="sequence"), match="no texts of the teacher")
+    assert not out.exists()
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
