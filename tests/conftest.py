@@ -48,6 +48,16 @@ Tiny = Callable[..., Any]
 
 
 @pytest.fixture
+def threads_put_back() -> Iterator[None]:
+    """Commands and measurements set torch's threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def random_state_put_back() -> Iterator[None]:
     """Training seeds torch; the tests around it keep their own chance."""
     import torch
@@ -171,6 +181,19 @@ def ending(tiny_t5: Tiny, padded_batch: tuple[np.ndarray, np.ndarray]) -> Callab
 def mini() -> tuple[Any, Any]:
     """The bundled model and its tokenizer. Shared between tests: change a deep copy only."""
     return load_t5("mini")
+
+
+@pytest.fixture(scope="session")
+def saved(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``saved(model, name)``: a new folder, so called, with that model and the bundled one's tokenizer."""
+
+    def save(model: Any, name: str = "model") -> Path:
+        folder = tmp_path_factory.mktemp("saved") / name
+        model.save_pretrained(folder)
+        mini[1].save_pretrained(folder)
+        return folder
+
+    return save
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from refused import refused
 
 import t5accel.lab.techniques as module
@@ -27,7 +26,7 @@ from t5accel.lab.techniques import (
 from t5accel.parity import ParityError
 from t5accel.t5.lively import random_t5
 
-pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
 SIZES = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2)
 JOB = Forced(batch=2, source_tokens=7, new_tokens=9, seed=1)
@@ -35,13 +34,6 @@ QUICK = dict(rounds=2, threads=1, peak_memory=False, seed=1)
 OURS = TECHNIQUES[3]
 (BOUND,) = [technique for technique in TECHNIQUES if technique.backend == "backends.ort.bound"]
 ALIKE = [technique for technique in TECHNIQUES if technique.name == REFERENCE]
-
-
-@pytest.fixture(autouse=True)
-def _thread_count_put_back():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def subject_of(model) -> Subject:

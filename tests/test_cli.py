@@ -46,17 +46,10 @@ CALLBACKS = {command.callback.__name__: command.callback
              for group in (app, training_commands) for command in group.registered_commands}  # fmt: skip
 COMMANDS = sorted(CALLBACKS)
 
-pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
 TEXT = "translate English to French: I am tired."
 COUNTS = ("batch", "source-tokens", "new-tokens", "rounds", "threads")
-
-
-@pytest.fixture(autouse=True)
-def _thread_count_put_back():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def call(*arguments: object):

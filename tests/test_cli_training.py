@@ -30,25 +30,14 @@ from t5accel.t5.narrow import widths
 from t5accel.t5.sizes import T5Dims
 from t5accel.tasks import TRANSLATE
 
-pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back", "random_state_put_back")
 
 SIZES = dict(vocab_size=6000, d_model=16, d_kv=8, d_ff=128, num_heads=2, num_layers=2, num_decoder_layers=3)
 
 
-@pytest.fixture(autouse=True)
-def _threads_put_back(random_state_put_back: None):
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def teacher(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model with the bundled one's tokenizer."""
-    folder = tmp_path_factory.mktemp("teacher") / "teacher"
-    random_t5(SIZES, seed=1).save_pretrained(folder)
-    mini[1].save_pretrained(folder)
-    return folder
+def teacher(saved) -> Path:
+    return saved(random_t5(SIZES, seed=1), "teacher")
 
 
 def rows_file(path: Path, pairs: Any) -> Path:

@@ -24,6 +24,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "exports"
 
 
+@pytest.fixture
+def folder(tiny_t5, tmp_path: Path) -> Path:
+    """Of a tiny model."""
+    tiny_t5().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
 def test_without_the_variable_it_lies_where_the_system_keeps_caches(monkeypatch) -> None:
     platformdirs = pytest.importorskip("platformdirs")
     monkeypatch.delenv("T5ACCEL_CACHE")
@@ -48,20 +55,18 @@ def test_both_graphs_share_one_file_of_weights(tiny_t5) -> None:
     assert "weights.data" in read_manifest(cached_export(tiny_t5())).files
 
 
-def test_a_named_model_is_not_loaded_again(tiny_t5, tmp_path: Path, monkeypatch) -> None:
-    tiny_t5().save_pretrained(tmp_path / "model")
-    first = cached_export(tmp_path / "model")
+def test_a_named_model_is_not_loaded_again(folder: Path, monkeypatch) -> None:
+    first = cached_export(folder)
     assert first.name.startswith("model-fp32-")
     monkeypatch.setattr(module, "load_t5", lambda name: pytest.fail("loaded"))
     monkeypatch.setattr(module, "export_t5", lambda *_, **__: pytest.fail("exported"))
-    assert cached_export(str(tmp_path / "model")) == first
+    assert cached_export(str(folder)) == first
 
 
-def test_a_folder_whose_files_changed_is_another_model(tiny_t5, tmp_path: Path) -> None:
-    tiny_t5().save_pretrained(tmp_path / "model")
-    first = cached_export(tmp_path / "model")
-    tiny_t5(seed=2).save_pretrained(tmp_path / "model")
-    assert cached_export(tmp_path / "model") != first
+def test_a_folder_whose_files_changed_is_another_model(folder: Path, tiny_t5) -> None:
+    first = cached_export(folder)
+    tiny_t5(seed=2).save_pretrained(folder)
+    assert cached_export(folder) != first
 
 
 # --- fast starts: what was hashed before, and what the hub's cache knows
@@ -82,39 +87,36 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("done again"))
 
 
-def test_files_are_hashed_once(tiny_t5, tmp_path: Path, hashed: list[str], monkeypatch) -> None:
-    tiny_t5().save_pretrained(tmp_path / "model")
-    first = [cached_export(tmp_path / "model", precision=name) for name in ("fp32", "int8")]
+def test_files_are_hashed_once(folder: Path, hashed: list[str], monkeypatch) -> None:
+    first = [cached_export(folder, precision=name) for name in ("fp32", "int8")]
     assert [folder.name[:11] for folder in first] == ["model-fp32-", "model-int8-"]
     assert hashed.count("model.safetensors") == 1 and not {*hashed} & {"encoder.onnx", "weights.data"}
     hashed.clear()
     forbid(monkeypatch)
-    assert [cached_export(tmp_path / "model", precision=name) for name in ("fp32", "int8")] == first
+    assert [cached_export(folder, precision=name) for name in ("fp32", "int8")] == first
     assert [checked_manifest(folder) for folder in first] == [read_manifest(folder) for folder in first]
     assert hashed == []
 
 
-def test_a_file_that_was_just_written_is_not_trusted(tiny_t5, tmp_path: Path, hashed: list[str], monkeypatch) -> None:
+def test_a_file_that_was_just_written_is_not_trusted(folder: Path, hashed: list[str], monkeypatch) -> None:
     monkeypatch.setattr(module, "SETTLED_NS", 3600 * 10**9)
-    tiny_t5().save_pretrained(tmp_path / "model")
     for _ in range(2):
         hashed.clear()
-        cached_export(tmp_path / "model")
+        cached_export(folder)
         assert "model.safetensors" in hashed
 
 
-def test_a_changed_file_is_never_served_from_before(tiny_t5, tmp_path: Path, hashed: list[str]) -> None:
+def test_a_changed_file_is_never_served_from_before(folder: Path, hashed: list[str]) -> None:
     """Of the same size, with the old times put back: what only the system may write tells them apart."""
-    tiny_t5().save_pretrained(tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    times, first = file.stat(), cached_export(tmp_path / "model")
+    file = folder / "model.safetensors"
+    times, first = file.stat(), cached_export(folder)
     changed = bytearray(file.read_bytes())
     changed[-3] ^= 8  # of a weight
     for write in (lambda: file.write_bytes(changed), lambda: os.replace(copied(file, changed), file)):
         write()
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         assert (file.stat().st_size, file.stat().st_mtime_ns) == (times.st_size, times.st_mtime_ns)
-        second = cached_export(tmp_path / "model")
+        second = cached_export(folder)
         assert second != first
         first, changed[-3] = second, changed[-3] ^ 24
     weights = second / "weights.data"
@@ -123,7 +125,7 @@ def test_a_changed_file_is_never_served_from_before(tiny_t5, tmp_path: Path, has
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ExportError, match=r"weights\.data was altered"):
         checked_manifest(second)
-    assert cached_export(tmp_path / "model") == second and weights.read_bytes() == content, "made again"
+    assert cached_export(folder) == second and weights.read_bytes() == content, "made again"
 
 
 def copied(file: Path, content: bytes) -> Path:
@@ -131,26 +133,24 @@ def copied(file: Path, content: bytes) -> Path:
     return file.parent / "new"
 
 
-def test_a_folder_that_changes_while_it_is_read_is_refused(tiny_t5, tmp_path: Path, monkeypatch) -> None:
-    tiny_t5().save_pretrained(tmp_path / "model")
+def test_a_folder_that_changes_while_it_is_read_is_refused(folder: Path, monkeypatch) -> None:
 
     def disturbed(name: str) -> Any:
         loaded = load_t5(name)
-        (tmp_path / "model" / "config.json").open("a").write("\n")
+        (folder / "config.json").open("a").write("\n")
         return loaded
 
     monkeypatch.setattr(module, "load_t5", disturbed)
     with pytest.raises(ExportError, match="model changed while it was read"):
-        cached_export(str(tmp_path / "model"))
+        cached_export(str(folder))
     assert not list_exports()
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"a": 1}', '{"a": [1, 2]}', "\udcff"])
-def test_damaged_memories_are_forgotten(tiny_t5, tmp_path: Path, cache: Path, content: str) -> None:
-    tiny_t5().save_pretrained(tmp_path / "model")
-    first = cached_export(tmp_path / "model")
+def test_damaged_memories_are_forgotten(folder: Path, cache: Path, content: str) -> None:
+    first = cached_export(folder)
     (cache / ".hashes.json").write_text(content, errors="surrogateescape")
-    assert cached_export(tmp_path / "model") == first
+    assert cached_export(folder) == first
 
 
 def publish(hub: Path, name: str, model: Any, commit: str, others: dict[str, str] | None = None) -> None:

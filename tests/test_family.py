@@ -30,24 +30,17 @@ QUICK = dict(rounds=2, source_tokens=6, new_tokens=3)
 
 
 @pytest.fixture(scope="module")
-def tiny(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def tiny(saved) -> tuple[Path, Path]:
     """The folders of a tiny model with the bundled one's tokenizer, and of what pruning left of it."""
-    folders = tuple(tmp_path_factory.mktemp("tiny") / name for name in ("whole", "pruned"))
     model = random_t5(TINY, seed=1)
     kept = {name: those[: len(those) // 2] for name, those in Gates(model).kept().items()}
-    for saved, folder in zip((model, remove(model, kept)), folders, strict=True):
-        saved.save_pretrained(folder)
-        mini[1].save_pretrained(folder)
-    return folders
+    return saved(model, "whole"), saved(remove(model, kept), "pruned")
 
 
 @pytest.fixture(scope="module")
-def rows(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[dict[str, Any]]]:
+def rows(mini, saved) -> tuple[list[str], list[dict[str, Any]]]:
     """The bundled model and what shrinking makes of it, without any training."""
-    folder = tmp_path_factory.mktemp("student") / "student"
-    shrink_decoder(mini[0], [1, 2]).save_pretrained(folder)
-    mini[1].save_pretrained(folder)
-    said: list[str] = []
+    folder, said = saved(shrink_decoder(mini[0], [1, 2]), "student"), []
     return said, family_rows({"teacher": "mini", "student": folder}, limit=1, on_model=said.append, **QUICK)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from refused import refused
 from script import load_script
 
@@ -39,7 +38,7 @@ from t5accel.parity import ParityError
 from t5accel.quality import MAIN_SCORES
 from t5accel.t5.lively import random_t5
 
-pytestmark = pytest.mark.usefixtures("cache_of_its_own")
+pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "data/results/ladder.json"
@@ -51,15 +50,8 @@ NAIVE, CACHE = BY_NAME["naive"], BY_NAME["cache"]
 LOOP, INT8 = replace(BY_NAME["loop"], on="naive"), replace(BY_NAME["int8"], on="loop")
 
 
-@pytest.fixture(autouse=True)
-def _thread_count_put_back():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def tiny(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny(saved) -> str:
     """The folder of a tiny model whose output varies, with the bundled one's tokenizer."""
 
     def is_lively(seed: int) -> bool:
@@ -69,19 +61,13 @@ def tiny(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> str
         rows = NAIVE.technique.build(subject)(ids, np.ones_like(ids), 6, 6).tolist()
         return min(len({*row} - {0, 1}) for row in rows) >= 4 and rows[0] != rows[1]
 
-    folder = tmp_path_factory.mktemp("tiny")
-    random_t5(SIZES, seed=next(filter(is_lively, range(50)))).save_pretrained(folder)
-    mini[1].save_pretrained(folder)
-    return str(folder)
+    return str(saved(random_t5(SIZES, seed=next(filter(is_lively, range(50))))))
 
 
 @pytest.fixture(scope="module")
-def student(mini: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+def student(saved) -> str:
     """The folder of a model with fewer layers."""
-    folder = tmp_path_factory.mktemp("student")
-    random_t5(SIZES | dict(num_decoder_layers=1), seed=99).save_pretrained(folder)
-    mini[1].save_pretrained(folder)
-    return str(folder)
+    return str(saved(random_t5(SIZES | dict(num_decoder_layers=1), seed=99)))
 
 
 def altered(

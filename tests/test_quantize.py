@@ -687,14 +687,7 @@ def test_wrong_precisions(tiny_t5) -> None:
     refused(call, "tuned_for", "speed", None, "", 1, ["latency"], match="^tuned_for")
 
 
-@pytest.fixture
-def same_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_bf16_runs_in_torch(same_threads, tiny_t5, padded_batch) -> None:
+def test_bf16_runs_in_torch(threads_put_back, tiny_t5, padded_batch) -> None:
     model = tiny_t5()
     accelerated = accelerate(model, precision="bf16", threads=1, progress=False)
     backend = accelerated.backend
@@ -712,7 +705,7 @@ def test_bf16_runs_in_torch(same_threads, tiny_t5, padded_batch) -> None:
         "Je suis fatigué."]  # fmt: skip
 
 
-def test_what_torch_does_not_do_is_refused(same_threads, tiny_t5, fp32) -> None:
+def test_what_torch_does_not_do_is_refused(threads_put_back, tiny_t5, fp32) -> None:
     with pytest.raises(InputError, match="max_source_tokens"):
         accelerate(tiny_t5(), precision="bf16", max_source_tokens=4, progress=False)
     with pytest.raises(T5AccelError, match="export|weights|loaded"):

@@ -5,7 +5,6 @@ import re
 import shlex
 from pathlib import Path
 
-import torch
 from typer.testing import CliRunner
 
 from t5accel.checkpoints import load_t5
@@ -51,7 +50,7 @@ def test_the_workshop_names_targets_and_commands_that_exist() -> None:
 
 
 def test_a_t5_of_ones_own_is_distilled_quantised_and_run_by_the_commands_shown(
-    tmp_path: Path, monkeypatch, cache_of_its_own, random_state_put_back
+    tmp_path: Path, monkeypatch, cache_of_its_own, threads_put_back, random_state_put_back
 ) -> None:
     """Word for word, with a smaller model in place of the stand-in."""
     (commands,) = re.findall(r"^<!-- own model -->\n```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -63,14 +62,12 @@ def test_a_t5_of_ones_own_is_distilled_quantised_and_run_by_the_commands_shown(
     exec(stand_in, {})  # noqa: S102
     rows = [(tmp_path / name).read_text(encoding="utf-8").splitlines() for name in ("train.jsonl", "dev.jsonl")]
     assert len({*rows[0], *rows[1]}) == 200 and not {*rows[0]} & {*rows[1]}
-    threads = torch.get_num_threads()
     printed = []
     for command in commands.strip().splitlines():
         program, *arguments = shlex.split(command)
         result = CliRunner().invoke(app, arguments)
         assert program == "t5accel" and result.exit_code == 0, result.output
         printed.append(result.stdout)
-    torch.set_num_threads(threads)
     assert printed[0].startswith("Wrote student/model\nwhole model: loss ") and "bleu" in printed[0]
     assert re.match(r"student-int8: \d+ MB, int8\nbleu [\d.]+, in fp32 [\d.]+: loses ", printed[1])
     assert len(printed[2].splitlines()) == 1 and (tmp_path / "student-int8" / "manifest.json").is_file()
