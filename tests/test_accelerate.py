@@ -88,14 +88,16 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="threads is 0"):
         accelerate(tiny_t5(), threads=0)
     for runtime, given, message in (
-        ("onyx", {}, "runtime is 'onyx'; give one of onnx, torch, tensorrt"),
+        ("onyx", {}, "^runtime is 'onyx'"),
         ("tensorrt", {}, "for device='cuda'"),
         ("torch", {"precision": "int8"}, "'int8' runs on onnx, not on torch"),
         ("onnx", {"precision": "bf16"}, "'bf16' runs on torch, not on onnx"),
         ("torch", {"max_source_tokens": 4}, "max_source_tokens"),
+        ("openvino", {"precision": "int8"}, "runtime='openvino'"),
     ):
         with pytest.raises(InputError, match=message):
             accelerate(tiny_t5(), runtime=runtime, **given)
+    assert accelerate(tiny_t5(), runtime="openvino", progress=False).backend.openvino
     export_t5(tiny_t5(), tmp_path / "export")
     with pytest.raises(InputError, match="this folder is an export"):
         accelerate(tmp_path / "export", runtime="torch")
