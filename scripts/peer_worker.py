@@ -166,7 +166,7 @@ def _convert_to_ctranslate2(folder: Path, scratch: Path) -> None:
     spec.save(str(scratch))
 
 
-def _ours(precision: str = "fp32", *, shortlist: bool = True) -> Callable[[Path, Path, int], Generate]:
+def _ours(precision: str = "fp32", **settings: bool) -> Callable[[Path, Path, int], Generate]:
     """Our own loops on our own engine; torch is not loaded."""
 
     def load(folder: Path, scratch: Path, threads: int) -> Generate:
@@ -178,8 +178,8 @@ def _ours(precision: str = "fp32", *, shortlist: bool = True) -> Callable[[Path,
         from t5accel.decoding.greedy import greedy
         from t5accel.graphs.export.cache import cached_export
 
-        settings = SessionSettings(threads=threads, shortlist=shortlist)
-        backend = OrtStatic(cached_export(folder, precision=precision), settings=settings)
+        export = cached_export(folder, precision=precision)
+        backend = OrtStatic(export, settings=SessionSettings(threads=threads, **settings))
 
         def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
             length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
@@ -202,7 +202,8 @@ ENGINES = {
     "eager": _eager, "compiled": _compiled, "dynamic-int8": _dynamic_int8, "optimum-onnx": _optimum_onnx,
     "optimum-onnx-int8": _optimum_onnx_int8, "openvino": _openvino(32), "openvino-int8": _openvino(8),
     "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),
-    "ours": _ours(), "ours-exact": _ours(shortlist=False), "ours-generate": _ours_generate, "ours-int8": _ours("int8"),
+    "ours": _ours(), "ours-exact": _ours(shortlist=False), "ours-openvino": _ours(openvino=True),
+    "ours-generate": _ours_generate, "ours-int8": _ours("int8"),
     "ours-int8-dynamic": _ours("int8-dynamic"), "ours-int4": _ours("int4"),
 }  # fmt: skip
 PACKAGES = (

@@ -73,6 +73,7 @@ class Runtime(StrEnum):
 
     TORCH = "torch"
     ONNX = "onnx"
+    OPENVINO = "openvino"
 
 
 class Suite(StrEnum):

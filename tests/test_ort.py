@@ -24,6 +24,7 @@ from test_encoder_cache import check, in_threads, logits_of, tokens_of
 from t5accel.backends.ort import memory as encoder_slices
 from t5accel.backends.ort import pointers as ort_pointers
 from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.memory import run_into
 from t5accel.backends.ort.numpy import OrtNumpy, OrtSource, of_each_head
 from t5accel.backends.ort.pointers import OrtPointers, bind_tensor
 from t5accel.backends.ort.session import SessionSettings, open_session
@@ -90,20 +91,36 @@ def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
 def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeypatch, side: str) -> None:
     """A few rows at a time, none longer than its slice has to be; those of full length are not copied."""
     ids, mask = padded_batch if side == "right" else (array[:, ::-1] for array in padded_batch)
-    shapes = []
+    seen: list[tuple[tuple[int, ...], bool]] = []
 
-    def watch(run: Callable[..., Any], *arguments: Any) -> Any:
-        shapes.append(arguments[1]["input_ids"].shape if run.__name__ == "run" else "into place")
-        return run(*arguments)
+    def noted(session: Any, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> None:
+        seen.append((inputs["input_ids"].shape, all(array.base is not None for array in outputs.values())))
+        run_into(session, inputs, outputs)
 
-    own.encoder = Watched(own.encoder, watch)
+    monkeypatch.setattr("t5accel.backends.ort.numpy.run_into", noted)
     monkeypatch.setattr(encoder_slices, "TOKENS", 26)
     check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
-    assert shapes == (["into place", (2, 7), (2, 8)] if side == "right" else ["into place"] * 3)
-    shapes.clear()
+    rows, longest = ids.shape
+    shapes = [(2, longest), (2, 7), (2, 8)] if side == "right" else [(2, longest)] * 3
+    assert seen == [(shape, shape[1] == longest) for shape in shapes]
+    seen.clear()
     monkeypatch.setattr(encoder_slices, "TOKENS", 1)
     check_program(own, tiny_t5(), ids, mask, 1, PROGRAM)
-    assert len(shapes) == 6
+    assert len(seen) == rows
+
+
+def test_large_batches_are_encoded_by_openvino(exported, tiny_t5, kind: str, padded_batch, monkeypatch) -> None:
+    """The same graph on another runtime, for slices; small batches stay where they were."""
+    backend = OrtNumpy(exported(kind), settings=SessionSettings(threads=1, openvino=True))
+    own = OrtNumpy(exported(kind), settings=SessionSettings(threads=1))
+    small = [backend.encode(*padded_batch).inputs, own.encode(*padded_batch).inputs]
+    assert all((small[0][name] == small[1][name]).all() for name in own.cross_names)
+    monkeypatch.setattr(encoder_slices, "TOKENS", 26)
+    monkeypatch.setattr(backend, "encoder", None)
+    check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
+    with pytest.raises(AssertionError):  # another model's encoder
+        backend.openvino = OrtNumpy(exported(kind, seed=2), settings=SessionSettings(threads=1, openvino=True)).openvino
+        check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
 
 
 Broken = Callable[[OrtNumpy], dict[str, Callable[..., Any]]]

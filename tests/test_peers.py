@@ -23,6 +23,7 @@ from t5accel.lab.peers import (
     OURS,
     OURS_EXACT,
     OURS_GENERATE,
+    OURS_OPENVINO,
     QUICK,
     REFERENCE,
     SYSTEMS,
@@ -126,7 +127,9 @@ def test_the_grid_is_that_of_the_protocol():
     assert all(s.precision in RECIPES for s in SYSTEMS if s.ours)
     assert len({s.name for s in SYSTEMS}) == len(SYSTEMS)
     everywhere = [s for s in SYSTEMS if all(map(s.cells, GRID))]
-    assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {"torch.compile, static cache", OURS_EXACT}
+    assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {
+        "torch.compile, static cache", OURS_EXACT, OURS_OPENVINO
+    }  # fmt: skip
 
 
 def test_every_environment_has_its_list_with_exact_versions():

@@ -21,7 +21,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
+
+RunInto = Callable[[Mapping[str, np.ndarray], Mapping[str, np.ndarray]], None]
 
 
 class Pool:
@@ -197,28 +199,21 @@ def _collapse(start: int, end: int) -> None:
 TOKENS = 2048
 
 
-def encode_in_slices(
-    session: InferenceSession, ids: np.ndarray, mask: np.ndarray, outputs: Sequence[str], arrays: Sequence[np.ndarray]
-) -> None:
+def encode_in_slices(run_into: RunInto, ids: np.ndarray, mask: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
     """Run an encoder on slices of (B, S) sources, each as long as its own longest row.
 
     Args:
-        session: takes ``input_ids`` and ``attention_mask``, int64.
+        run_into: computes the arrays of its second argument from ``input_ids`` and ``attention_mask``, int64.
         ids, mask: contiguous, int64.
-        outputs: the names of what is computed.
-        arrays: take it, (B, H, S, d_kv) each, contiguous. A slice of full length is written where it belongs, without a
-            copy; behind a shorter one there are zeros.
+        arrays: by the names of what is computed, where that goes: (B, H, S, d_kv) each, contiguous. A slice of full
+            length is written where it belongs, without a copy; behind a shorter one there are zeros.
 
-    >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.backends.ort.session import SessionSettings, open_session
-    >>> from t5accel.graphs.export.t5 import export_t5
-    >>> with TemporaryDirectory() as folder:
-    ...     heads = export_t5("mini", f"{folder}/mini").dims.cross_heads[0]
-    ...     session = open_session(f"{folder}/mini/encoder.onnx", SessionSettings())
-    ...     ids, keys = np.full((8, 512), 9), np.empty((8, heads, 512, 32), dtype=np.float32)
-    ...     encode_in_slices(session, ids, np.ones_like(ids), ["cross_key_0"], [keys])
-    >>> bool((keys[0] == keys[7]).all())
-    True
+    >>> def doubled(inputs, outputs):
+    ...     outputs["cross_key_0"][:] = 2 * inputs["input_ids"][:, None, :, None]
+    >>> ids, keys = np.full((8, 512), 9), np.empty((8, 1, 512, 1))
+    >>> encode_in_slices(doubled, ids, np.ones_like(ids), {"cross_key_0": keys})
+    >>> float(keys.min()), float(keys.max())
+    (18.0, 18.0)
     """
     batch, length = ids.shape
     rows_at_once = max(1, TOKENS // length)
@@ -229,14 +224,18 @@ def encode_in_slices(
             "input_ids": np.ascontiguousarray(ids[rows, :longest]),
             "attention_mask": np.ascontiguousarray(mask[rows, :longest]),
         }
+        places = {name: array[rows, :, :longest] for name, array in arrays.items()}
         if longest == length:
-            _run_into(session, inputs, dict(zip(outputs, (array[rows] for array in arrays), strict=True)))
-        else:
-            for array, part in zip(arrays, session.run(list(outputs), inputs), strict=True):
-                array[rows, :, :longest], array[rows, :, longest:] = part, 0
+            run_into(inputs, places)
+            continue
+        parts = {name: np.empty(place.shape, place.dtype) for name, place in places.items()}
+        run_into(inputs, parts)
+        for name, array in arrays.items():
+            array[rows, :, :longest], array[rows, :, longest:] = parts[name], 0
 
 
-def _run_into(session: InferenceSession, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> None:
+def run_into(session: InferenceSession, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+    """Run a session whose results are written to these arrays, which are contiguous."""
     binding = session.io_binding()
     for name, array in inputs.items():
         binding.bind_cpu_input(name, array)

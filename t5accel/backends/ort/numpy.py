@@ -10,12 +10,13 @@ import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from t5accel.backends.ort import memory
-from t5accel.backends.ort.memory import Pool, Spare, encode_in_slices
+from t5accel.backends.ort.memory import Pool, Spare, encode_in_slices, run_into
 from t5accel.backends.ort.session import SessionSettings, open_session, shared_weights, shortlist_of
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Histories, of_each_head
@@ -125,6 +126,7 @@ class OrtNumpy:
         # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
         self._open_decoder()
         self.encoder = self._open(ENCODER)
+        self.openvino = self._open_openvino() if self.settings.openvino else None
         layers = self.dims.decoder_layers
         self.cross_names, self.past_names = names("cross", layers), names("past", layers)
         self.cross_heads, self.past_heads = (
@@ -248,6 +250,13 @@ class OrtNumpy:
     def _open(self, graph: str) -> Any:
         return open_session(self.folder / graph, self.settings, self._weights)
 
+    def _open_openvino(self) -> Any:
+        from t5accel.backends.openvino_encoder import OpenvinoEncoder
+
+        if (there := self.manifest.recipe["name"]) != "fp32":
+            raise InputError(f"openvino=True encodes in fp32, and {self.folder} is an export in {there}.")
+        return OpenvinoEncoder(self.folder / ENCODER, threads=self.settings.threads)
+
     def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> list[Any]:
         return self.encoder.run(self.cross_names, {"input_ids": ids, "attention_mask": mask})
 
@@ -307,7 +316,8 @@ class OrtNumpy:
     def _encoded_in_slices(self, ids: np.ndarray, mask: np.ndarray) -> OrtSource:
         shapes = [(len(ids), heads, ids.shape[1], self.dims.d_kv) for heads in self.cross_heads]
         cross = self._spare.arrays(shapes, self.dtype)
-        encode_in_slices(self.encoder, ids, mask, self.cross_names, cross)
+        run = self.openvino.run_into if self.openvino else partial(run_into, self.encoder)
+        encode_in_slices(run, ids, mask, dict(zip(self.cross_names, cross, strict=True)))
         return self._source([self._hold(self._from_host(array)) for array in cross], mask)
 
     def _source(self, cross: Sequence[Any], mask: np.ndarray) -> OrtSource:
