@@ -20,9 +20,8 @@ from t5accel.checkpoints import BUNDLED, HUB_ALIASES, allowed_names, data_folder
 from t5accel.checks import as_count
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
 from t5accel.graphs.numbers.recipes import RECIPES
-from t5accel.lab.peers import OURS_EXACT
+from t5accel.lab.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from t5accel.lab.peers import REFERENCE as PEERS_REFERENCE
-from t5accel.lab.peers import SYSTEMS as PEERS
 from t5accel.lab.rows import aligned
 from t5accel.lab.techniques import REFERENCE
 from t5accel.t5.lively import RANDOM_SIZES
@@ -34,11 +33,11 @@ LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}
 MATTERS = ("latency", "throughput", "memory", "quality")
 USUAL_LOSS = 1.0  # of each score, where nothing else is asked for
 FAR = 8.0
-# What `accelerate` gives, by the names that boards, peers and recipes have for it.
+# What `line` and `call` give, by the names that boards, peers and recipes have for it.
 SYSTEMS = {
-    *RECIPES, *(system.name for system in PEERS if system.ours), "ONNX Runtime, generate()",
+    OURS, OURS_GENERATE, OURS_INT8, OURS_INT8_THROUGHPUT, OURS_INT4, *RECIPES, "ONNX Runtime, generate()",
     *(f"ONNX Runtime, our loop, {name}" for name in ("numpy feeds", *RECIPES)),
-} - {OURS_EXACT}  # fmt: skip
+}  # fmt: skip
 WORK = ("batch", "beams", "source_tokens", "new_tokens")
 Row = Mapping[str, Any]
 
