@@ -467,19 +467,6 @@ def workplace(portable, tmp_path: Path, monkeypatch) -> Path:
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_kept_if_it_is_there(workplace: Path, portable) -> None:
-    target = workplace / "optimized"
-    manifest = optimize_export(workplace / "portable", target)
-    before = snapshot(workplace)
-    assert optimize_export(str(workplace / "portable"), str(target)) == manifest == read_manifest(target)
-    assert snapshot(workplace) == before, "not a byte nor a time has changed"
-    for level in ("extended", "basic"):
-        with pytest.raises(ExportError, match="overwrite=True"):
-            optimize_export(workplace / "portable", target, level=level)
-    assert snapshot(workplace) == before
-    assert optimize_export(workplace / "portable", target, level="basic", overwrite=True).optimized["level"] == "basic"
-
-
 def test_a_portable_export_is_another_one(workplace: Path, tiny_t5) -> None:
     """Of the same model: neither takes the other for itself."""
     optimize_export(workplace / "portable", workplace / "optimized")
@@ -494,28 +481,6 @@ def test_a_portable_export_is_another_one(workplace: Path, tiny_t5) -> None:
     assert export_t5(tiny_t5(), workplace / "optimized", external_threshold_bytes=0, overwrite=True).optimized == {}
 
 
-def test_what_is_not_optimised(workplace: Path) -> None:
-    optimize_export(workplace / "portable", workplace / "optimized")
-    (workplace / "mine").mkdir()
-    (workplace / "mine" / "notes.txt").write_text("mine")
-    (workplace / "link").symlink_to("portable")
-    before = snapshot(workplace)
-    for overwrite in (False, True):
-        for error, match, folder, out in (
-            (InputError, "is optimised already", "optimized", "new"),
-            (InputError, "is the portable export, which is kept", "portable", "portable"),
-            (InputError, "is the portable export, which is kept", "portable", "link"),
-            (ExportError, "no export of t5accel and not empty", "portable", "mine"),
-            (ExportError, "holds no manifest.json", "mine", "new"),
-        ):
-            with pytest.raises(error, match=match):
-                optimize_export(workplace / folder, workplace / out, overwrite=overwrite)
-    assert snapshot(workplace) == before
-    (workplace / "portable" / ENCODER).write_bytes(b"no graph")
-    with pytest.raises(ExportError, match="encoder.onnx has 8 bytes"):
-        optimize_export(workplace / "portable", workplace / "new")
-
-
 def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
     """Its weights lie in the file that would be written anew."""
     third = workplace / "portable" / "third.onnx"
@@ -525,16 +490,12 @@ def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
         optimize_export(workplace / "portable", workplace / "new")
 
 
-def test_wrong_options_and_folders(workplace: Path) -> None:
+def test_wrong_options(workplace: Path) -> None:
     call = partial(optimize_export, workplace / "portable", workplace / "new")
     refused(call, "tool", "tensorrt", match="tool is 'tensorrt'; give one of onnxruntime, transformers")
     refused(call, "tool", None, ["onnxruntime"], match="tool is")
     refused(partial(call, tool="transformers"), "level", "layout", match="disable, basic, extended, all")
-    before = snapshot(workplace)
-    for folders in (lambda folder: (folder, workplace / "new"), lambda folder: (workplace / "portable", folder)):
-        refused(lambda folder, folders=folders: optimize_export(*folders(folder)), "folder", None, 5, "", b"x", "x\0",
-                "\ud800", match="folder is")  # fmt: skip
-    assert snapshot(workplace) == before and not (workplace / "new").exists()
+    assert not (workplace / "new").exists()
 
 
 def test_packages_that_are_not_installed(workplace: Path, monkeypatch) -> None:

@@ -33,7 +33,6 @@ from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.numbers import probe as probe_module
 from t5accel.graphs.numbers.fp16 import LARGEST, MARGIN, half_export, nodes_in_fp32, to_half
 from t5accel.graphs.numbers.probe import Example, Seen, largest, probe, ranges
-from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, recipe_of
 from t5accel.graphs.saved_graph import reread
 from t5accel.parity import ParityError, assert_varied, token_agreement
@@ -326,31 +325,11 @@ def test_groups_that_are_kept(exported, padded_batch, tmp_path: Path) -> None:
     assert lost(forced(tmp_path / "kept", padded_batch, new), forced(exported(), padded_batch, new))[0] < ERROR
 
 
-def test_kept_if_it_is_there(exported, tmp_path: Path) -> None:
-    manifest = half_export(exported(), tmp_path / "out")
-    written = (tmp_path / "out" / DECODER).stat().st_mtime_ns
-    assert half_export(exported(), tmp_path / "out", "fp16") == manifest
-    assert (tmp_path / "out" / DECODER).stat().st_mtime_ns == written
-    with pytest.raises(ExportError, match="overwrite=True"):
-        half_export(exported(), tmp_path / "out", naive=True)
-    assert half_export(exported(), tmp_path / "out", naive=True, overwrite=True).recipe["in_fp32"] == []
-
-
-def test_what_is_not_converted_to_fp16(exported, half, tmp_path: Path) -> None:
-    quantize_export(exported(), tmp_path / "int8", "int8")
-    before = sorted(tmp_path.iterdir())
-
-    def convert(folder: Any = exported(), recipe: Any = "fp16", out: Any = tmp_path / "new") -> Any:  # noqa: B008
-        return half_export(folder, out, recipe)
-
-    mixed = Recipe("mixed", dtype="float16", decoder=Scheme())
-    refused(convert, "recipe", "fp32", "bf16", "int8", mixed, Recipe("other"), match="is not one of fp16 alone")
-    refused(convert, "recipe", "float16", None, 16, match="precision is")
-    for folder, state in ((half(), "fp16"), (tmp_path / "int8", "int8")):
-        refused(convert, "folder", folder, match=f"is in {state} already")
-    refused(convert, "out", exported(), match="is the export in fp32, which is kept")
-    refused(convert, "folder", tmp_path, match="holds no manifest", error=ExportError)
-    assert sorted(tmp_path.iterdir()) == before
+def test_recipes_that_are_not_of_fp16(exported, tmp_path: Path) -> None:
+    call, mixed = partial(half_export, exported(), tmp_path / "new"), Recipe("mixed", dtype="float16", decoder=Scheme())
+    refused(call, "recipe", "fp32", "bf16", "int8", mixed, Recipe("other"), match="is not one of fp16 alone")
+    refused(call, "recipe", "float16", None, 16, match="precision is")
+    assert not list(tmp_path.iterdir())
 
 
 # The probe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -362,45 +361,6 @@ def test_a_shortlist_does_not_come_along(tiny_t5, padded_batch, tmp_path: Path) 
     assert backend.shortlist is None and greedy(backend, *padded_batch, max_new_tokens=3).sequences.shape == (6, 3)
 
 
-def test_kept_if_it_is_there(fp32, tmp_path: Path) -> None:
-    out = tmp_path / "int8"
-    manifest = quantize_export(fp32(), out, "int8")
-    written = (out / DECODER).stat().st_mtime_ns
-    assert quantize_export(str(fp32()), str(out), RECIPES["int8"]) == manifest == read_manifest(out)
-    assert (out / DECODER).stat().st_mtime_ns == written
-    for other in ("int4", RECIPES["int8"].without(["lm_head"])):
-        with pytest.raises(ExportError, match="overwrite=True"):
-            quantize_export(fp32(), out, other)
-    assert read_manifest(out) == manifest
-    assert quantize_export(fp32(), out, "int4", overwrite=True).recipe["name"] == "int4"
-
-
-def test_what_is_no_export_in_fp32(fp32, quantized, exported, tmp_path: Path) -> None:
-    half_export(fp32(), tmp_path / "fp16")
-    optimize_export(fp32(), tmp_path / "optimized")
-    (tmp_path / "empty").mkdir()
-    damaged = Path(shutil.copytree(fp32(), tmp_path / "damaged"))
-    (damaged / DECODER).write_bytes(b"cut")
-    before = sorted(tmp_path.iterdir())
-    for folder, error, message in (
-        (quantized(RECIPES["int8"]), InputError, "is in int8 already: give the export in fp32"),
-        (tmp_path / "fp16", InputError, "is in fp16 already"),
-        (tmp_path / "optimized", InputError, "is optimised already"),
-        (tmp_path / "empty", ExportError, "holds no manifest"),
-        (damaged, ExportError, "has 3 bytes"),
-        (None, InputError, "folder is None"),
-    ):
-        for call in (
-            lambda folder=folder: quantize_export(folder, tmp_path / "new", "int8"),
-            lambda folder=folder: quantize(
-                folder, tmp_path / "new", "int8", score=lambda _: {"x": 1}, max_loss={"x": 1}
-            ),
-        ):
-            with pytest.raises(error, match=message):
-                call()
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_a_recipe_that_is_called_fp32_and_is_not(fp32, tmp_path: Path) -> None:
     """Its name would say that nothing was done."""
     with pytest.raises(InputError, match="fp32"):
@@ -419,21 +379,6 @@ def test_recipes_that_are_not_of_integers(fp32, tmp_path: Path, recipe: Any) -> 
     with pytest.raises(InputError, match="has no integers|dtype|precision is"):
         quantize(fp32(), tmp_path / "new", recipe, score=lambda _: {"x": 1.0}, max_loss={"x": 1})
     assert not list(tmp_path.iterdir())
-
-
-def test_an_export_is_not_written_over_itself(tiny_t5, tmp_path: Path) -> None:
-    export_t5(tiny_t5(), tmp_path / "fp32")
-    (tmp_path / "link").symlink_to("fp32")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    before = read_manifest(tmp_path / "fp32")
-    for out in ("fp32", "link", "./fp32/"):
-        for overwrite in (False, True):
-            with pytest.raises(InputError, match="is the export in fp32, which is kept"):
-                quantize_export(tmp_path / "fp32", f"{tmp_path}/{out}", "int8", overwrite=overwrite)
-    with pytest.raises(ExportError, match="no export of t5accel and not empty"):
-        quantize_export(tmp_path / "fp32", tmp_path / "mine", "int8", overwrite=True)
-    assert read_manifest(tmp_path / "fp32") == before
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
