@@ -169,7 +169,8 @@ class StrictState:
 class Strict:
     """A backend that computes nothing, and fails when it is handed anything but what the protocol promises.
 
-    The likeliest next token depends on the last one alone; of 5 tokens one ends. `worked` counts the calls.
+    Nobody may write to its logits, which a backend may keep. The likeliest next token depends on the last one alone; of
+    5 tokens one ends. `worked` counts the calls.
     """
 
     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 9, 0
@@ -197,7 +198,9 @@ class Strict:
         _integers(input_ids, 3)
         assert input_ids.shape[:2] == state.lengths.shape and input_ids.shape[2] and self._are_tokens(input_ids)
         state.lengths, state.last = state.lengths + input_ids.shape[2], input_ids.shape[2]
-        return np.sin(np.arange(self.vocab_size) * (input_ids[..., None] + 1.5)).astype(np.float32)
+        logits = np.sin(np.arange(self.vocab_size) * (input_ids[..., None] + 1.5)).astype(np.float32)
+        logits.setflags(write=False)
+        return logits
 
     def reorder(self, state: StrictState, rows: np.ndarray) -> None:
         _integers(rows, 2)
@@ -223,7 +226,7 @@ class StrictChooser(Strict):
 
     def next_tokens(self, state: StrictState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
         assert forbidden is None or 0 <= forbidden < self.vocab_size
-        logits = self.step(state, input_ids)[:, :, -1]
+        logits = self.step(state, input_ids)[:, :, -1].copy()
         if forbidden is not None:
             logits[..., forbidden] = -np.inf
         return logits.argmax(axis=-1)

@@ -127,6 +127,7 @@ def test_what_reaches_a_backend_keeps_the_protocol(data: st.DataObject) -> None:
     if name in ("lookup", "speculative"):
         options["max_draft"] = data.draw(st.integers(1, 5))
     backend, ids = kind(), rng.integers(1, 12, (batch, length))[:, ::-1]
+    ids.setflags(write=False)
     assert ALGORITHMS[name](backend, ids, **options) is not None
     assert backend.worked > 1
 

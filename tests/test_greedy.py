@@ -235,19 +235,6 @@ def test_the_end_token_of_a_prefix_ends_nothing() -> None:
     assert greedy(Counter(), [[7]], decoder_input_ids=[[9]]).sequences.tolist() == [[9, 7, 8, 9]]
 
 
-def test_does_not_change_its_arguments_or_the_logits() -> None:
-    class Constant(Counter):
-        logits = np.eye(10, dtype=np.float32)[9] + np.eye(10, dtype=np.float32)[4] / 2
-
-        def step(self, state: Any, input_ids: np.ndarray) -> np.ndarray:
-            return self.logits[None, None, None]
-
-    ids = np.array([[3, 4]])
-    result = greedy(Constant(), ids, min_new_tokens=2, max_new_tokens=5)
-    assert result.sequences.tolist() == [[4, 4, 9]]
-    assert ids.tolist() == [[3, 4]] and np.isfinite(Constant.logits).all()
-
-
 # Bad input
 
 BAD_BATCHES: dict[str, tuple[Any, Any]] = {
