@@ -47,64 +47,37 @@ def sixteen_cores(monkeypatch):
 
 
 V1 = "4:cpu,cpuacct:/docker/abc\n3:cpuset:/docker/abc\n2:memory:/docker/abc\n"
+
+
+def v1(folder: str, quota_us: int, period_us: int = 100_000, own: str = V1) -> dict[str, str]:
+    numbers = {"quota": quota_us, "period": period_us}
+    limits = {f"sys/fs/cgroup/{folder}/cpu.cfs_{name}_us": f"{number}\n" for name, number in numbers.items()}
+    return {"proc/self/cgroup": own, **limits}
+
+
+def v2(own: str, **limits: str) -> dict[str, str]:
+    """A limit by the folder that it lies in, with __ for /; at the mount point where the name is ``here``."""
+    folders = {f"{name.replace('__', '/')}/" if name != "here" else "": limit for name, limit in limits.items()}
+    return {"proc/self/cgroup": f"0::{own}\n", **{f"sys/fs/cgroup/{k}cpu.max": limit for k, limit in folders.items()}}
+
+
 TREES = {
     "nothing": ({}, 16),
-    "v2 without a limit": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 16),
-    "v2 at the mount point": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
-    "a part of a core counts as one": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000"}, 2),
-    "never below one": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "1000 100000"}, 1),
-    "a quota above the cores": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "9900000 100000"}, 16),
+    "v2 without a limit": (v2("/", here="max 100000\n"), 16),
+    "v2 at the mount point": (v2("/", here="400000 100000\n"), 4),
+    "a part of a core counts as one": (v2("/", here="150000 100000"), 2),
+    "never below one": (v2("/", here="1000 100000"), 1),
+    "a quota above the cores": (v2("/", here="9900000 100000"), 16),
     "v2, the parent is the tighter one": (
-        {
-            "proc/self/cgroup": "0::/kube/pod/box\n",
-            "sys/fs/cgroup/kube/pod/box/cpu.max": "max 100000",
-            "sys/fs/cgroup/kube/pod/cpu.max": "300000 100000",
-            "sys/fs/cgroup/kube/cpu.max": "800000 100000",
-        },
-        3,
-    ),
-    "v2, a neighbour's limit is not ours": (
-        {"proc/self/cgroup": "0::/kube/pod\n", "sys/fs/cgroup/kube/other/cpu.max": "100000 100000"},
-        16,
-    ),
-    "v2, the host's path inside a container": (
-        {"proc/self/cgroup": "0::/../../docker/abc\n", "sys/fs/cgroup/cpu.max": "200000 100000"},
-        2,
-    ),
-    "v1": (
-        {
-            "proc/self/cgroup": V1,
-            "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "250000\n",
-            "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
-        },
-        3,
-    ),
-    "v1 in a container, mounted as cpu": (
-        {
-            "proc/self/cgroup": V1,
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "25000\n",
-        },
-        2,
-    ),
-    "v1 without a limit": (
-        {
-            "proc/self/cgroup": V1,
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        },
-        16,
-    ),
+        v2("/kube/pod/box", kube__pod__box="max 100000", kube__pod="300000 100000", kube="800000 100000"), 3),
+    "v2, a neighbour's limit is not ours": (v2("/kube/pod", kube__other="100000 100000"), 16),
+    "v2, the host's path inside a container": (v2("/../../docker/abc", here="200000 100000"), 2),
+    "v1": (v1("cpu,cpuacct/docker/abc", 250_000), 3),
+    "v1 in a container, mounted as cpu": (v1("cpu", 50_000, 25_000), 2),
+    "v1 without a limit": (v1("cpu", -1), 16),
     "both versions mixed": (
-        {
-            "proc/self/cgroup": "1:cpu:/\n0::/box\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/unified/box/cpu.max": "500000 100000\n",
-        },
-        5,
-    ),
-}
+        {**v1("cpu", -1, own="1:cpu:/\n0::/box\n"), "sys/fs/cgroup/unified/box/cpu.max": "500000 100000\n"}, 5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TREES)
