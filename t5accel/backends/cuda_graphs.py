@@ -13,7 +13,7 @@ WARM_UP = 2  # steps before a graph is captured, in which libraries choose their
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """The one stream beside the usual one: each that products run on gets a workspace of tens of megabytes."""
+    """The one side stream: every stream that products run on costs a workspace of tens of megabytes."""
     return torch.cuda.Stream(device)
 
 

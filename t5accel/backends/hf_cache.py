@@ -179,7 +179,7 @@ class DecoderCache:
         """Called by transformers 5.x before it crops; nothing is thrown away here that a crop would need."""
 
     def crop(self, length: int) -> None:
-        """Keep the first ``length`` positions; if negative, drop so many. Zero keeps none, with transformers 5.x all.
+        """Keep the first ``length`` positions, or drop the last ``-length``; 0 keeps none, but all on transformers 5.x.
 
         Raises:
             InputError: more than the last step has to go, and the tokens before are unknown.

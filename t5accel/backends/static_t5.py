@@ -214,7 +214,7 @@ class StaticT5:
         return layers
 
     def _buckets(self, is_decoder: bool) -> torch.Tensor:
-        """T5's bucket for each distance that tells a difference: 0 … reach back, or -reach … reach for an encoder."""
+        """T5's bucket for each distance that matters: 0 … reach back, or -reach … reach for an encoder."""
         distances = -torch.arange(self.reach + 1) if is_decoder else torch.arange(-self.reach, self.reach + 1)
         buckets = relative_position_bucket(
             distances.numpy(), bidirectional=not is_decoder, buckets=self.config.relative_attention_num_buckets,

@@ -26,7 +26,7 @@ class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
 
     Its methods **trust their arguments**: types and shapes as below, tokens in the vocabulary, rows, positions and
-    sources that there are, sources and states of this very backend. What comes from outside is checked once, by those
+    sources that exist, sources and states of this very backend. What comes from outside is checked once, by those
     who call them: the decoding algorithms (`request.Request`) and `hf`. Whoever calls a backend directly answers for
     that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way, for want of
     memory or by an interrupt, leaves the state as it was.

@@ -1,7 +1,7 @@
 """Drafts: tokens are guessed, and one call of the decoder verifies all guesses. What lookup and speculation share.
 
 A call that reads T tokens costs hardly more than one that reads a single token, as long as T is small: both read all
-weights once. So where a guess is right a token is had for little. A wrong guess costs its share of a call, and what
+weights once. So a right guess yields a token almost for nothing. A wrong guess costs its share of a call, and what
 follows it is thrown away. The idea is that of blockwise decoding (Stern, Shazeer and Uszkoreit, 2018).
 """
 

@@ -40,7 +40,7 @@ def row_keys(input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bytes]:
 
 
 class EncoderCache:
-    """A `Backend` that encodes only those rows whose encoder output it does not hold; all else the wrapped one does.
+    """A `Backend` that encodes only rows whose encoder output it does not hold; the wrapped one does everything else.
 
     Each row is looked up by `row_keys`, the missing ones are encoded in one batch, each once, and the batch's source is
     joined from the rows. The least recently used rows leave when ``max_bytes`` is exceeded; a single row larger than

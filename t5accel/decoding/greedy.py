@@ -24,7 +24,7 @@ def greedy(
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
 ) -> Steps:
-    """Generate until every row ends or ``max_new_tokens`` are there.
+    """Generate until every row has ended or has ``max_new_tokens``.
 
     A backend that offers ``next_tokens`` is asked for tokens, which it may find without computing all logits; one that
     offers ``run_greedy``, for up to `AT_ONCE` of them at once, of which those after a row's end are dropped.

@@ -12,8 +12,8 @@ START = 0  # the node in front of all first tokens; as an answer, one of no toke
 class Tree:
     """All tokens that any beam has written, each with the one before it: a beam is a node, and copying one is free.
 
-    Beams share their beginnings, and a step adds as much as it has tokens, however long the beams are. The nodes of
-    one step are numbered in the order of its tokens.
+    Beams share their beginnings, and a step adds one node for each of its tokens, however long the beams are. The nodes
+    of one step are numbered in the order of its tokens.
 
     >>> tree = Tree()
     >>> first = tree.grow(np.array([START, START]), np.array([7, 8]))

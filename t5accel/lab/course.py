@@ -45,7 +45,7 @@ def notebooks_in(folder: Path) -> list[Path]:
 def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: None) -> NotebookRun:
     """Execute one notebook in its own folder and write the executed copy to ``out``.
 
-    The copy is written even when a cell fails, so that one can look at the place.
+    The copy is written even when a cell fails, so that the place can be looked at.
 
     Raises:
         NotebookError: a cell raised or took ten minutes, or the kernel died.

@@ -1,7 +1,7 @@
 """The one way in which this project measures: build all systems, prove them equal, interleave them, return rows.
 
-Nothing is timed before its output was compared with the reference's, and ratios are formed within rounds of one run.
-This module needs numpy alone; what a `Way` builds brings the rest.
+Nothing is timed before its output has been compared with the reference's, and ratios are formed within rounds of one
+run. This module needs numpy alone; what a `Way` builds brings the rest.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ def said(error: Exception) -> str:
 def memory_alone(
     libraries: Sequence[str], threads: int, once: Callable[..., Any], *given: Any
 ) -> tuple[int | None, int | None]:
-    """The bytes that libraries take by themselves, and the most that a process had after it then called ``once``.
+    """The bytes that libraries take by themselves, and the peak of a process that has then called ``once``.
 
-    It is a process of its own: the peak of this one would be that of the hungriest system before.
+    It is a process of its own, for the peak of this one is that of the hungriest system so far.
 
     Args:
         libraries: are imported first.

@@ -46,7 +46,7 @@ def soak(
     """Greedy generations of random tokens; batch, source and forced length are drawn anew for each.
 
     The largest of each is drawn before ``settled_after`` ends, so that what comes later needs no more than was needed.
-    Raises ``InputError`` for counts that make no sense, and on a system that does not tell its memory.
+    Raises ``InputError`` for counts that make no sense, and on a system that does not report its memory.
 
     >>> from t5accel.backends.torch_eager import TorchEager
     >>> from t5accel.t5.lively import random_t5

@@ -1,6 +1,6 @@
 """Fine-tune a model while its weights are rounded as a recipe rounds them, so that it learns to live with that.
 
-Forwards the rounded weights are used; backwards the rounding is left out, as if it were the identity: the
+The forward pass uses the rounded weights; the backward pass leaves the rounding out, as if it were the identity: the
 straight-through estimator (Bengio, Léonard and Courville, 2013). What is trained stays in floats, and is rounded for
 good by `graphs.numbers.quantize` afterwards. What is multiplied by the weights is not rounded here.
 """
@@ -28,7 +28,7 @@ class Rounded(torch.nn.Module):
     """A weight (N, K) as a recipe stores it, with the gradient of the weight itself.
 
     In blocks, each block keeps the share of its largest weight that it had at first (`integers.in_blocks` looks for the
-    best one of several): to look again at every step would take longer than the step.
+    best one of several): searching again at every step would take longer than the step.
 
     >>> weight = torch.tensor([[-8.0, 7.0, 0.6, 0.0]], requires_grad=True)
     >>> found = Rounded(weight, Scheme(bits=4, block_size=16))(weight)

@@ -1,7 +1,7 @@
 """Sequence-level distillation: the training sources again, with what the teacher writes for them as their labels.
 
-A student's own capacity is too small for all that references do; what its teacher writes is simpler and all of a kind
-(Kim and Rush, 2016). The texts are written once, to a file that an interrupted run goes on with.
+A student is too small to learn all that references do; what its teacher writes is simpler and more uniform (Kim and
+Rush, 2016). The texts are written once, to a file that an interrupted run goes on with.
 """
 
 from __future__ import annotations

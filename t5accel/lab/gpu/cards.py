@@ -24,7 +24,7 @@ _WITH_80_GB = {"a100": 2.039e12, "a100-pcie": 1.935e12}  # sold under the same n
 
 
 def slug(name: str) -> str:
-    """The short name of a card, as files are named after it.
+    """The short name of a card, by which its files are called.
 
     ``name`` is what torch or the driver reports. Raises ``InputError`` where it has no letter or digit.
 

@@ -1,4 +1,4 @@
-"""What the GPU suite measures, in the order of what matters most: whoever has little time has the first cells."""
+"""What the GPU suite measures, in the order of what matters most: a run that is cut short has the first cells."""
 
 from __future__ import annotations
 
