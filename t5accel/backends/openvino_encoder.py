@@ -52,7 +52,11 @@ class OpenvinoEncoder:
 
 
 def import_openvino() -> Any:
-    """The package, or a ``MissingPackageError`` that says how to get it."""
+    """The package, or a ``MissingPackageError`` that says how to get it.
+
+    >>> import_openvino().__name__
+    'openvino'
+    """
     try:
         import openvino
     except ImportError as error:
