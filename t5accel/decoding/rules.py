@@ -28,22 +28,6 @@ class Rules:
     forced_eos_token_id: int | None = None
     suppress_tokens: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, generation_config: Any, eos_token_id: int) -> Rules:
-        """Those of a ``GenerationConfig``; of its ``bad_words_ids`` the words of one token, that are not the end.
-
-        Words of several tokens, and all else that it may say, are for transformers' own ``generate()``.
-
-        Raises:
-            InputError: a forced token is no token.
-        """
-        given = {name: getattr(generation_config, name, None) for name in ("forced_bos_token_id", "forced_eos_token_id")}
-        forced = {name: None if token is None else as_count(token, name, at_least=0) for name, token in given.items()}
-        words = getattr(generation_config, "bad_words_ids", None) or []
-        never = [word[0] for word in words if len(word) == 1 and word[0] != eos_token_id]
-        never += getattr(generation_config, "suppress_tokens", None) or []
-        return cls(**forced, suppress_tokens=tuple(sorted(set(never))))
-
     def forced(self, length: int, *, longest: int, begun: bool = False) -> int | None:
         """The token behind ``length`` new ones, of ``longest`` at most, if it is not for the model to choose.
 
@@ -64,3 +48,34 @@ class Rules:
     def from_json(cls, content: dict[str, Any]) -> Rules:
         """What `to_json` wrote."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+
+
+def rules_of(model: Any) -> Rules:
+    """What a model of transformers asks of every answer, by its ``generation_config``.
+
+    Of ``bad_words_ids`` the words of one token count, if that is not the end. Words of several tokens, and all else that
+    may be configured, are for transformers' own ``generate()``.
+
+    Raises:
+        InputError: a forced token is no token.
+    """
+    config = getattr(model, "generation_config", None)
+    given = {name: getattr(config, name, None) for name in ("forced_bos_token_id", "forced_eos_token_id")}
+    forced = {name: None if token is None else as_count(token, name, at_least=0) for name, token in given.items()}
+    words = getattr(config, "bad_words_ids", None) or []
+    never = {word[0] for word in words if len(word) == 1 and word[0] != model.config.eos_token_id}
+    never.update(getattr(config, "suppress_tokens", None) or [])
+    return Rules(**forced, suppress_tokens=tuple(sorted(never)))
+
+
+def special_tokens(model: Any) -> dict[str, int]:
+    """The ids of its padding, end and start; raises ``InputError`` if its configuration lacks one.
+
+    Where it names no start, that is what ``generate()`` takes: of the generation's configuration, else its ``bos``.
+    """
+    found = {key: getattr(model.config, key) for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
+    if found["decoder_start_token_id"] is None:
+        places = ((model.generation_config, "decoder_start_token_id"), (model.config, "bos_token_id"))
+        starts = [getattr(config, key, None) for config, key in places]
+        found["decoder_start_token_id"] = next((start for start in starts if start is not None), None)
+    return {key: as_count(value, f"model.config.{key}", at_least=0) for key, value in found.items()}

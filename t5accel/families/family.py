@@ -59,3 +59,11 @@ class Family:
     def is_relative(self) -> bool:
         """Whether positions are in the attention scores, as T5's are."""
         return self.position_offset is None
+
+    def first_position(self, pad_token_id: int) -> int:
+        """Which row of the table of positions is that of the first token.
+
+        >>> Family("m2m_100", "M2M100ForConditionalGeneration", position_offset=1, skips_padding=True).first_position(1)
+        2
+        """
+        return (self.position_offset or 0) + (pad_token_id if self.skips_padding else 0)

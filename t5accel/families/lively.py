@@ -61,17 +61,21 @@ def _enliven(model: PreTrainedModel) -> None:
             if not weight.requires_grad:
                 continue  # sinusoids
             if "embed_positions" in name:
-                weight.normal_(0.0, 1.0 if scaled else d_model**-0.5)
+                weight.normal_(0.0, 2.0 if scaled else 2 * d_model**-0.5)
             elif "norm" in name and name.endswith("weight"):
                 weight.normal_(1.0, 0.2)
             elif name.endswith("bias"):
-                weight.normal_(0.0, 0.2)
+                weight.normal_(0.0, 0.02)
             else:  # of embeddings, too: their rows are d_model wide
                 weight.normal_(0.0, weight.shape[1] ** -0.5)
                 if "q_proj" in name:
-                    weight.mul_(3.0)  # sharper attention: the output depends on which token stands where
+                    weight.mul_(5.0)  # sharper attention: the output depends on which token stands where
+                elif "out_proj" in name or "fc2" in name:
+                    weight.mul_(0.5)
+                if "fc2" in name:  # what comes out of relu has a mean, whose image would be the same for every token
+                    weight.sub_(weight.mean(dim=1, keepdim=True))
         decoder = model.model.decoder
         last = getattr(decoder, "layer_norm", None) or decoder.layers[-1].final_layer_norm
         last.weight.mul_(torch.randint(2, last.weight.shape) * 2.0 - 1.0)
         if (bias := getattr(model, "final_logits_bias", None)) is not None and model.config.model_type == "marian":
-            bias.normal_(0.0, 0.5)
+            bias.normal_(0.0, 0.2)

@@ -181,8 +181,14 @@ class T5Layers:
             return hidden
         if self.weights.embedding_scale != 1:
             hidden = graph.op("Mul", hidden, graph.constant(np.float32(self.weights.embedding_scale)))
-        hidden = graph.op("Add", hidden, graph.op("Gather", self.weight(f"{self.stack}.embed_positions.weight"), numbers))
-        return self.norm(hidden, f"{self.stack}.layernorm_embedding.weight") if self.weights.family.norm_embedding else hidden
+        hidden = graph.op(
+            "Add", hidden, graph.op("Gather", self.weight(f"{self.stack}.embed_positions.weight"), numbers)
+        )
+        return (
+            self.norm(hidden, f"{self.stack}.layernorm_embedding.weight")
+            if self.weights.family.norm_embedding
+            else hidden
+        )
 
     def encoder(self, output: str | None = None) -> str:
         """``input_ids`` and ``attention_mask`` (B, S) -> the encoder's output (B, S, d_model), called ``output``."""

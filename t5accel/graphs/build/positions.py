@@ -13,11 +13,6 @@ from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.build.t5_weights import T5Weights
 
 
-def first_position(weights: T5Weights) -> int:
-    """Which row of the table of positions is that of the first token."""
-    return (weights.family.position_offset or 0) + (weights.pad_token_id if weights.family.skips_padding else 0)
-
-
 def mask_with_new(graph: GraphBuilder, axis: int) -> str:
     """The mask of a history and of the new tokens behind it along ``axis``, of which all are real: (…, P + T)."""
     ones = numpy_helper.from_array(np.array([1], dtype=np.int64))
@@ -35,7 +30,7 @@ class Positions:
 
     def __init__(self, graph: GraphBuilder, weights: T5Weights):
         self.graph, self.family, self.pad = graph, weights.family, weights.pad_token_id
-        self.first = first_position(weights)
+        self.first = self.family.first_position(self.pad)
 
     def of_source(self) -> str | None:
         """Of the tokens ``input_ids`` (B, S): (1, S), or (B, S) where padding is not counted."""

@@ -15,8 +15,6 @@ The price: one new token at a time, the same column for all rows (a shorter hist
 
 from __future__ import annotations
 
-from onnx import TensorProto
-
 from t5accel.graphs.build.builder import OWN, GraphBuilder
 from t5accel.graphs.build.layers import LOWEST, T5Layers
 from t5accel.graphs.build.t5_weights import T5Weights
@@ -69,9 +67,7 @@ def headless_step(weights: T5Weights, *, shortlist: bool = False) -> tuple[T5Lay
 class _StepLayers(T5Layers):
     """The parts of a decoder layer in fused operators, for R rows with one new token each."""
 
-    def add_and_norm(
-        self, residual: str, found: str, bias: str, norm: str, scale: float = 1.0
-    ) -> tuple[str, str]:
+    def add_and_norm(self, residual: str, found: str, bias: str, norm: str, scale: float = 1.0) -> tuple[str, str]:
         """(the norm of the sum, the stream): the sum itself, where norms come first, else its norm.
 
         Args:

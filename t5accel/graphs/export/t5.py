@@ -14,13 +14,12 @@ import numpy as np
 from t5accel import machine
 from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count
-from t5accel.decoding.rules import Rules
+from t5accel.decoding.rules import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError
 from t5accel.families.family import Family
 from t5accel.families.registry import family_of
 from t5accel.graphs.build.builder import OPSET
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
-from t5accel.graphs.build.positions import first_position
 from t5accel.graphs.build.step import step_graph
 from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
@@ -189,29 +188,13 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
     return digest.hexdigest()
 
 
-def special_tokens(model: PreTrainedModel) -> dict[str, int]:
-    """The ids of its padding, end and start; raises ``InputError`` if its configuration lacks one.
-
-    Where it names no start, that is what ``generate()`` takes: of the generation's configuration, else its ``bos``.
-    """
-    found = {key: getattr(model.config, key) for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
-    if found["decoder_start_token_id"] is None:
-        places = ((model.generation_config, "decoder_start_token_id"), (model.config, "bos_token_id"))
-        starts = [getattr(config, key, None) for config, key in places]
-        found["decoder_start_token_id"] = next((start for start in starts if start is not None), None)
-    return {key: as_count(value, f"model.config.{key}", at_least=0) for key, value in found.items()}
-
-
-def rules_of(model: PreTrainedModel) -> Rules:
-    """What its generation's configuration asks of every answer."""
-    return Rules.of(model.generation_config, model.config.eos_token_id)
-
-
 def _family_entry(weights: T5Weights) -> dict[str, Any]:
     """For `Manifest`: empty for a T5."""
     if weights.family.is_relative:
         return {}
-    positions = len(weights.array("encoder.embed_positions.weight")) - first_position(weights)
+    positions = len(weights.array("encoder.embed_positions.weight")) - weights.family.first_position(
+        weights.pad_token_id
+    )
     return {
         "model_type": weights.family.model_type, "positions": positions,
         "source_vocab_size": source_vocabulary(weights),
