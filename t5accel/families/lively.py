@@ -45,14 +45,14 @@ def random_model(family: Family, sizes: Mapping[str, Any], *, seed: int = 0) -> 
             model = model_class(config).eval()
         except Exception as error:  # of many kinds
             raise InputError(f"These sizes make no {family.model_class}: {error}") from error
-        _enliven(model)
+        _enliven(model, silent_pad="bad_words_ids" not in family.generation)
     special = {"pad": config.pad_token_id, "eos": config.eos_token_id, "pads": [[config.pad_token_id]]}
     for name, value in family.generation.items():
         setattr(model.generation_config, name, special[value])
     return model
 
 
-def _enliven(model: PreTrainedModel) -> None:
+def _enliven(model: PreTrainedModel, *, silent_pad: bool) -> None:
     import torch
 
     d_model, scaled = model.config.d_model, model.config.scale_embedding
@@ -74,6 +74,8 @@ def _enliven(model: PreTrainedModel) -> None:
                     weight.mul_(0.5)
                 if "fc2" in name:  # what comes out of relu has a mean, whose image would be the same for every token
                     weight.sub_(weight.mean(dim=1, keepdim=True))
+        if silent_pad:  # as in published checkpoints, where no text has one
+            model.model.shared.weight[model.config.pad_token_id] = 0.0
         decoder = model.model.decoder
         last = getattr(decoder, "layer_norm", None) or decoder.layers[-1].final_layer_norm
         last.weight.mul_(torch.randint(2, last.weight.shape) * 2.0 - 1.0)
