@@ -1,4 +1,7 @@
-"""The one-liner: any T5, BART, Marian, NLLB or Pegasus on the runtime that suits it, behind transformers' ``generate()`` and our own loops."""
+"""The one-liner: a T5, BART, Marian, NLLB or Pegasus on the runtime that suits it, behind transformers' ``generate()``.
+
+Our own loops run on it as well.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ def accelerate(
 
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
-            `export.export_t5`, or a model object, of a family that `families.registry` has. What is no export yet is exported once, into the user's cache
-            (`graphs.export.cache`; ``t5accel cache list``).
+            `export.export_t5`, or a model object, of a family that `families.registry` has. What is no export yet is
+            exported once, into the user's cache (`graphs.export.cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
             `recipes.Recipe`. What a recipe costs in quality is not measured here: `quantize.quantize` lets a model pass
             only if it loses no more than allowed (``t5accel quantize``). A folder that holds an export runs in the

@@ -57,8 +57,8 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
 
     Args:
         name: ``"mini"`` (bundled), ``"random:t5-small"``, ``"random:bart-base"`` and other
-            sizes in ``RANDOM_SIZES`` and ``SIZES`` (seeded, offline), a folder written by ``save_pretrained``, or a hub id such as
-            ``"google-t5/t5-small"``.
+            sizes in ``RANDOM_SIZES`` and ``SIZES`` (seeded, offline), a folder written by ``save_pretrained``, or a hub
+            id such as ``"google-t5/t5-small"``.
         seed: of the random weights; ignored otherwise.
 
     Raises:

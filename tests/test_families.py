@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
-from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 import pytest
 import torch
 import transformers
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from t5accel.api import accelerate
 from t5accel.backends.hf import AcceleratedT5
@@ -71,7 +71,9 @@ def odd_sizes(kind: str, seed: int = 0) -> dict[str, Any]:
         sizes |= dict(activation_function="swish", pad_token_id=last, eos_token_id=0, decoder_start_token_id=last)
     if kind == TWO:
         more = 7 if int(transformers.__version__.split(".")[0]) >= 5 else 0  # before, both had to be of one size
-        sizes |= dict(share_encoder_decoder_embeddings=False, vocab_size=VOCABULARY + more, decoder_vocab_size=VOCABULARY)
+        sizes |= dict(
+            share_encoder_decoder_embeddings=False, vocab_size=VOCABULARY + more, decoder_vocab_size=VOCABULARY
+        )
     return sizes
 
 
@@ -87,7 +89,9 @@ def reference(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> 
     tensors = {"input_ids": torch.as_tensor(ids), "attention_mask": torch.as_tensor(mask)}
     if "decoder_input_ids" in options:
         options["decoder_input_ids"] = torch.as_tensor(options["decoder_input_ids"])
-    return model.generate(**tensors, do_sample=False, **{"num_beams": 1, "max_new_tokens": LONGEST, **options})[:, 1:].numpy()
+    return model.generate(**tensors, do_sample=False, **{"num_beams": 1, "max_new_tokens": LONGEST, **options})[
+        :, 1:
+    ].numpy()
 
 
 def texts(sequences: Any, end: int) -> list[list[int]]:
@@ -104,18 +108,21 @@ class Built:
     folder: Path
     ids: np.ndarray
     mask: np.ndarray
+    opened: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
         return self.model.config.eos_token_id
 
-    @cache
     def open(self, engine: type = OrtStatic, part: str = "fp32") -> Any:
-        if engine is TorchEager:
-            return TorchEager(self.model)
-        if not (self.folder / part).is_dir():
-            convert_export(self.folder / "fp32", self.folder / part, part)
-        return engine(self.folder / part, settings=ONE_THREAD)
+        if (engine, part) not in self.opened:
+            if not (self.folder / part).is_dir():
+                convert_export(self.folder / "fp32", self.folder / part, part)
+            ours = dict(settings=ONE_THREAD)
+            self.opened[engine, part] = (
+                TorchEager(self.model) if engine is TorchEager else engine(self.folder / part, **ours)
+            )
+        return self.opened[engine, part]
 
     def logits(self, tokens: np.ndarray, ids: np.ndarray | None = None, mask: np.ndarray | None = None) -> np.ndarray:
         """transformers' of what follows each token, (B, T, V)."""
@@ -420,7 +427,9 @@ def test_from_a_folder_by_the_one_liner(built: Built, tmp_path: Path, monkeypatc
         found = reference(model, built.ids, built.mask, num_beams=num_beams)
         assert texts(found, built.end) == texts(expected, built.end)
     assert accelerate(loaded, precision="int8", threads=1, progress=False).backend.manifest.recipe["name"] == "int8"
-    in_torch = accelerate(loaded, precision="bf16", threads=1).generate(torch.as_tensor(built.ids[:1]), max_new_tokens=4)
+    in_torch = accelerate(loaded, precision="bf16", threads=1).generate(
+        torch.as_tensor(built.ids[:1]), max_new_tokens=4
+    )
     assert in_torch.shape[1] <= 5
 
 

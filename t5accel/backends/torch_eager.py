@@ -63,7 +63,9 @@ class TorchState:
 
 
 class TorchEager:
-    """A `Backend` over ``T5ForConditionalGeneration``, or its like in another family. A method that raises leaves the state as it was.
+    """A `Backend` over ``T5ForConditionalGeneration``, or its like in another family.
+
+    A method that raises leaves the state as it was.
 
     Args:
         model: of a family that there is; put into evaluation mode.
@@ -202,18 +204,21 @@ class TorchEager:
 
     @contextmanager
     def _numbered(self, mask: torch.Tensor | None, count: int) -> Iterator[None]:
-        """Positions of the last ``count`` columns of a mask (R, n) by what is real in it, where transformers would count
-        its columns."""
+        """Within it the last ``count`` columns of a mask (R, n) have positions by what is real in front of them.
+
+        transformers would count columns.
+        """
         if mask is None or self._family.is_relative:
             yield
             return
         numbers = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -count:] + self._family.first_position(self.pad_token_id)
-        found = self._positions()[numbers]
-        hook = self.model.model.decoder.embed_positions.register_forward_hook(lambda *_: found)
+        found = self._positions()[numbers.clamp(max=len(self._positions()) - 1)]  # what has ended may be longer
+        table = self.model.model.decoder.embed_positions
+        table.forward = lambda *_, **__: found
         try:
             yield
         finally:
-            hook.remove()
+            del table.forward
 
     # The same for both
 

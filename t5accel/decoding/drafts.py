@@ -14,6 +14,7 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.request import Request, Step
+from t5accel.decoding.rules import NONE, Rules
 
 Drafts = list[list[int]]  # for each row the tokens that are guessed to come next; any number of them, also none
 
@@ -143,18 +144,20 @@ class Likeliest:
     [[2, 3, 4], [5, 6]]
     """
 
-    def __init__(self, backend: Backend, never: tuple[int, ...] = ()):
+    def __init__(self, backend: Backend, rules: Rules = NONE):
         self._step, self._next_tokens = backend.step, getattr(backend, "next_tokens", None)
-        self._end, self._never = backend.eos_token_id, never
+        self._end, self._rules = backend.eos_token_id, rules
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         width = 1 + max(map(len, drafts))
         if width == 1 and self._next_tokens is not None and (max(blocked) <= 0 or min(blocked) > 0):
-            forbidden = (*self._never, *[self._end] * (blocked[0] > 0)) or None
+            forbidden = self._rules.forbidden(self._end if blocked[0] > 0 else None)
             return self._next_tokens(state, tokens[:, None], forbidden=forbidden).tolist()
-        logits = without(self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked, self._never)
+        logits = without(
+            self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked, self._rules.suppress_tokens
+        )
         return [_agreed(draft, row) for draft, row in zip(drafts, logits.argmax(axis=2).tolist(), strict=True)]
 
 

@@ -98,8 +98,7 @@ def lookup(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("trim", "keep"),
     )  # fmt: skip
-    choose = Likeliest(backend, request.rules.suppress_tokens)
-    steps = verified(backend, request, Copier(request, longest, most), choose)
+    steps = verified(backend, request, Copier(request, longest, most), Likeliest(backend, request.rules))
     return Steps(request.prefix[:, 1:], backend.pad_token_id, steps)
 
 

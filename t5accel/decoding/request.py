@@ -15,7 +15,7 @@ import numpy as np
 
 from t5accel.checks import as_batch, as_count, as_integers, check_vocabulary
 from t5accel.decoding.backend import Backend, Forbidden, Generated, check_backend
-from t5accel.decoding.rules import Rules
+from t5accel.decoding.rules import NONE, Rules
 from t5accel.errors import InputError
 
 
@@ -37,7 +37,7 @@ class Request:
     max_new_tokens: int
     min_new_tokens: int
     end: int
-    rules: Rules = Rules()
+    rules: Rules = NONE
 
     @classmethod
     def checked(
@@ -73,24 +73,21 @@ class Request:
         shortest = as_count(min_new_tokens, "min_new_tokens", at_least=0)
         if shortest > longest:
             raise InputError(f"min_new_tokens is {shortest}, more than max_new_tokens, {longest}.")
-        prefix, rules = _prefix(backend, decoder_input_ids, len(ids)), getattr(backend, "rules", Rules())
+        prefix, rules = _prefix(backend, decoder_input_ids, len(ids)), getattr(backend, "rules", NONE)
         check_positions(backend, prefix.shape[1] + longest - 1)
         if forced_bos_token_id is not None:
             first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
             if first >= backend.vocab_size or first == backend.eos_token_id:
                 raise InputError(
-                    f"forced_bos_token_id is {first}; give a token of {backend.vocab_size}, but not the one that ends an "
-                    f"answer, {backend.eos_token_id}."
+                    f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, but not the one that ends "
+                    f"an answer, {backend.eos_token_id}."
                 )
             rules = replace(rules, forced_bos_token_id=first)
         return cls(ids, mask, prefix, longest, shortest, backend.eos_token_id, rules)
 
     def forbidden(self, length: int) -> Forbidden:
         """What may not be chosen behind ``length`` new tokens."""
-        never = self.rules.suppress_tokens
-        if length >= self.min_new_tokens:
-            return never or None
-        return (*never, self.end) if never else self.end
+        return self.rules.forbidden(self.end if length < self.min_new_tokens else None)
 
     def forced(self, length: int) -> int | None:
         """The token behind ``length`` new ones, where the model has no choice."""
@@ -108,8 +105,8 @@ def check_positions(backend: Backend, decoder_tokens: int) -> None:
     there = getattr(backend, "positions", None)
     if there is not None and decoder_tokens > there:
         raise InputError(
-            f"The decoder may have to read {decoder_tokens} tokens, and this model has positions for {there}: give fewer "
-            "max_new_tokens, or a shorter prefix."
+            f"The decoder may have to read {decoder_tokens} tokens, and this model has positions for {there}: give "
+            "fewer max_new_tokens, or a shorter prefix."
         )
 
 

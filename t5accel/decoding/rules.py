@@ -28,6 +28,16 @@ class Rules:
     forced_eos_token_id: int | None = None
     suppress_tokens: tuple[int, ...] = ()
 
+    def forbidden(self, end: int | None) -> int | tuple[int, ...] | None:
+        """What may not be chosen, beside ``end``, if that is a token: as backends take it.
+
+        >>> Rules().forbidden(None), Rules().forbidden(1), Rules(suppress_tokens=(7,)).forbidden(1)
+        (None, 1, (7, 1))
+        """
+        if not self.suppress_tokens:
+            return end
+        return self.suppress_tokens if end is None else (*self.suppress_tokens, end)
+
     def forced(self, length: int, *, longest: int, begun: bool = False) -> int | None:
         """The token behind ``length`` new ones, of ``longest`` at most, if it is not for the model to choose.
 
@@ -50,11 +60,14 @@ class Rules:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
 
 
+NONE = Rules()
+
+
 def rules_of(model: Any) -> Rules:
     """What a model of transformers asks of every answer, by its ``generation_config``.
 
-    Of ``bad_words_ids`` the words of one token count, if that is not the end. Words of several tokens, and all else that
-    may be configured, are for transformers' own ``generate()``.
+    Of ``bad_words_ids`` the words of one token count, if that is not the end. Words of several tokens, and all else
+    that may be configured, are for transformers' own ``generate()``.
 
     Raises:
         InputError: a forced token is no token.
@@ -71,10 +84,10 @@ def rules_of(model: Any) -> Rules:
 def special_tokens(model: Any) -> dict[str, int]:
     """The ids of its padding, end and start; raises ``InputError`` if its configuration lacks one.
 
-    Where it names no start, that is what ``generate()`` takes: of the generation's configuration, else its ``bos``.
+    Some of mBART's name no start. Then it is what ``generate()`` takes: the generation's, else ``bos``.
     """
     found = {key: getattr(model.config, key) for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
-    if found["decoder_start_token_id"] is None:
+    if found["decoder_start_token_id"] is None and model.config.model_type == "mbart":
         places = ((model.generation_config, "decoder_start_token_id"), (model.config, "bos_token_id"))
         starts = [getattr(config, key, None) for config, key in places]
         found["decoder_start_token_id"] = next((start for start in starts if start is not None), None)

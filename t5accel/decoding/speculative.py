@@ -53,8 +53,8 @@ def speculative(
     further one, and keeps of them what was accepted.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id: as of
-            `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id: as
+            of `greedy.greedy`.
         draft: a backend of a model with the same vocabulary, which guesses; the model of ``backend`` decides.
         sampling: how to draw; ``None`` takes the likeliest token.
         seed: at least 0, of the draws; each row has a generator of its own, made of the seed and its place.
@@ -106,12 +106,11 @@ def _steps(
     sampling: Sampling | None,
     draws: list[np.random.Generator],
 ) -> Iterator[Step]:
-    never = request.rules.suppress_tokens
     if sampling is None:
-        yield from verified(backend, request, Guesser(draft, request, most), Likeliest(backend, never))
+        yield from verified(backend, request, Guesser(draft, request, most), Likeliest(backend, request.rules))
     else:
         guesser = RandomGuesser(draft, request, most, sampling, draws)
-        yield from verified(backend, request, guesser, Rejection(backend, guesser, never))
+        yield from verified(backend, request, guesser, Rejection(backend, guesser, request.rules.suppress_tokens))
 
 
 class Rejection:

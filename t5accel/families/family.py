@@ -15,8 +15,7 @@ from typing import Any
 class Family:
     """How the weights of a model are put together.
 
-    The table of families stands in the guide "contributing"; what differs between models of one family (sizes,
-    activation, forced tokens) is read from their configurations.
+    What differs between models of one family (sizes, activation, forced tokens) is read from their configurations.
 
     Attributes:
         model_type: transformers' name for it, in ``config.json``.
@@ -34,8 +33,8 @@ class Family:
         head_bias: logits have a bias, of which most checkpoints make no use.
         sizes: of published checkpoints, by the name that they have behind ``random:``: keyword arguments of the
             configuration.
-        generation: what published checkpoints set for ``generate()``; in place of ids ``"eos"`` stands for that one, and
-            ``"pads"`` for the list of words that is the pad alone.
+        generation: what published checkpoints set for ``generate()``; in place of ids ``"eos"`` stands for that one,
+            and ``"pads"`` for the list of words that is the pad alone.
 
     >>> Family("bert", "BertModel").is_relative
     False

@@ -11,7 +11,8 @@ _LARGE = dict(
 )  # fmt: skip
 
 FAMILY = Family(
-    "m2m_100", "M2M100ForConditionalGeneration", norm_first=True, position_offset=1, skips_padding=True, head_bias=False,
+    "m2m_100", "M2M100ForConditionalGeneration",
+    norm_first=True, position_offset=1, skips_padding=True, head_bias=False,
     sizes={
         "nllb-200-distilled-600M": dict(_LARGE, vocab_size=256206),
         "m2m100_418M": dict(_LARGE, vocab_size=128112),

@@ -173,7 +173,8 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
             graphs, or has a bias, of which the bounds know nothing; or as `quantized`.
 
     >>> from types import SimpleNamespace
-    >>> head_for(SimpleNamespace(head="lm_head.weight", head_bias=None, array=lambda name: np.ones((300, 8), np.float32)), None)
+    >>> rows = np.ones((300, 8), np.float32)
+    >>> head_for(SimpleNamespace(head="lm_head.weight", head_bias=None, array=lambda name: rows), None)
     """
     if wanted is not None and not isinstance(wanted, bool):
         raise InputError(f"shortlist is {wanted!r:.80}; give True, False, or None for where it pays.")

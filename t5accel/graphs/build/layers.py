@@ -120,8 +120,8 @@ class AttentionBiases:
     def _tables(self) -> list[np.ndarray]:
         """For each layer the biases of its heads by distance, (H, distances).
 
-        The causal ones have one more entry, for the future: the lowest number. It is all that is left of the table where
-        positions are not in the scores: one row for all heads.
+        The causal ones have one more entry, for the future: the lowest number. It is all that is left of the table
+        where positions are not in the scores: one row for all heads.
         """
         if not self.weights.family.is_relative:
             return [np.array([[0, LOWEST]], dtype=np.float32)] * self.weights.dims.decoder_layers

@@ -29,7 +29,7 @@ class Positions:
     """
 
     def __init__(self, graph: GraphBuilder, weights: T5Weights):
-        self.graph, self.family, self.pad = graph, weights.family, weights.pad_token_id
+        self.graph, self.weights, self.family, self.pad = graph, weights, weights.family, weights.pad_token_id
         self.first = self.family.first_position(self.pad)
 
     def of_source(self) -> str | None:
@@ -55,7 +55,7 @@ class Positions:
         real = graph.op("ReduceSum", mask_with_new(graph, 2), graph.constant([-1]), keepdims=1)  # T are the new ones
         first = graph.constant(self.first)
         numbers = graph.op("Range", graph.op("Sub", first, graph.size("input_ids", 2)), first, graph.constant(1))
-        return self._unless_padding(graph.op("Add", real, numbers))
+        return self._of_decoder(graph.op("Add", real, numbers))
 
     def mask_so_far(self) -> str:
         """Of ``past_mask`` (R, M) the columns 0 … P, the last of which is the new token's own: (R, P + 1)."""
@@ -70,10 +70,15 @@ class Positions:
         graph = self.graph
         so_far = graph.op("ReduceSum", self.mask_so_far(), graph.constant([-1]), keepdims=1)
         numbers = graph.op("Add", graph.op("Cast", so_far, to=TensorProto.INT64), graph.constant(self.first - 1))
-        return self._unless_padding(numbers)
+        return self._of_decoder(numbers)
 
-    def _unless_padding(self, numbers: str) -> str:
-        """The numbers, but for padding that the decoder reads where padding has none."""
+    def _of_decoder(self, numbers: str) -> str:
+        """The numbers, but for padding that the decoder reads where padding has none.
+
+        None is beyond the table: what has ended, and stays in the batch for others' sake, may get longer than it.
+        """
+        last = len(self.weights.array("decoder.embed_positions.weight")) - 1
+        numbers = self.graph.op("Min", numbers, self.graph.constant(last))
         if not self.family.skips_padding:
             return numbers
         is_padding = self.graph.op("Equal", "input_ids", self.graph.constant(self.pad))

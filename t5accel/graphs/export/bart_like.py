@@ -22,7 +22,8 @@ _PARTS = {f"{theirs}.{part}_proj": f"{ours}.{part[0]}"
           for theirs, ours in (("self_attn", "0.SelfAttention"), ("encoder_attn", "1.EncDecAttention"))
           for part in ("q", "k", "v", "out")}  # fmt: skip
 _PARTS |= {"self_attn_layer_norm": "0.layer_norm", "encoder_attn_layer_norm": "1.layer_norm",
-           "fc1": "{}.DenseReluDense.wi", "fc2": "{}.DenseReluDense.wo", "final_layer_norm": "{}.layer_norm"}  # fmt: skip
+           "fc1": "{}.DenseReluDense.wi", "fc2": "{}.DenseReluDense.wo",
+           "final_layer_norm": "{}.layer_norm"}  # fmt: skip
 
 
 def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
@@ -69,7 +70,8 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
     layers = len(inner.encoder.layers), len(inner.decoder.layers)
     dims = T5Dims(
         vocab_size=model.lm_head.out_features, d_model=d_model, d_kv=d_model // heads[1],
-        encoder_heads=(heads[0],) * layers[0], decoder_heads=(heads[1],) * layers[1], cross_heads=(heads[1],) * layers[1],
+        encoder_heads=(heads[0],) * layers[0], decoder_heads=(heads[1],) * layers[1],
+        cross_heads=(heads[1],) * layers[1],
         encoder_ff=(config.encoder_ffn_dim,) * layers[0], decoder_ff=(config.decoder_ffn_dim,) * layers[1],
         gated=False, tied=tied,
     )  # fmt: skip
