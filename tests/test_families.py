@@ -7,6 +7,7 @@ different lengths. A description that is wrong in one switch gives other logits.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -23,7 +24,9 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from t5accel.api import accelerate
 from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.captured import OrtCaptured
 from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.pointers import OrtPointers
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.ort.static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
@@ -35,7 +38,7 @@ from t5accel.decoding.lookup import lookup
 from t5accel.decoding.rules import Rules, special_tokens
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
-from t5accel.errors import InputError, NotT5Error
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error
 from t5accel.families.family import Family
 from t5accel.families.lively import random_model
 from t5accel.families.registry import BEYOND_T5, SIZES, family_of
@@ -43,9 +46,11 @@ from t5accel.graphs.build.layers import decoder_graph, encoder_graph
 from t5accel.graphs.contract import names
 from t5accel.graphs.export.t5 import export_t5, model_weights
 from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.optimize import optimize_export
 from t5accel.lab.profile_graph import step_feeds
 from t5accel.students.prune import PruneConfig, prune
 from t5accel.students.shrink import shrink_decoder
+from t5accel.text.text_to_text import TokenizerFile, text_to_text, tokenizer_of
 
 VOCABULARY, LONGEST, TOLERANCE = 83, 12, 2e-5
 TWO = "marian, two vocabularies"
@@ -364,10 +369,17 @@ def test_an_encoded_text_serves_again(built: Built) -> None:
         found = greedy(cached, built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
         expected = greedy(built.open(), built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
         np.testing.assert_array_equal(found, expected)
-    bound = OrtBound(built.folder / "fp32", settings=ONE_THREAD)
-    found = beam_search(bound, built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
-    again = beam_search(built.open(), built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
-    np.testing.assert_array_equal(found, again)
+
+
+def test_the_other_ways_of_running_the_portable_graph(built: Built, tmp_path: Path) -> None:
+    export_t5(built.model, tmp_path / "plain")
+    optimize_export(tmp_path / "plain", tmp_path / "optimized")
+    engines = [engine(built.folder / "fp32", settings=ONE_THREAD) for engine in (OrtBound, OrtPointers, OrtCaptured)]
+    for backend in (*engines, OrtNumpy(tmp_path / "optimized", settings=ONE_THREAD)):
+        for search in (greedy, beam_search):
+            found, expected = (search(one, built.ids, built.mask, max_new_tokens=LONGEST, forced_bos_token_id=9)
+                               for one in (backend, built.open()))  # fmt: skip
+            np.testing.assert_array_equal(found.sequences, expected.sequences)
 
 
 # Other numbers
@@ -482,3 +494,36 @@ def test_what_is_for_t5s_says_so(tmp_path: Path) -> None:
     ):
         with pytest.raises(NotT5Error, match="'bart'; this works on T5-shaped models only"):
             attempt()
+
+
+def test_marian_s_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
+    """Two files of sentencepiece, of which `TokenizerFile` knows nothing, and says so."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"the house {word} is small and the street is long" for word in "abcdefghij"))
+    options = dict(input=str(text), vocab_size=40, hard_vocab_limit=False, minloglevel=2, bos_id=-1)
+    sentencepiece.SentencePieceTrainer.train(model_prefix=str(tmp_path / "source"), **options)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.model"))
+    vocabulary = {"</s>": 0, "<unk>": 1}
+    for number in range(pieces.get_piece_size()):
+        vocabulary.setdefault(pieces.id_to_piece(number), len(vocabulary))
+    vocabulary["<pad>"] = len(vocabulary)
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    for name in ("source.spm", "target.spm"):
+        (tmp_path / name).write_bytes((tmp_path / "source.model").read_bytes())
+    files = [str(tmp_path / name) for name in ("source.spm", "target.spm", "vocab.json")]
+    tokenizer = transformers.MarianTokenizer(*files, source_lang="en", target_lang="de")
+    count = len(vocabulary)
+    sizes = odd_sizes("marian") | dict(vocab_size=count, pad_token_id=count - 1, decoder_start_token_id=count - 1)
+    model = random_model(BEYOND_T5["marian"], sizes)
+    export_t5(model, tmp_path / "export", tokenizer=tokenizer)
+    with pytest.raises(ModelUnavailableError, match="Marian's tokenizer"):
+        TokenizerFile(tmp_path / "export")
+    backend = OrtNumpy(tmp_path / "export", settings=ONE_THREAD)
+    answer = text_to_text(
+        tokenizer_of(tmp_path / "export"), lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=8).sequences
+    )
+    batch = tokenizer(["the house is small", "a"], return_tensors="pt", padding=True)
+    expected = model.generate(**batch, max_new_tokens=8, num_beams=1, do_sample=False)
+    assert answer(["the house is small", "a"]) == tokenizer.batch_decode(expected, skip_special_tokens=True)

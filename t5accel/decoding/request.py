@@ -79,8 +79,8 @@ class Request:
             first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
             if first >= backend.vocab_size or first == backend.eos_token_id:
                 raise InputError(
-                    f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, but not the one that ends "
-                    f"an answer, {backend.eos_token_id}."
+                    f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, and not that which ends "
+                    f"answers, {backend.eos_token_id}."
                 )
             rules = replace(rules, forced_bos_token_id=first)
         return cls(ids, mask, prefix, longest, shortest, backend.eos_token_id, rules)
