@@ -113,7 +113,7 @@ class TokenizerFile:
         if not isinstance(path, str | os.PathLike):
             raise InputError(f"path is {path!r}; give the folder of a model or export, or its tokenizer.json.")
         file = Path(path) / "tokenizer.json" if os.path.isdir(path) else Path(path)
-        if os.path.isfile(file.with_name("source.spm")) and not os.path.isfile(file):
+        if os.path.isfile(file.parent / "source.spm") and not os.path.isfile(file):
             raise ModelUnavailableError(
                 f"{file.parent} holds Marian's tokenizer, source.spm and target.spm, which transformers reads: take "
                 "tokenizer_of(folder)."

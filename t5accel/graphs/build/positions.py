@@ -14,7 +14,12 @@ from t5accel.graphs.build.t5_weights import T5Weights
 
 
 def mask_with_new(graph: GraphBuilder, axis: int) -> str:
-    """The mask of a history and of the new tokens behind it along ``axis``, of which all are real: (…, P + T)."""
+    """The mask of a history and of the new tokens behind it along ``axis``, of which all are real: (…, P + T).
+
+    >>> graph = GraphBuilder("decoder")
+    >>> mask_with_new(graph, 2), [node.op_type for node in graph.nodes]
+    ('concat_0', ['Shape', 'ConstantOfShape', 'Concat'])
+    """
     ones = numpy_helper.from_array(np.array([1], dtype=np.int64))
     own = graph.op("ConstantOfShape", graph.op("Shape", "input_ids"), value=ones)
     return graph.op("Concat", "past_mask", own, axis=axis)

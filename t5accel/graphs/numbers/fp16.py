@@ -46,13 +46,11 @@ def nodes_in_fp32(graph: GraphBuilder, largest: Mapping[str, float] | None = Non
     too_large = {name for name, value in (largest or {}).items() if not value * MARGIN < LARGEST}
     wo = {p.node.name: p.node.output[0] for p in products(graph) if (group_of(p.weight) or "").endswith(".wo")}
     normed = {name for node in graph.nodes if node.op_type in _BEFORE_NORM for name in (*node.input, *node.output)}
-    large = {*wo.values()}  # to which a bias may be added before the sum
     always = {node.name for node in graph.nodes if node.op_type in _BEFORE_NORM} | wo.keys()
-    always |= {
-        node.name
-        for node in graph.nodes
-        if node.op_type == "Add" and (normed.intersection(node.output) or large.intersection(node.input))
-    }
+    always |= {node.name for node in graph.nodes if node.op_type == "Add" and normed.intersection(node.output)}
+    # What wo yields may get a bias before it is summed.
+    always |= {node.name for node in graph.nodes
+               if node.op_type == "Add" and node.input[0] in wo.values() and node.input[1] in graph.weights}  # fmt: skip
     return [
         node.name for node in graph.nodes if node.name in always or too_large.intersection((*node.input, *node.output))
     ]
