@@ -49,8 +49,8 @@ def nodes_in_fp32(graph: GraphBuilder, largest: Mapping[str, float] | None = Non
     always = {node.name for node in graph.nodes if node.op_type in _BEFORE_NORM} | wo.keys()
     always |= {node.name for node in graph.nodes if node.op_type == "Add" and normed.intersection(node.output)}
     # What wo yields may get a bias before it is summed.
-    always |= {node.name for node in graph.nodes
-               if node.op_type == "Add" and node.input[0] in wo.values() and node.input[1] in graph.weights}  # fmt: skip
+    biased = (node for node in graph.nodes if node.op_type == "Add" and node.input[1] in graph.weights)
+    always |= {node.name for node in biased if node.input[0] in wo.values()}
     return [
         node.name for node in graph.nodes if node.name in always or too_large.intersection((*node.input, *node.output))
     ]
