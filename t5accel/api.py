@@ -1,4 +1,7 @@
-"""The one-liner: any T5 on the runtime that suits it, behind transformers' ``generate()`` and our own loops."""
+"""The one-liner: a T5, BART, Marian, NLLB or Pegasus on the runtime that suits it, behind transformers' ``generate()``.
+
+Our own loops run on it as well.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export.cache import checked_export, checked_manifest
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
+from t5accel.t5.sizes import T5_LIKE
 from t5accel.text.text_to_text import tokenizer_of
 
 if TYPE_CHECKING:
@@ -38,12 +42,12 @@ def accelerate(
     max_source_tokens: int | None = None,
     progress: bool = True,
 ) -> AcceleratedT5:
-    """Run a T5 where it is fast, as the model that transformers knows: on a CPU that is ONNX Runtime.
+    """Run an encoder-decoder where it is fast, as the model that transformers knows: on a CPU that is ONNX Runtime.
 
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
-            `export.export_t5`, or a model object. What is no export yet is exported once, into the user's cache
-            (`graphs.export.cache`; ``t5accel cache list``).
+            `export.export_t5`, or a model object, of a family that `families.registry` has. What is no export yet is
+            exported once, into the user's cache (`graphs.export.cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
             `recipes.Recipe`. What a recipe costs in quality is not measured here: `quantize.quantize` lets a model pass
             only if it loses no more than allowed (``t5accel quantize``). A folder that holds an export runs in the
@@ -80,7 +84,7 @@ def accelerate(
     recipe = tuned(as_recipe(precision), tuned_for)
     is_path = isinstance(model, str | os.PathLike)
     if not is_path and not hasattr(model, "state_dict"):
-        raise InputError(f"model is {model!r}; give a name, a folder or a T5 model.")
+        raise InputError(f"model is {model!r}; give a name, a folder or a model.")
     is_export = is_path and (Path(model) / MANIFEST).is_file()
     chosen = _runtime(runtime, device, recipe, is_export=is_export)
     if device == "cuda":
@@ -194,7 +198,7 @@ def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
 
 
 def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> AcceleratedT5:
-    """On a GPU with captured steps; on a CPU transformers' own model, for bf16."""
+    """On a GPU a T5 with captured steps; else transformers' own model, on a CPU for bf16."""
     import torch
 
     from t5accel.backends.hf import AcceleratedT5
@@ -207,5 +211,6 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     torch.set_num_threads(settings.threads or machine.cpu_threads())
     moved = in_floats(model, recipe.dtype, settings.device)
-    backend = TorchEager(moved) if settings.device == "cpu" else TorchStatic(moved)
+    captured = settings.device != "cpu" and model.config.model_type in T5_LIKE
+    backend = TorchStatic(moved) if captured else TorchEager(moved)
     return AcceleratedT5(backend, model.config, model.generation_config, tokenizer)

@@ -1,4 +1,4 @@
-"""Load a T5-like model by name: the bundled one, a hub id, a folder, or seeded random weights of a published size.
+"""Load a model by name: the bundled one, a hub id, a folder, or seeded random weights of a published size.
 
 Random weights (see `lively`) answer "how fast at that size?" without a download: speed does not depend on the values
 of the weights when the output length is forced.
@@ -19,9 +19,11 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from t5accel.errors import ModelUnavailableError, T5AccelError, UnknownModelError
-from t5accel.t5.lively import RANDOM_SIZES, random_t5
+from t5accel.families.lively import random_model
+from t5accel.families.registry import SIZES, family_of
+from t5accel.t5.lively import RANDOM_SIZES, kind_of, random_t5
 from t5accel.t5.narrow import load_narrow
-from t5accel.t5.sizes import CLASS_PREFIXES, require_t5
+from t5accel.t5.sizes import CLASS_PREFIXES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,10 +53,12 @@ def data_folder() -> Path:
 def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
+    Beside T5s these are models of the families in `families.registry`: BART, mBART, Marian, M2M100 (NLLB) and Pegasus.
+
     Args:
-        name: ``"mini"`` (bundled), ``"random:t5-small"`` and other
-            sizes in ``RANDOM_SIZES`` (seeded, offline), a folder written by ``save_pretrained``, or a hub id such as
-            ``"google-t5/t5-small"``.
+        name: ``"mini"`` (bundled), ``"random:t5-small"``, ``"random:bart-base"`` and other
+            sizes in ``RANDOM_SIZES`` and ``SIZES`` (seeded, offline), a folder written by ``save_pretrained``, or a hub
+            id such as ``"google-t5/t5-small"``.
         seed: of the random weights; ignored otherwise.
 
     Raises:
@@ -73,9 +77,11 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
         return _load_folder(data_folder() / BUNDLED[text])
     if text.startswith("random:"):
         size = text.removeprefix("random:")
+        if size in SIZES:
+            return random_model(*SIZES[size], seed=seed), None
         if size not in RANDOM_SIZES:
             raise UnknownModelError(f"No random size {size!r}. {allowed_names()}")
-        return random_t5(RANDOM_SIZES[size], seed=seed, kind="mt5" if size.startswith("mt5") else "t5"), None
+        return random_t5(RANDOM_SIZES[size], seed=seed, kind=kind_of(size)), None
     if os.path.isdir(text):  # unlike Path.is_dir(), it answers False to a name that is too long
         return _load_folder(Path(text))
     hub_id = HUB_ALIASES.get(text, text)
@@ -106,9 +112,10 @@ def hub_snapshot(name: str) -> Path | None:
 
 
 def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:
-    """A copy of a T5 on a device, in ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    """A copy of a model on a device, in ``"float32"``, ``"bfloat16"`` or ``"float16"``.
 
-    In fp16 the ``wo`` of every layer stays in fp32, as transformers keeps it: there published T5s grow too large.
+    In fp16 the ``wo`` of every layer of a T5 stays in fp32, as transformers keeps it: there published ones grow too
+    large.
 
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> half = in_floats(model, "float16")
@@ -118,7 +125,7 @@ def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTr
     import torch
 
     moved = copy.deepcopy(model).to(device, getattr(torch, floats))
-    if floats == "float16":
+    if floats == "float16" and model.config.model_type in CLASS_PREFIXES:
         for block in (*moved.encoder.block, *moved.decoder.block):
             block.layer[-1].DenseReluDense.wo.float()
     return moved
@@ -168,7 +175,7 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(where, **options)
-    require_t5(config, where)
+    family_of(config, where)
     with _no_loading_bar():
         load = AutoModelForSeq2SeqLM.from_pretrained
         if getattr(config, "layer_widths", None):
@@ -179,7 +186,8 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     if missing:  # transformers fills them with random numbers and goes on
         raise ModelUnavailableError(f"{where} is incomplete: it lacks {len(missing)} weights, such as {missing[0]}.")
     has_tokenizer = not Path(where).is_dir() or any(
-        (Path(where) / name).is_file() for name in ("tokenizer.json", "spiece.model", "tokenizer_config.json")
+        (Path(where) / name).is_file()
+        for name in ("tokenizer.json", "spiece.model", "tokenizer_config.json", "source.spm")
     )
     return model.eval(), AutoTokenizer.from_pretrained(where, **options) if has_tokenizer else None
 
@@ -200,5 +208,5 @@ def _no_loading_bar() -> Iterator[None]:
 
 def allowed_names() -> str:
     """A sentence for errors: what a model may be called."""
-    names = ", ".join(map(repr, [*BUNDLED, *(f"random:{size}" for size in RANDOM_SIZES)]))
+    names = ", ".join(map(repr, [*BUNDLED, *(f"random:{size}" for size in (*RANDOM_SIZES, *SIZES))]))
     return f"Allowed: {names}; a folder written by save_pretrained(); a hub id such as 'google-t5/t5-small'."

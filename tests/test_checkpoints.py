@@ -40,6 +40,9 @@ PUBLISHED = {
     "flan-t5-base": 247_577_856,
     "flan-t5-large": 783_150_080,
     "mt5-small": 300_176_768,
+    "umt5-small": 306_601_984,
+    "byt5-small": 299_637_760,
+    "madlad400-3b-mt": 2_940_374_016,  # of which its card says 2.94 billion
 }
 
 
@@ -68,9 +71,10 @@ def test_published_sizes(size: str) -> None:
     original = size.startswith("t5")
     assert (dims.tied, dims.gated) == (original, not original)
     assert (dims.vocab_size, dims.d_model) == (model.config.vocab_size, model.config.d_model)
-    assert dims.encoder_layers == dims.decoder_layers == table["num_layers"]
-    assert dims.encoder_heads == dims.decoder_heads == dims.cross_heads == (table["num_heads"],) * table["num_layers"]
-    assert dims.encoder_ff == dims.decoder_ff == (table["d_ff"],) * table["num_layers"]
+    below, above = table["num_layers"], table.get("num_decoder_layers", table["num_layers"])
+    assert dims.encoder_heads == (table["num_heads"],) * below
+    assert dims.decoder_heads == dims.cross_heads == (table["num_heads"],) * above
+    assert (dims.encoder_ff, dims.decoder_ff) == ((table["d_ff"],) * below, (table["d_ff"],) * above)
     assert (model.config.pad_token_id, model.config.eos_token_id, model.config.decoder_start_token_id) == (0, 1, 0)
 
 

@@ -86,7 +86,9 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         check_backend(backend, ("reorder", "trim", "keep"))
         for name in _NUMBERS:
             theirs, ours = getattr(config, name, None), getattr(backend, name)
-            if theirs != ours:
+            if name == "vocab_size":  # Marian's target may have one of its own
+                theirs = getattr(config, "decoder_vocab_size", None) or theirs
+            if theirs != ours and not (theirs is None and name == "decoder_start_token_id"):
                 raise InputError(
                     f"config.{name} is {theirs!r} and the backend's {ours!r}: give the configuration of the model that "
                     "the backend runs."
@@ -166,6 +168,10 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """(R, T) labels -> the start token and all but the last label, with padding in place of -100."""
+        if self.config.model_type == "mbart":  # whose start is the language, behind the end of each label
+            from transformers.models.mbart.modeling_mbart import shift_tokens_right
+
+            return shift_tokens_right(labels, self.config.pad_token_id)
         start = labels.new_full((len(labels), 1), self.config.decoder_start_token_id)
         shifted = torch.cat([start, labels[:, :-1]], dim=1)
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id)

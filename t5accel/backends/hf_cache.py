@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.decoding.backend import Backend, right_aligned
+from t5accel.decoding.request import check_positions
 from t5accel.errors import InputError
 
 _CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop(0) drops nothing, on 4.57 all
@@ -92,7 +93,8 @@ class AcceleratedEncoder:
             raise InputError("There is nothing to encode: give input_ids (B, S), or encoder_outputs of get_encoder().")
         ids = as_integers(input_ids, "input_ids", rank=2)
         mask = np.ones_like(ids) if attention_mask is None else attention_mask
-        ids, mask = as_batch(ids, mask, vocab_size=self.backend.vocab_size)
+        entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)
+        ids, mask = as_batch(ids, mask, vocab_size=entries)
         encoded = Encoded(self.backend, self.backend.encode(ids, mask), mask)
         return EncodedBatch(torch.arange(len(ids)).view(-1, 1, 1), encoded=encoded)
 
@@ -131,6 +133,7 @@ class DecoderCache:
                 f"rows, {self.length} tokens of each row are known, and at least one new one is needed."
             )
         check_vocabulary(new, self.backend.vocab_size, "decoder_input_ids")
+        check_positions(self.backend, self.length + count)
         padding = None if mask is None else self._padding(mask, count)
         if padding is not None:  # read the tokens first, then the padding, and forget that: so histories end together
             new = np.take_along_axis(new, (np.arange(count) + padding) % count, axis=1)
@@ -233,6 +236,11 @@ class DecoderCache:
             raise InputError(
                 "decoder_attention_mask may hide padding on the left of the first tokens, and leaves one in each row. "
                 "Padding on the right needs no mask: no token looks to its right."
+            )
+        if hasattr(self.backend, "positions"):
+            raise InputError(
+                "decoder_attention_mask hides padding, of which this model's absolute positions leave open whether it "
+                "counts: give prefixes of one length."
             )
         return count - lengths[:, None]
 

@@ -1,11 +1,12 @@
-"""transformers' own T5 in torch's eager mode, with its key/value cache or without: the baseline of every comparison.
+"""transformers' own model in torch's eager mode, with its key/value cache or without: the baseline of every comparison.
 
 The K rows of a source each get a copy of its cross-attention cache, as transformers does; the ONNX backends share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from t5accel.checks import as_count
 from t5accel.decoding.backend import Histories
-from t5accel.errors import InputError
+from t5accel.decoding.rules import rules_of, special_tokens
+from t5accel.errors import InputError, NotT5Error
+from t5accel.families.registry import family_of
 from t5accel.t5.sizes import T5Dims
 
 if TYPE_CHECKING:
@@ -61,10 +63,12 @@ class TorchState:
 
 
 class TorchEager:
-    """A `Backend` over ``T5ForConditionalGeneration``. A method that raises leaves the state as it was.
+    """A `Backend` over ``T5ForConditionalGeneration``, or its like in another family.
+
+    A method that raises leaves the state as it was.
 
     Args:
-        model: a T5-like model; put into evaluation mode.
+        model: of a family that there is; put into evaluation mode.
         use_cache: with ``False`` every step runs the decoder over all tokens so far (the naive way; the encoder still
             runs once).
 
@@ -76,14 +80,18 @@ class TorchEager:
     """
 
     def __init__(self, model: PreTrainedModel, *, use_cache: bool = True):
-        dims = T5Dims.of(model)
-        config = model.config
-        self.model, self.use_cache = model.eval(), use_cache
-        self.vocab_size = dims.vocab_size
-        self.pad_token_id, self.eos_token_id = config.pad_token_id, config.eos_token_id
-        self.decoder_start_token_id = config.decoder_start_token_id
-        for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
-            as_count(getattr(config, name), f"model.config.{name}", at_least=0)
+        self._family = family_of(getattr(model, "config", None), type(model).__name__)
+        if self._family.is_relative:
+            T5Dims.of(model)  # refuses what has no head
+        elif not hasattr(model, "lm_head") or not hasattr(model.model, "decoder"):
+            raise NotT5Error(f"{type(model).__name__} has no head: give a {self._family.model_class}.")
+        self.model, self.use_cache, self.rules = model.eval(), use_cache, rules_of(model)
+        for name, token in special_tokens(model).items():
+            setattr(self, name, token)
+        self.vocab_size = model.lm_head.out_features
+        if not self._family.is_relative:
+            self.source_vocab_size = model.model.encoder.embed_tokens.num_embeddings
+            self.positions = len(self._positions()) - self._family.first_position(self.pad_token_id)
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +127,7 @@ class TorchEager:
         Raises:
             InputError: weights made in inference mode; autograd does not count the writes to them.
         """
-        encoder = self.model.encoder
+        encoder = self.model.get_encoder()
         weights = [*encoder.parameters(), *encoder.buffers()]
         if any(weight.is_inference() for weight in weights):
             raise InputError("These weights were made in inference mode, which hides changes: load them outside of it.")
@@ -172,21 +180,45 @@ class TorchEager:
     # What `hybrid` runs in another way
 
     def _run_encoder(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return self.model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
 
     def _run_decoder(
         self, state: TorchState, tokens: torch.Tensor, past_mask: torch.Tensor | None, count: int
     ) -> np.ndarray:
         """Of (R, n) tokens the logits (R, T, V) of the last ``count``, on the host. The cache grows in place."""
-        outputs = self.model(
-            encoder_outputs=(state.hidden,),
-            attention_mask=state.mask,
-            decoder_input_ids=tokens,
-            decoder_attention_mask=past_mask,
-            past_key_values=state.cache,
-            use_cache=self.use_cache,
-        )
+        with self._numbered(past_mask, tokens.shape[1]):
+            outputs = self.model(
+                encoder_outputs=(state.hidden,),
+                attention_mask=state.mask,
+                decoder_input_ids=tokens,
+                decoder_attention_mask=past_mask,
+                past_key_values=state.cache,
+                use_cache=self.use_cache,
+            )
         return outputs.logits[:, -count:].float().cpu().numpy()
+
+    def _positions(self) -> torch.Tensor:
+        """The decoder's table of positions."""
+        table = self.model.model.decoder.embed_positions
+        return getattr(table, "weight", getattr(table, "weights", None))
+
+    @contextmanager
+    def _numbered(self, mask: torch.Tensor | None, count: int) -> Iterator[None]:
+        """Within it the last ``count`` columns of a mask (R, n) have positions by what is real in front of them.
+
+        transformers would count columns.
+        """
+        if mask is None or self._family.is_relative:
+            yield
+            return
+        numbers = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -count:] + self._family.first_position(self.pad_token_id)
+        found = self._positions()[numbers.clamp(max=len(self._positions()) - 1)]  # what has ended may be longer
+        table = self.model.model.decoder.embed_positions
+        table.forward = lambda *_, **__: found
+        try:
+            yield
+        finally:
+            del table.forward
 
     # The same for both
 

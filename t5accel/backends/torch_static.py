@@ -19,7 +19,8 @@ import torch
 from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Histories
+from t5accel.decoding.backend import Forbidden, Histories
+from t5accel.decoding.rules import rules_of
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class TorchStatic:
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
+        self.rules = rules_of(model)
         for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             setattr(self, name, as_count(getattr(config, name), f"model.config.{name}", at_least=0))
         self.captured = 0
@@ -149,7 +151,7 @@ class TorchStatic:
         return logits.to("cpu", copy=True).numpy().reshape(*input_ids.shape, self.vocab_size)
 
     @torch.inference_mode()
-    def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+    def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
         self._make_room(state, input_ids.shape[2])
         slot = state.slot
         if input_ids.shape[2] == 1:
@@ -163,7 +165,7 @@ class TorchStatic:
         return slot.token.to("cpu", copy=True).numpy().reshape(input_ids.shape[:2])
 
     @torch.inference_mode()
-    def run_greedy(self, state: StaticState, k: int, *, forbidden: int | None = None) -> np.ndarray:
+    def run_greedy(self, state: StaticState, k: int, *, forbidden: Forbidden = None) -> np.ndarray:
         """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
 
         The first step reads the start token, or what the last `next_tokens` or `run_greedy` chose.
@@ -256,7 +258,7 @@ class TorchStatic:
     def _feed(self, slot: Slot, new: np.ndarray) -> None:
         slot.token.copy_(self._on_device(new))
 
-    def _advance(self, slot: Slot, forbidden: int | None, count: int = 1) -> None:
+    def _advance(self, slot: Slot, forbidden: Forbidden, count: int = 1) -> None:
         """Greedy steps from the slot's token on, by the graph where there is one."""
         if self.graphs and slot.graph is None:
             self._capture(slot)
@@ -267,11 +269,11 @@ class TorchStatic:
             else:
                 slot.graph.replay()
 
-    def _prepare(self, slot: Slot, forbidden: int | None) -> None:
+    def _prepare(self, slot: Slot, forbidden: Forbidden) -> None:
         slot.count.zero_()
         slot.penalty.zero_()
         if forbidden is not None:
-            slot.penalty[forbidden] = -torch.inf
+            slot.penalty[torch.as_tensor(forbidden)] = -torch.inf
 
     def _compiled(self) -> Any:
         step = torch.compile(self.decoder.advance, **COMPILE)

@@ -19,6 +19,7 @@ from t5accel.errors import InputError
 
 Source = Any  # what `encode` returns: belongs to the backend, opaque to the algorithms
 State = Any  # the same for the decoder's state; methods that take one change it in place
+Forbidden = int | tuple[int, ...] | None  # a token that shall not be chosen, or several
 
 
 @runtime_checkable
@@ -42,6 +43,9 @@ class Backend(Protocol):
       there, in new memory.
     - ``source_bytes(source) -> int``: the memory that it takes, on whichever device.
     - ``fingerprint() -> Hashable``: compares unequal to an earlier one if the encoder's weights were changed since.
+
+    And it may know more about its model: ``rules``, what is asked of every answer (`rules.Rules`); ``positions``, how
+    many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
 
     For serving there is, beside ``keep``, by which rows leave a running state, ``admit(state, source) -> None``: the
     sources of another batch join it, behind those that are there, with K rows each that have no history yet.

@@ -29,6 +29,7 @@ def beam_search(
     early_stopping: bool | str = False,
     num_return_sequences: int = 1,
     decoder_input_ids: Any = None,
+    forced_bos_token_id: int | None = None,
 ) -> Generated:
     """Search for the likeliest answers with K beams for each source, and return the best.
 
@@ -50,7 +51,7 @@ def beam_search(
             not be one of them if it ended now. ``"never"``: the same, but with a ``length_penalty`` above 0 when it
             would not be one of them even if it reached ``max_new_tokens`` without losing any likelihood.
         num_return_sequences: N, at most K.
-        decoder_input_ids: as of `greedy.greedy`; it is not scored.
+        decoder_input_ids, forced_bos_token_id: as of `greedy.greedy`; they are not scored.
 
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source, best first, then those of the next, and their
@@ -77,7 +78,7 @@ def beam_search(
     """
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids, methods=("reorder", "keep"),
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("reorder", "keep"),
     )  # fmt: skip
     batch, longest, end = len(request.ids), request.max_new_tokens, backend.eos_token_id
     beams, returned = _counts(num_beams, num_return_sequences, backend.vocab_size)
@@ -90,16 +91,21 @@ def beam_search(
     tree, continuations = Tree(), Continuations(backend.vocab_size)
 
     state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
-    order, first_rows = np.arange(beams), np.arange(0, batch * beams, beams)[:, None]
+    order = np.arange(beams)
     active = np.arange(batch)  # (n,) which source each one in the state is
     scores = np.zeros((batch, 1), dtype=np.float32)  # one column: before the first step all rows of a source are equal
+    read_alike = True  # what the K rows of a source have read
     nodes = np.full((batch, 1), START)  # in the tree, of the first row of each source; those of the others follow it
     step_input, length = np.repeat(request.prefix[:, None], beams, axis=1), 0  # (B, K, T)
     while True:
         logits = backend.step(state, step_input)[:, : scores.shape[1], -1]  # (n, K, V), (B, 1, V) at first
-        forbidden = end if length < request.min_new_tokens else None
-        # Twice K, because each beam may end and K have to go on.
-        scores, rows, tokens = continuations.best(logits, scores, 2 * beams, forbidden=forbidden)  # (n, 2K) each
+        if (forced := request.forced(length)) is None:
+            # Twice K, because each beam may end and K have to go on.
+            best = continuations.best(logits, scores, 2 * beams, forbidden=request.forbidden(length))
+            scores, rows, tokens = best  # (n, 2K) each
+        else:  # each beam goes on as it has to, at no cost
+            rows = np.broadcast_to(order[: scores.shape[1]], scores.shape)
+            tokens = np.full(scores.shape, forced, dtype=np.int64)
         del logits  # so that the runtime can use their memory for the next ones
         parents = nodes + rows  # (n, 2K)
         length += 1
@@ -111,13 +117,13 @@ def beam_search(
             if ended.any():
                 leaves = tree.grow(parents[:, :beams], tokens[:, :beams])
                 found = np.where(ended, scores[:, :beams], -np.inf)
-                answers.add(active, found, leaves + first_rows[: len(active)] + order, length)
+                answers.add(active, found, leaves + np.arange(found.size).reshape(found.shape), length)
             going_on = np.argsort(ends, axis=1, kind="stable")
             scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
         if length == longest:
             break
         scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
-        nodes = tree.grow(parents[:, :beams], tokens) + first_rows[: len(active)]  # (n, 1)
+        nodes = tree.grow(parents[:, :beams], tokens) + np.arange(0, tokens.size, tokens.shape[1])[:, None]  # (n, 1)
         if answers.close(active, scores[:, 0], length):
             kept = np.flatnonzero(answers.is_open[active])  # (n',)
             if not kept.size:
@@ -125,9 +131,12 @@ def beam_search(
             if 4 * kept.size <= 3 * len(active):
                 backend.keep(state, kept)
                 active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
-        if length > 1 and (rows != order).any():  # after the first step all rows still have one history
+        if tokens.shape[1] == 1:  # there is one beam, or the first token was forced: all rows go on alike
+            step_input = np.repeat(tokens[:, :, None], beams, axis=1)  # (n, K, 1)
+            continue
+        if not read_alike and (rows != order).any():
             backend.reorder(state, rows)
-        step_input = tokens[:, :, None]  # (n, K, 1)
+        read_alike, step_input = False, tokens[:, :, None]
 
     # (B * N, L)
     new = tree.sequences(answers.nodes[:, :returned].ravel(), pad_token_id=backend.pad_token_id)

@@ -6,6 +6,8 @@ from math import isqrt
 
 import numpy as np
 
+from t5accel.decoding.backend import Forbidden
+
 _BLOCK = 2**17  # scores worked on at a time: half a megabyte, which stays in a core's second cache
 
 
@@ -35,7 +37,7 @@ class Continuations:
         self._memory = np.empty((max(1, _BLOCK // vocab_size), vocab_size), dtype=np.float32)
 
     def best(
-        self, logits: np.ndarray, scores: np.ndarray, count: int, *, forbidden: int | None = None
+        self, logits: np.ndarray, scores: np.ndarray, count: int, *, forbidden: Forbidden = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The ``count`` likeliest continuations of each source, best first.
 
@@ -43,7 +45,7 @@ class Continuations:
             logits: (B, K, V) of the next token; not written to.
             scores: (B, K), the sum of the log-probabilities of each row's tokens so far.
             count: n; fewer come back where K * V is less.
-            forbidden: a token that is not chosen. It keeps its share of the probability, as in transformers.
+            forbidden: tokens that are not chosen. They keep their share of the probability, as in transformers.
 
         Returns:
             Three arrays (B, n): the scores, now with the new token's log-probability, float32; which of the K rows it
@@ -54,8 +56,9 @@ class Continuations:
         first_rows = np.arange(0, batch * rows, rows)[:, None]
         maxima, highest, shift = self._passes(flat)
         np.subtract(np.asarray(scores, dtype=np.float32).ravel(), shift, out=shift)
-        # A lane whose maximum is the forbidden token is overrated: one of each row, so as many more are looked at.
-        looked_at = count if forbidden is None else count + rows
+        # A lane whose maximum is a forbidden token is overrated: one of each row, so as many more are looked at.
+        never = () if forbidden is None else forbidden if isinstance(forbidden, tuple) else (forbidden,)
+        looked_at = count + rows * len(never)
         maxima -= highest[:, None]  # before the rest is added: large logits are close, and their difference is exact
         maxima += shift[:, None]
         row, lane = np.divmod(_largest(maxima.reshape(batch, -1), looked_at), self._width)
@@ -66,8 +69,8 @@ class Continuations:
         values += shift.take(flat_row)[:, :, None]
         if vocab_size % self._width:  # past the end of its row a shorter lane was read from the next one
             values[tokens >= vocab_size] = -np.inf
-        if forbidden is not None:
-            values[tokens == forbidden] = -np.inf
+        for token in never:
+            values[tokens == token] = -np.inf
         values = values.reshape(batch, -1)
         best = np.argsort(values, axis=1)[:, : -1 - min(count, rows * vocab_size) : -1]
         best = best + np.arange(0, values.size, values.shape[1])[:, None]

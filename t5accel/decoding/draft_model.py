@@ -9,7 +9,7 @@ import numpy as np
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.distribution import Sampling, draw, probabilities
 from t5accel.decoding.draft_lengths import DraftLength
-from t5accel.decoding.drafts import Drafts, without_end
+from t5accel.decoding.drafts import Drafts, without
 from t5accel.decoding.request import Request
 
 
@@ -44,7 +44,7 @@ class Guesser:
         logits = self._read_what_is_known()
         while True:
             allowed = [count - len(self._guesses) for count in blocked]
-            logits = without_end(logits[:, None], self._backend.eos_token_id, allowed)[:, 0]
+            logits = without(logits[:, None], self._backend.eos_token_id, allowed)[:, 0]
             guesses = self._pick(logits, rows, open_places)
             self._guesses.append(guesses)
             for place in open_places:

@@ -14,6 +14,7 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.request import Request, Step
+from t5accel.decoding.rules import NONE, Rules
 
 Drafts = list[list[int]]  # for each row the tokens that are guessed to come next; any number of them, also none
 
@@ -99,6 +100,10 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
                 tokens[place, unread.shape[1] : unread.shape[1] + len(draft)] = draft
         found = choose(state, tokens, active, drafts, blocked)
         rows, new, accepted = [], [], 0
+        found = [
+            _obeying(request, request.max_new_tokens - left[row], answer)
+            for row, answer in zip(active, found, strict=True)
+        ]
         for row, answer in zip(active, found, strict=True):
             if left[row]:
                 kept = answer[: answer.index(end) + 1] if end in answer else answer
@@ -139,35 +144,48 @@ class Likeliest:
     [[2, 3, 4], [5, 6]]
     """
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: Backend, rules: Rules = NONE):
         self._step, self._next_tokens = backend.step, getattr(backend, "next_tokens", None)
-        self._end = backend.eos_token_id
+        self._end, self._rules = backend.eos_token_id, rules
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         width = 1 + max(map(len, drafts))
         if width == 1 and self._next_tokens is not None and (max(blocked) <= 0 or min(blocked) > 0):
-            forbidden = self._end if blocked[0] > 0 else None
+            forbidden = self._rules.forbidden(self._end if blocked[0] > 0 else None)
             return self._next_tokens(state, tokens[:, None], forbidden=forbidden).tolist()
-        logits = without_end(self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked)
+        logits = without(
+            self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked, self._rules.suppress_tokens
+        )
         return [_agreed(draft, row) for draft, row in zip(drafts, logits.argmax(axis=2).tolist(), strict=True)]
 
 
-def without_end(logits: np.ndarray, end: int, blocked: Sequence[int]) -> np.ndarray:
+def _obeying(request: Request, length: int, answer: list[int]) -> list[int]:
+    """The answer behind ``length`` new tokens, up to the first one that has to be another, and that."""
+    for place in range(len(answer)):
+        forced = request.forced(length + place)
+        if forced is not None and answer[place] != forced:
+            return [*answer[:place], forced]
+    return answer
+
+
+def without(logits: np.ndarray, end: int, blocked: Sequence[int], never: tuple[int, ...] = ()) -> np.ndarray:
     """The logits with -inf for the end token at the first ``blocked[i]`` positions of row i; a copy where that is any.
 
     Args:
         logits: (n, w, V), not written to.
         end: the token.
         blocked: for each row; nothing where it is 0 or less.
+        never: tokens with -inf everywhere.
 
-    >>> without_end(np.zeros((2, 2, 2)), 1, [0, 1]).tolist()
+    >>> without(np.zeros((2, 2, 2)), 1, [0, 1]).tolist()
     [[[0.0, 0.0], [0.0, 0.0]], [[0.0, -inf], [0.0, 0.0]]]
     """
-    if max(blocked) <= 0:
+    if max(blocked) <= 0 and not never:
         return logits
     logits = logits.copy()
+    logits[..., never] = -np.inf
     logits[np.arange(logits.shape[1]) < np.array(blocked)[:, None], end] = -np.inf
     return logits
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, State
+from t5accel.decoding.backend import Backend, Forbidden, State
 from t5accel.decoding.request import Request, Step, Steps, from_steps
 
 AT_ONCE = 16  # steps between two looks at which rows have ended, where a backend takes several without the host
@@ -23,6 +23,7 @@ def greedy(
     max_new_tokens: int = 64,
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
+    forced_bos_token_id: int | None = None,
 ) -> Steps:
     """Generate until every row has ended or has ``max_new_tokens``.
 
@@ -37,6 +38,8 @@ def greedy(
         min_new_tokens: the end token is forbidden before that many; equal to ``max_new_tokens`` it forces the length.
         decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; it is part of the
             returned sequences (without the start token) and not counted as new.
+        forced_bos_token_id: the first new token, where no prefix is given: in NLLB and mBART the language to write. By
+            default what the model's own `rules` say; these hold in any case.
 
     Returns:
         ``sequences`` (B, L) int64. Rows that end early are padded; they leave the batch as soon as half of it is done.
@@ -55,7 +58,7 @@ def greedy(
     """
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids,
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
     )  # fmt: skip
     return Steps(request.prefix[:, 1:], backend.pad_token_id, _steps(backend, request))
 
@@ -66,15 +69,17 @@ def _steps(backend: Backend, request: Request) -> Iterator[Step]:
     state = backend.start(backend.encode(request.ids, request.mask))
     active = np.arange(len(request.ids))  # which row of the result each row of the state writes to
     is_open = np.ones(len(active), dtype=bool)  # those that have ended stay in the state until half of it has
-    step_input, length = request.prefix, 0
+    step_input, length, forced = request.prefix, 0, None
     while True:
-        forbidden = backend.eos_token_id if length < request.min_new_tokens else None
-        if run_greedy is None or not length:
+        forbidden = request.forbidden(length)
+        if run_greedy is None or not length or forced is not None:
             found = next_tokens(state, step_input[:, None, :], forbidden=forbidden)
         else:
-            bound = request.max_new_tokens if forbidden is None else request.min_new_tokens
+            bound = request.max_new_tokens if length >= request.min_new_tokens else request.min_new_tokens
             found = run_greedy(state, min(bound - length, AT_ONCE), forbidden=forbidden)[:, 0]
         for tokens in found.T:
+            if (forced := request.forced(length)) is not None:
+                tokens = np.full_like(tokens, forced)
             yield Step(active[is_open], tokens[is_open])
             length += 1
             is_open &= tokens != backend.eos_token_id
@@ -88,7 +93,7 @@ def _steps(backend: Backend, request: Request) -> Iterator[Step]:
         step_input = np.where(is_open, tokens, backend.pad_token_id)[:, None]
 
 
-def likeliest(logits: np.ndarray, forbidden: int | None = None) -> np.ndarray:
+def likeliest(logits: np.ndarray, forbidden: Forbidden = None) -> np.ndarray:
     """The token of the largest logit: (…, V) -> (…) int64; the lowest id where some are equal, never ``forbidden``.
 
     >>> likeliest(np.array([[1.0, 3.0, 3.0]])).tolist(), likeliest(np.array([[1.0, 3.0, 3.0]]), forbidden=1).tolist()
@@ -100,6 +105,6 @@ def likeliest(logits: np.ndarray, forbidden: int | None = None) -> np.ndarray:
     return logits.argmax(axis=-1)
 
 
-def _next_tokens(backend: Backend, state: State, input_ids: np.ndarray, *, forbidden: int | None) -> np.ndarray:
+def _next_tokens(backend: Backend, state: State, input_ids: np.ndarray, *, forbidden: Forbidden) -> np.ndarray:
     """By a step, for a backend that does not offer it: (B, K, T) -> (B, K)."""
     return likeliest(backend.step(state, input_ids)[:, :, -1], forbidden)

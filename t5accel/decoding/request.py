@@ -7,14 +7,15 @@ handed out as they come they are a stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5accel.checks import as_batch, as_count, as_integers, check_vocabulary
-from t5accel.decoding.backend import Backend, Generated, check_backend
+from t5accel.decoding.backend import Backend, Forbidden, Generated, check_backend
+from t5accel.decoding.rules import NONE, Rules
 from t5accel.errors import InputError
 
 
@@ -26,6 +27,8 @@ class Request:
         ids, mask: (B, S) int64, in memory of their own.
         prefix: (B, T) int64, T >= 1, with the start token in front.
         max_new_tokens, min_new_tokens: bounds on the number of tokens after the prefix.
+        end: the token that ends an answer.
+        rules: the model's, and what this call adds to them.
     """
 
     ids: np.ndarray
@@ -33,6 +36,8 @@ class Request:
     prefix: np.ndarray
     max_new_tokens: int
     min_new_tokens: int
+    end: int
+    rules: Rules = NONE
 
     @classmethod
     def checked(
@@ -44,6 +49,7 @@ class Request:
         max_new_tokens: int,
         min_new_tokens: int = 0,
         decoder_input_ids: Any = None,
+        forced_bos_token_id: int | None = None,
         methods: Collection[str] = (),
     ) -> Request:
         """The request, as `greedy.greedy` documents its arguments.
@@ -61,14 +67,47 @@ class Request:
         [[0], [0]]
         """
         check_backend(backend, methods)
-        ids, mask = as_batch(
-            input_ids, attention_mask, pad_token_id=backend.pad_token_id, vocab_size=backend.vocab_size
-        )
+        entries = getattr(backend, "source_vocab_size", backend.vocab_size)
+        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id, vocab_size=entries)
         longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         shortest = as_count(min_new_tokens, "min_new_tokens", at_least=0)
         if shortest > longest:
             raise InputError(f"min_new_tokens is {shortest}, more than max_new_tokens, {longest}.")
-        return cls(ids, mask, _prefix(backend, decoder_input_ids, len(ids)), longest, shortest)
+        prefix, rules = _prefix(backend, decoder_input_ids, len(ids)), getattr(backend, "rules", NONE)
+        check_positions(backend, prefix.shape[1] + longest - 1)
+        if forced_bos_token_id is not None:
+            first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
+            if first >= backend.vocab_size or first == backend.eos_token_id:
+                raise InputError(
+                    f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, and not that which ends "
+                    f"answers, {backend.eos_token_id}."
+                )
+            rules = replace(rules, forced_bos_token_id=first)
+        return cls(ids, mask, prefix, longest, shortest, backend.eos_token_id, rules)
+
+    def forbidden(self, length: int) -> Forbidden:
+        """What may not be chosen behind ``length`` new tokens."""
+        return self.rules.forbidden(self.end if length < self.min_new_tokens else None)
+
+    def forced(self, length: int) -> int | None:
+        """The token behind ``length`` new ones, where the model has no choice."""
+        return self.rules.forced(length, longest=self.max_new_tokens, begun=self.prefix.shape[1] > 1)
+
+
+def check_positions(backend: Backend, decoder_tokens: int) -> None:
+    """Raise ``InputError`` if the decoder shall read more tokens than the model has positions for.
+
+    >>> from types import SimpleNamespace
+    >>> check_positions(SimpleNamespace(positions=8), 9)
+    Traceback (most recent call last):
+    t5accel.errors.InputError: The decoder may have to read 9 tokens, and this model has positions for 8: ...
+    """
+    there = getattr(backend, "positions", None)
+    if there is not None and decoder_tokens > there:
+        raise InputError(
+            f"The decoder may have to read {decoder_tokens} tokens, and this model has positions for {there}: give "
+            "fewer max_new_tokens, or a shorter prefix."
+        )
 
 
 def _prefix(backend: Backend, decoder_input_ids: Any, batch: int) -> np.ndarray:

@@ -25,6 +25,7 @@ def sample(
     max_new_tokens: int = 64,
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
+    forced_bos_token_id: int | None = None,
     **options: float,
 ) -> Steps:
     """Draw K answers to each source.
@@ -35,7 +36,8 @@ def sample(
     rounding of logits.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids: as of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id: as
+            of `greedy.greedy`.
         sampling: what is changed in the distribution; by default nothing.
         seed: at least 0.
         num_return_sequences: K.
@@ -61,7 +63,7 @@ def sample(
     rows_per_source = as_count(num_return_sequences, "num_return_sequences", at_least=1)
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids, methods=("keep",),
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("keep",),
     )  # fmt: skip
     draws = generators(seed, len(request.ids), rows_per_source)
     given = np.repeat(request.prefix, rows_per_source, axis=0)
@@ -94,10 +96,12 @@ def _steps(
         places = np.flatnonzero(is_open[rows])
         going = rows.ravel()[places]
         logits = backend.step(state, step_input)[:, :, -1].reshape(rows.size, -1)[places]
-        if length < request.min_new_tokens:
-            logits[:, end] = -np.inf
+        if (forbidden := request.forbidden(length)) is not None:
+            logits[:, forbidden] = -np.inf
         odds = probabilities(logits, None if history is None else history[going], sampling)
         tokens = draw(odds, np.array([draws[row].random() for row in going]))
+        if (forced := request.forced(length)) is not None:
+            tokens = np.full_like(tokens, forced)
         yield Step(going, tokens)
         length += 1
         is_open[going[tokens == end]] = False

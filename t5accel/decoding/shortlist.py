@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from t5accel.decoding.backend import Forbidden
+
 UNIT = 2.0**-24  # what rounding to float32 changes a number by, at most and relatively
 TINY = 2.0**-90  # more than all that can underflow, even where a CPU takes the smallest numbers for zeros
 HUGE = 1e37  # sums below cannot overflow on their way
@@ -58,7 +60,7 @@ class NearLogits(NamedTuple):
     errors: np.ndarray
 
 
-def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.ndarray | None:
+def certified(head: Head, near: NearLogits, forbidden: Forbidden = None) -> np.ndarray | None:
     """The token of the largest exact logit in each row, where that is certain in all of them.
 
     Let w be a row of the head and v its copy, h the hidden state and g its quantised form, and γ = `rounding`.
@@ -77,7 +79,7 @@ def certified(head: Head, near: NearLogits, forbidden: int | None = None) -> np.
     Args:
         head: the exact rows, and the bounds of `|v|` and `|w - v|` over all of them.
         near: of R rows in all; to ``logits`` is written.
-        forbidden: a token that shall not be chosen.
+        forbidden: tokens that shall not be chosen.
 
     Returns:
         (R,) int64 tokens, or ``None``.
@@ -208,7 +210,7 @@ class Shortlist:
         """Whether to try it on a step of so many rows."""
         return rows <= MOST_ROWS and self._fallbacks[rows] <= PATIENCE + self._steps[rows] / SHARE
 
-    def choose(self, near: Sequence[np.ndarray], forbidden: int | None) -> np.ndarray | None:
+    def choose(self, near: Sequence[np.ndarray], forbidden: Forbidden) -> np.ndarray | None:
         """(R,) tokens from the arrays of `NearLogits`, or ``None`` where one of them is not certain; counted."""
         near = NearLogits(*near)
         tokens = certified(self.head, near, forbidden)

@@ -15,7 +15,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.distribution import Sampling, draw
 from t5accel.decoding.draft_model import Guesser, RandomGuesser, odds_after
-from t5accel.decoding.drafts import Drafts, Likeliest, verified, without_end
+from t5accel.decoding.drafts import Drafts, Likeliest, verified, without
 from t5accel.decoding.request import Request, Step, Steps, from_steps
 from t5accel.decoding.sampling import generators
 from t5accel.errors import InputError
@@ -36,6 +36,7 @@ def speculative(
     max_new_tokens: int = 64,
     min_new_tokens: int = 0,
     decoder_input_ids: Any = None,
+    forced_bos_token_id: int | None = None,
 ) -> Steps:
     """Generate with ``backend``, helped by the guesses of a faster model.
 
@@ -52,7 +53,8 @@ def speculative(
     further one, and keeps of them what was accepted.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids: as of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id: as
+            of `greedy.greedy`.
         draft: a backend of a model with the same vocabulary, which guesses; the model of ``backend`` decides.
         sampling: how to draw; ``None`` takes the likeliest token.
         seed: at least 0, of the draws; each row has a generator of its own, made of the seed and its place.
@@ -81,7 +83,7 @@ def speculative(
         raise InputError(f"sampling is {sampling!r}; give a Sampling, or None for the likeliest tokens.")
     bounds: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids,
-        methods=("trim", "keep"),
+        forced_bos_token_id=forced_bos_token_id, methods=("trim", "keep"),
     )  # fmt: skip
     request = Request.checked(backend, input_ids, attention_mask, **bounds)
     Request.checked(draft, input_ids, attention_mask, **bounds)
@@ -105,10 +107,10 @@ def _steps(
     draws: list[np.random.Generator],
 ) -> Iterator[Step]:
     if sampling is None:
-        yield from verified(backend, request, Guesser(draft, request, most), Likeliest(backend))
+        yield from verified(backend, request, Guesser(draft, request, most), Likeliest(backend, request.rules))
     else:
         guesser = RandomGuesser(draft, request, most, sampling, draws)
-        yield from verified(backend, request, guesser, Rejection(backend, guesser))
+        yield from verified(backend, request, guesser, Rejection(backend, guesser, request.rules.suppress_tokens))
 
 
 class Rejection:
@@ -117,16 +119,17 @@ class Rejection:
     Args:
         backend: of the model whose distribution it shall be.
         guesser: which drew the guesses.
+        never: tokens that are not chosen.
     """
 
-    def __init__(self, backend: Backend, guesser: RandomGuesser):
-        self._step, self._end, self._guesser = backend.step, backend.eos_token_id, guesser
+    def __init__(self, backend: Backend, guesser: RandomGuesser, never: tuple[int, ...] = ()):
+        self._step, self._end, self._guesser, self._never = backend.step, backend.eos_token_id, guesser, never
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         guesser, width = self._guesser, 1 + max(map(len, drafts))
-        logits = without_end(self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked)
+        logits = without(self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked, self._never)
         histories = (
             [*guesser.texts[row], *draft[:count]]
             for row, draft in zip(rows, drafts, strict=True)

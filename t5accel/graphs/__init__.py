@@ -1,1 +1,1 @@
-"""ONNX graphs of T5-like models: their contract, export, and what is done to them afterwards."""
+"""ONNX graphs of encoder-decoders: their contract, export, and what is done to them afterwards."""

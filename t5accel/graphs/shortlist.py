@@ -170,13 +170,18 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
 
     Raises:
         InputError: ``wanted`` is something else; or it is true, and the head is so small that it lies inside the
-            graphs; or as `quantized`.
+            graphs, or has a bias, of which the bounds know nothing; or as `quantized`.
 
     >>> from types import SimpleNamespace
-    >>> head_for(SimpleNamespace(head="lm_head.weight", array=lambda name: np.ones((300, 8), np.float32)), None)
+    >>> rows = np.ones((300, 8), np.float32)
+    >>> head_for(SimpleNamespace(head="lm_head.weight", head_bias=None, array=lambda name: rows), None)
     """
     if wanted is not None and not isinstance(wanted, bool):
         raise InputError(f"shortlist is {wanted!r:.80}; give True, False, or None for where it pays.")
+    if weights.head_bias:
+        if wanted:
+            raise InputError("A head whose logits have a bias has no shortlist: leave it out.")
+        return None
     rows = weights.array(weights.head)
     if wanted and rows.nbytes < ALIGNMENT:
         raise InputError(f"A head of {rows.nbytes} bytes has no rows to map from a file: leave its shortlist out.")

@@ -22,6 +22,7 @@ from t5accel.students.importance import WAYS, Kept, Scores, alike, choose, magni
 from t5accel.students.objectives import as_objective, student_loss
 from t5accel.students.resumable import require_device
 from t5accel.t5.narrow import parts, resize, widths
+from t5accel.t5.sizes import require_t5
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,8 +165,10 @@ def prune(
     Raises:
         InputError: a row is wrong (the message names it), a share is outside 0 … 1, the checkpoint was made with
             another configuration, or the device does not exist.
+        NotT5Error: the model is of another kind.
     """
     require_device(device)
+    require_t5(model.config, type(model).__name__)
     shares = dict(heads=config.heads, neurons=config.neurons)
     choose(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
     mixture = as_mixture(examples, tokenizer)

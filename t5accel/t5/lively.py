@@ -12,7 +12,7 @@ from t5accel.t5.sizes import CLASS_PREFIXES, T5_LIKE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Configurations of published checkpoints (google-t5/*, google/flan-t5-*, google/mt5-small): what shapes a model.
+# Configurations of published checkpoints (google-t5/*, google/flan-t5-*, google/mt5-small …): what shapes a model.
 _T5 = dict(vocab_size=32128, d_kv=64, feed_forward_proj="relu", tie_word_embeddings=True)
 _FLAN = dict(vocab_size=32128, d_kv=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 RANDOM_SIZES: dict[str, dict[str, Any]] = {
@@ -23,7 +23,21 @@ RANDOM_SIZES: dict[str, dict[str, Any]] = {
     "flan-t5-base": dict(_FLAN, d_model=768, d_ff=2048, num_heads=12, num_layers=12),
     "flan-t5-large": dict(_FLAN, d_model=1024, d_ff=2816, num_heads=16, num_layers=24),
     "mt5-small": dict(_FLAN, vocab_size=250112, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
+    "umt5-small": dict(_FLAN, vocab_size=256384, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
+    "byt5-small": dict(
+        _FLAN, vocab_size=384, d_model=1472, d_ff=3584, num_heads=6, num_layers=12, num_decoder_layers=4
+    ),
+    "madlad400-3b-mt": dict(_FLAN, vocab_size=256000, d_model=1024, d_kv=128, d_ff=8192, num_heads=16, num_layers=32),
 }
+
+
+def kind_of(size: str) -> str:
+    """The kind of `random_t5` that a published size is of.
+
+    >>> kind_of("umt5-small"), kind_of("byt5-small")
+    ('umt5', 't5')
+    """
+    return next((kind for kind in ("umt5", "mt5") if size.startswith(kind)), "t5")
 
 
 def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreTrainedModel:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CLASS_PREFIXES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}  # of transformers' classes
 T5_LIKE = tuple(CLASS_PREFIXES)
+ONLY_T5 = f"this works on T5-shaped models only: {', '.join(T5_LIKE)} (flan, ByT5 and MADLAD-400 are of type t5)."
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class T5Dims:
         """
         kind = config.get("model_type", "t5")
         if kind not in T5_LIKE:
-            raise NotT5Error(f"{name} is of type {kind!r}; t5accel handles {', '.join(T5_LIKE)}.")
+            raise NotT5Error(f"{name} is of type {kind!r}; {ONLY_T5}")
         needed = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
         sizes = {key: config.get(key) for key in needed}
         sizes["num_decoder_layers"] = config.get("num_decoder_layers") or sizes["num_layers"]
@@ -122,6 +123,4 @@ def require_t5(config: Any, name: str) -> None:
     """Raise ``NotT5Error`` for the configuration of another kind of model."""
     kind = getattr(config, "model_type", type(config).__name__)
     if kind not in T5_LIKE:
-        raise NotT5Error(
-            f"{name} is of type {kind!r}; t5accel handles {', '.join(T5_LIKE)} (flan and ByT5 are of type t5)."
-        )
+        raise NotT5Error(f"{name} is of type {kind!r}; {ONLY_T5}")

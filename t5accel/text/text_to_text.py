@@ -113,6 +113,11 @@ class TokenizerFile:
         if not isinstance(path, str | os.PathLike):
             raise InputError(f"path is {path!r}; give the folder of a model or export, or its tokenizer.json.")
         file = Path(path) / "tokenizer.json" if os.path.isdir(path) else Path(path)
+        if os.path.isfile(file.parent / "source.spm") and not os.path.isfile(file):
+            raise ModelUnavailableError(
+                f"{file.parent} holds Marian's tokenizer, source.spm and target.spm, which transformers reads: take "
+                "tokenizer_of(folder)."
+            )
         if not os.path.isfile(file):
             raise ModelUnavailableError(
                 f"There is no file {file}: give a folder that holds a tokenizer.json, or that file. transformers "
@@ -189,11 +194,14 @@ class TokenizerFile:
 def tokenizer_of(folder: str | os.PathLike[str]) -> Any:
     """The tokenizer in the folder of a model or export; without transformers, where there is a ``tokenizer.json``.
 
+    Marian's and ByT5's have none, and are transformers' own. Those of NLLB and mBART write the source's language in
+    front of texts, as the file was saved: give their ``src_lang`` before that.
+
     Raises:
         ModelUnavailableError: there is none, or it is damaged.
     """
     if not os.path.isfile(Path(folder) / "tokenizer.json") and os.path.isfile(Path(folder) / "tokenizer_config.json"):
-        from transformers import AutoTokenizer  # ByT5's, for one, is no file but code
+        from transformers import AutoTokenizer  # ByT5's is no file but code, Marian's two of sentencepiece
 
         return AutoTokenizer.from_pretrained(folder)
     return TokenizerFile(folder)

@@ -19,7 +19,7 @@ from t5accel.backends.cuda_graphs import captured, side_stream
 from t5accel.backends.ort.numpy import OrtSource, OrtState
 from t5accel.backends.ort.pointers import OrtPointers
 from t5accel.backends.ort.session import open_session
-from t5accel.decoding.backend import right_aligned
+from t5accel.decoding.backend import Forbidden, right_aligned
 from t5accel.graphs.contract import DECODER
 
 LONGEST_RUN = 64  # steps that are queued before the host reads the tokens
@@ -111,7 +111,7 @@ class OrtCaptured(OrtPointers):
         state.token = np.full(state.rows.shape, self.decoder_start_token_id)
         return state
 
-    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
         state.token = super().next_tokens(state, input_ids, forbidden=forbidden)
         return state.token
 
@@ -124,7 +124,7 @@ class OrtCaptured(OrtPointers):
         state.token = state.token[np.asarray(sources)]
 
     @torch.inference_mode()
-    def run_greedy(self, state: OrtState, k: int, *, forbidden: int | None = None) -> np.ndarray:
+    def run_greedy(self, state: OrtState, k: int, *, forbidden: Forbidden = None) -> np.ndarray:
         """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
 
         Arguments and result (B, K, n) int64 are those of `torch_static.TorchStatic.run_greedy`; n is at most
@@ -151,7 +151,7 @@ class OrtCaptured(OrtPointers):
         state.rows, state.past, state.token = rows.appended(count), past, chosen[..., -1]
         return chosen
 
-    def _fill(self, fixed: Fixed, state: OrtState, forbidden: int | None) -> None:
+    def _fill(self, fixed: Fixed, state: OrtState, forbidden: Forbidden) -> None:
         """The state's tensors where the steps expect them: sources on the left of their places, the past on the right.
 
         What lies beyond is masked, and was written by nobody or by steps like these: finite numbers, times nothing.
@@ -169,7 +169,7 @@ class OrtCaptured(OrtPointers):
         fixed.count.zero_()
         fixed.penalty.zero_()
         if forbidden is not None:
-            fixed.penalty[forbidden] = -torch.inf
+            fixed.penalty[torch.as_tensor(forbidden)] = -torch.inf
 
     def _prepare(self, fixed: Fixed) -> None:
         """Bind every tensor, once; on a GPU capture a run of the decoder, and what comes after it."""

@@ -19,8 +19,9 @@ from t5accel.backends.ort import memory
 from t5accel.backends.ort.memory import Pool, Spare, encode_in_slices, run_into
 from t5accel.backends.ort.session import SessionSettings, open_session, shared_weights, shortlist_of
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Histories, of_each_head
+from t5accel.decoding.backend import Forbidden, Histories, of_each_head
 from t5accel.decoding.greedy import likeliest
+from t5accel.decoding.rules import Rules
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, NEAR, SHORTLIST, as_folder, names
 from t5accel.graphs.export.manifest import Manifest, read_manifest
@@ -73,7 +74,8 @@ class OrtNumpy:
         settings: threads, memory and device of both sessions.
         verify: hash every file before it is used.
         manifest: of that folder, where it was read and checked already.
-        max_source_tokens: refuse longer sources, whose attention grows with the square of their length.
+        max_source_tokens: refuse longer sources, whose attention grows with the square of their length; at most what
+            the model has positions for.
 
     Attributes:
         shortlist: by which ``next_tokens`` finds tokens faster, if the export has one, and ``settings`` want it.
@@ -115,7 +117,10 @@ class OrtNumpy:
         self.manifest = read_manifest(self.folder, verify=verify) if manifest is None else manifest
         require_runnable_here(self.manifest, self.folder, self.settings.device)
         self.dims = self.manifest.dims
-        self.vocab_size = self.dims.vocab_size
+        self.vocab_size, self.rules = self.dims.vocab_size, Rules.from_json(self.manifest.rules)
+        if family := self.manifest.family:
+            self.source_vocab_size, self.positions = family["source_vocab_size"], family["positions"]
+            self.max_source_tokens = min(self.positions, max_source_tokens or self.positions)
         self.pad_token_id = self.manifest.tokens["pad_token_id"]
         self.eos_token_id = self.manifest.tokens["eos_token_id"]
         self.decoder_start_token_id = self.manifest.tokens["decoder_start_token_id"]
@@ -159,7 +164,7 @@ class OrtNumpy:
         state.rows, state.past = state.rows.appended(new.shape[2]), past
         return logits
 
-    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
         """By the shortlist, if there is one and it pays; else, or where that is not certain, by all exact logits."""
         new, mask, tokens = np.ascontiguousarray(input_ids), state.rows.mask(), None
         if self.shortlist and self.shortlist.pays(new.shape[0] * new.shape[1]):

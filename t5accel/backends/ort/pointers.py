@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from t5accel.backends.ort.numpy import OrtNumpy, OrtState
+from t5accel.decoding.backend import Forbidden
 from t5accel.errors import InputError, MissingPackageError
 
 ELEMENT_TYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
@@ -104,7 +105,7 @@ class OrtPointers(OrtNumpy):
         self._run(self.encoder, self.encoder.io_binding(), inputs, dict(zip(self.cross_names, cross, strict=True)))
         return cross
 
-    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
         """The likeliest is found where the logits are: of them only its number comes to the host."""
         new = np.ascontiguousarray(input_ids)
         logits, past = self._decode(state, new, state.rows.mask())

@@ -21,7 +21,7 @@ import numpy as np
 
 from t5accel.backends.ort.memory import Pool
 from t5accel.backends.ort.numpy import OrtNumpy, OrtSource, OrtState
-from t5accel.decoding.backend import Histories, right_aligned
+from t5accel.decoding.backend import Forbidden, Histories, right_aligned
 from t5accel.decoding.greedy import likeliest
 from t5accel.graphs.contract import NEAR, STEP
 from t5accel.graphs.export.portability import import_onnxruntime
@@ -143,7 +143,7 @@ class OrtStatic(OrtNumpy):
             return logits[0] if len(logits) == 1 else np.concatenate(logits, axis=2)
         return self._at_once(state, np.ascontiguousarray(input_ids))
 
-    def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
+    def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
         if self._is_portable(state, input_ids.shape[2]):
             return super().next_tokens(state, input_ids, forbidden=forbidden)
         if input_ids.shape[2] <= ONE_BY_ONE:
@@ -250,7 +250,7 @@ class OrtStatic(OrtNumpy):
 
     # One token
 
-    def _choose(self, state: StaticState, new: np.ndarray, *, forbidden: int | None) -> np.ndarray:
+    def _choose(self, state: StaticState, new: np.ndarray, *, forbidden: Forbidden) -> np.ndarray:
         """(B, K, 1) -> (B, K), the likeliest next ones."""
         tokens, results = None, self._fed(state, new).results
         if self.shortlist and self.shortlist.pays(len(results["logits"])):

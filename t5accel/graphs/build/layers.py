@@ -1,8 +1,8 @@
-"""T5's encoder and its decoder step as ONNX graphs, built from a checkpoint's weights, operator by operator.
+"""Encoder and decoder step as ONNX graphs, built from a checkpoint's weights, operator by operator.
 
 Nothing is traced: no exporter has to understand transformers' code, and the graphs are those that we mean. The encoder
 ends in the keys and values of cross-attention; the decoder takes one step (`contract`). Every layout's graphs are made
-of `T5Layers`.
+of `T5Layers`. What sets BART and its relatives apart from T5 are the switches of `families.family.Family`.
 
 Methods take and return the names of values. Shapes: B sources, K rows per source, S source positions, T new and P past
 decoder positions, H heads. The decoder's layers take rows of their own axis, (B, K, T, …), or, as most exports have it,
@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from t5accel.errors import NotT5Error
 from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.build.positions import Positions, mask_with_new
 from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.t5.rules import relative_position_bucket
@@ -48,6 +49,8 @@ class AttentionBiases:
 
         Without a mask, (H, n, n).
         """
+        if not self.weights.family.is_relative:
+            return [self.of_mask(mask)] * self.weights.dims.encoder_layers
         graph = self.graph
         positions = graph.op("Range", graph.constant(0), graph.size(tokens, 1), graph.constant(1))
         masked = self.of_mask(mask) if mask else None
@@ -63,14 +66,16 @@ class AttentionBiases:
         total, zero, one = graph.op("Add", past, new), graph.constant(0), graph.constant(1)
         queries, keys = graph.op("Range", past, total, one), graph.op("Range", zero, total, one)
         # Garbage in front of a shorter history is masked here, the future by the last entry of the tables of biases.
-        ones = numpy_helper.from_array(np.array([1], dtype=np.int64))
-        own = graph.op("ConstantOfShape", graph.op("Shape", "input_ids"), value=ones)
-        history = graph.op("Concat", "past_mask", own, axis=axis)
-        history_bias = self.of_mask(history, axes=(axis, axis + 1))  # (R, 1, 1, P + T)
+        history_bias = self.of_mask(mask_with_new(graph, axis), axes=(axis, axis + 1))  # (R, 1, 1, P + T)
         return self._by_layer(queries, keys, lambda bias: graph.op("Add", bias, history_bias))
 
     def on_columns(self) -> list[str]:
-        """Of one new token at column P, ``past_length`` (1,), on the columns 0 … P: for each layer (1, H, 1, P + 1)."""
+        """Of one new token at column P, ``past_length`` (1,), on the columns 0 … P: for each layer (1, H, 1, P + 1).
+
+        Empty names where positions are not in the scores.
+        """
+        if not self.weights.family.is_relative:
+            return [""] * self.weights.dims.decoder_layers
         graph, one = self.graph, self.graph.constant(1)
         past = graph.op("Squeeze", graph.op("Cast", "past_length", to=TensorProto.INT64))
         total = graph.op("Add", past, one)
@@ -115,8 +120,11 @@ class AttentionBiases:
     def _tables(self) -> list[np.ndarray]:
         """For each layer the biases of its heads by distance, (H, distances).
 
-        The causal ones have one more entry, for the future: the lowest number.
+        The causal ones have one more entry, for the future: the lowest number. It is all that is left of the table
+        where positions are not in the scores: one row for all heads.
         """
+        if not self.weights.family.is_relative:
+            return [np.array([[0, LOWEST]], dtype=np.float32)] * self.weights.dims.decoder_layers
         weights, reach, causal = self.weights, self.weights.max_distance, self.stack == "decoder"
         distances = np.arange(-reach, (0 if causal else reach) + 1)
         bucket = relative_position_bucket(
@@ -156,22 +164,41 @@ class T5Layers:
 
     def __init__(self, graph: GraphBuilder, weights: T5Weights, stack: str):
         self.graph, self.weights, self.stack = graph, weights, stack
-        self.biases = AttentionBiases(graph, weights, stack)
+        self.biases, self.positions = AttentionBiases(graph, weights, stack), Positions(graph, weights)
 
     # Whole stacks
 
-    def embed(self, tokens: str = "input_ids") -> str:
-        """Token ids (…) -> (…, d_model). Encoder and decoder share the table, unless they were untied."""
-        own = f"{self.stack}.embed_tokens.weight"
-        return self.graph.op("Gather", self.weight(own if own in self.weights.arrays else "shared.weight"), tokens)
+    def embed(self, tokens: str = "input_ids", numbers: str | None = None) -> str:
+        """Token ids (…) -> (…, d_model). Encoder and decoder share the table, unless they were untied.
+
+        Args:
+            tokens: the ids.
+            numbers: of their positions (`Positions`), to be added where they are not in the scores.
+        """
+        graph, own = self.graph, f"{self.stack}.embed_tokens.weight"
+        hidden = graph.op("Gather", self.weight(own if own in self.weights.arrays else "shared.weight"), tokens)
+        if numbers is None:
+            return hidden
+        if self.weights.embedding_scale != 1:
+            hidden = graph.op("Mul", hidden, graph.constant(np.float32(self.weights.embedding_scale)))
+        hidden = graph.op(
+            "Add", hidden, graph.op("Gather", self.weight(f"{self.stack}.embed_positions.weight"), numbers)
+        )
+        return (
+            self.norm(hidden, f"{self.stack}.layernorm_embedding.weight")
+            if self.weights.family.norm_embedding
+            else hidden
+        )
 
     def encoder(self, output: str | None = None) -> str:
         """``input_ids`` and ``attention_mask`` (B, S) -> the encoder's output (B, S, d_model), called ``output``."""
-        hidden = self.embed()
+        hidden = self.embed(numbers=self.positions.of_source())
         bias_of = self.biases.among("input_ids", "attention_mask")
         for layer in range(self.weights.dims.encoder_layers):
             hidden = self.self_attention(hidden, layer, bias_of[layer])
             hidden = self.feed_forward(hidden, f"encoder.block.{layer}.layer.1")
+        if not self.weights.family.norm_first:
+            return hidden
         return self.norm(hidden, "encoder.final_layer_norm.weight", output=output)
 
     def cross_keys_and_values(self, encoded: str, prefix: str) -> None:
@@ -214,11 +241,16 @@ class T5Layers:
             hidden = self.self_attention(hidden, layer, bias_of[layer], past=past, present=present, rows=rows)
             hidden = self.cross_attention(hidden, layer, cross, source_bias, per_source)
             hidden = self.feed_forward(hidden, f"decoder.block.{layer}.layer.2")
+        if not self.weights.family.norm_first:
+            return hidden
         return self.norm(hidden, "decoder.final_layer_norm.weight", scale=self.weights.logit_scale)
 
     def head(self, hidden: str, *, output: str, by_rows: bool = False) -> None:
         """The decoder's output (…, T, d_model), normed and scaled -> logits (…, T, V)."""
-        self.graph.op("MatMul", hidden, self.head_weight(by_rows=by_rows), output=output)
+        bias = self.weights.head_bias
+        logits = self.graph.op("MatMul", hidden, self.head_weight(by_rows=by_rows), output=None if bias else output)
+        if bias:
+            self.graph.op("Add", logits, self.weight(bias), output=output)
 
     def head_weight(self, *, by_rows: bool = False) -> str:
         """The head's weight as a product takes it: (d_model, V).
@@ -238,7 +270,7 @@ class T5Layers:
         """A layer's norm, self-attention and residual; names as of `decoder`."""
         graph, dims, prefix = self.graph, self.weights.dims, f"{self.stack}.block.{layer}.layer.0"
         heads = (dims.encoder_heads if self.stack == "encoder" else dims.decoder_heads)[layer]
-        normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
+        normed = self.read(hidden, f"{prefix}.layer_norm.weight")
         kept = {name: f"{present}_{name}_{layer}" if present else None for name in ("key", "value")}
         query, key, value = (
             self.heads(
@@ -253,7 +285,8 @@ class T5Layers:
                 for name, new in (("key", key), ("value", value))
             )
         merged = self.merge_heads(self.attend(query, key, value, bias, rows=rows), heads, rows=rows)
-        return graph.op("Add", hidden, self.output(merged, f"{prefix}.SelfAttention.o.weight", heads))
+        found = self.output(merged, f"{prefix}.SelfAttention.o.weight", heads)
+        return self.add(hidden, found, f"{prefix}.layer_norm.weight")
 
     def cross_attention(
         self, hidden: str, layer: int, cross: str, source_bias: str, per_source: str | None = None
@@ -261,7 +294,7 @@ class T5Layers:
         """The same with the source's keys and values, ``cross_key_i`` …; ``per_source`` is K, where it has an axis."""
         graph, prefix = self.graph, f"decoder.block.{layer}.layer.1"
         heads, d_kv = self.weights.dims.cross_heads[layer], self.weights.dims.d_kv
-        normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
+        normed = self.read(hidden, f"{prefix}.layer_norm.weight")
         query = self.heads(normed, f"{prefix}.EncDecAttention.q.weight", heads)  # (B, H, K * T, d)
         attended = self.attend(query, f"{cross}_key_{layer}", f"{cross}_value_{layer}", source_bias)
         if per_source:
@@ -269,12 +302,22 @@ class T5Layers:
             merged = graph.op("Reshape", graph.op("Transpose", attended, perm=[0, 2, 1, 3]), shape)
         else:
             merged = self.merge_heads(attended, heads)
-        return graph.op("Add", hidden, self.output(merged, f"{prefix}.EncDecAttention.o.weight", heads))
+        found = self.output(merged, f"{prefix}.EncDecAttention.o.weight", heads)
+        return self.add(hidden, found, f"{prefix}.layer_norm.weight")
+
+    def read(self, hidden: str, norm: str) -> str:
+        """What a part of a layer reads of the stream: its norm, where norms come first."""
+        return self.norm(hidden, norm) if self.weights.family.norm_first else hidden
+
+    def add(self, hidden: str, found: str, norm: str) -> str:
+        """The stream with what a part of a layer found, normed behind it where norms do not come first."""
+        total = self.graph.op("Add", hidden, found)
+        return total if self.weights.family.norm_first else self.norm(total, norm)
 
     # Operators on a weight
 
     def require_heads(self, name: str, heads: int, axis: int) -> None:
-        width, d_kv = self.weights.array(name).shape[axis], self.weights.dims.d_kv
+        width, d_kv = self.weights.array(name).shape[axis], self.weights.d_kv(name)
         if width != heads * d_kv:
             raise NotT5Error(f"{name} is {width} wide; {heads} heads of d_kv = {d_kv} are {heads * d_kv}.")
 
@@ -288,14 +331,19 @@ class T5Layers:
 
     def linear(self, hidden: str, name: str, output: str | None = None) -> str:
         """(…, in) -> (…, out): torch keeps a Linear's weight as (out, in), a product needs it as (in, out)."""
-        return self.graph.op("MatMul", hidden, self.transposed(name), output=output)
+        bias = self.weights.bias(name)
+        product = self.graph.op("MatMul", hidden, self.transposed(name), output=None if bias else output)
+        return self.graph.op("Add", product, self.weight(bias), output=output) if bias else product
 
     def transposed(self, name: str) -> str:
         return self.graph.weight(f"{name}.T", self.weights.array(name).T)
 
     def norm(self, hidden: str, name: str, scale: float = 1.0, output: str | None = None) -> str:
-        """x / rms(x) * weight, in the form that ONNX Runtime fuses into one node."""
+        """x / rms(x) * weight, in the form that ONNX Runtime fuses into one node; or the family's other norm."""
         graph = self.graph
+        if self.weights.family.norm == "layer":
+            inputs = hidden, self.norm_weight(name, scale), self.weight(self.weights.bias(name))
+            return graph.op("LayerNormalization", *inputs, axis=-1, epsilon=self.weights.norm_epsilon, output=output)
         square = graph.op("Pow", hidden, graph.constant(np.float32(2)))
         mean = graph.op("ReduceMean", square, graph.constant([-1]), keepdims=1)
         root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(np.float32(self.weights.norm_epsilon))))
@@ -306,13 +354,13 @@ class T5Layers:
 
     def feed_forward(self, hidden: str, prefix: str) -> str:
         graph, dense = self.graph, f"{prefix}.DenseReluDense"
-        normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
+        normed = self.read(hidden, f"{prefix}.layer_norm.weight")
         if self.weights.dims.gated:
             inner = self.activation(self.linear(normed, f"{dense}.wi_0.weight"))
             inner = graph.op("Mul", inner, self.linear(normed, f"{dense}.wi_1.weight"))
         else:
             inner = self.activation(self.linear(normed, f"{dense}.wi.weight"))
-        return graph.op("Add", hidden, self.linear(inner, f"{dense}.wo.weight"))
+        return self.add(hidden, self.linear(inner, f"{dense}.wo.weight"), f"{prefix}.layer_norm.weight")
 
     def activation(self, inner: str) -> str:
         graph, kind = self.graph, self.weights.activation
@@ -320,14 +368,14 @@ class T5Layers:
             return graph.op("Relu", inner)
         if kind in ("gelu", "gelu_new"):
             return graph.op("Gelu", inner, approximate="tanh" if kind == "gelu_new" else "none")
-        if kind == "silu":
+        if kind in ("silu", "swish"):
             return graph.op("Mul", inner, graph.op("Sigmoid", inner))
         raise NotT5Error(f"The activation is {kind!r}; there are relu, gelu, gelu_new and silu.")
 
     def heads(self, hidden: str, name: str, heads: int, *, rows: bool = False, output: str | None = None) -> str:
         """Project (B, …, d_model) to (B, H, n, d), all between folded into n; with ``rows`` to (B, K, H, T, d)."""
         self.require_heads(name, heads, axis=0)
-        d_kv = self.weights.dims.d_kv
+        d_kv = self.weights.d_kv(name)
         shape = [0, 0, 0, heads, d_kv] if rows else [0, -1, heads, d_kv]
         split = self.graph.op("Reshape", self.linear(hidden, name), self.graph.constant(shape))
         return self.graph.op("Transpose", split, perm=[0, 1, 3, 2, 4] if rows else [0, 2, 1, 3], output=output)
@@ -335,11 +383,11 @@ class T5Layers:
     def merge_heads(self, attended: str, heads: int, *, rows: bool = False) -> str:
         """(B, H, n, d) -> (B, n, H * d); with ``rows``: (B, K, H, T, d) -> (B, K, T, H * d)."""
         together = self.graph.op("Transpose", attended, perm=[0, 1, 3, 2, 4] if rows else [0, 2, 1, 3])
-        shape = [0] * (3 if rows else 2) + [heads * self.weights.dims.d_kv]
+        shape = [0] * (3 if rows else 2) + [heads * self.weights.d_kv(f"{self.stack}.")]
         return self.graph.op("Reshape", together, self.graph.constant(shape))
 
     def attend(self, query: str, key: str, value: str, bias: str, *, rows: bool = False) -> str:
-        """softmax(q k' + bias) v. T5 does not divide by the root of d: its initialisation took that in."""
+        """softmax(q k' + bias) v. Nothing divides by the root of d: that is in the weights, T5's by their making."""
         graph = self.graph
         flipped = graph.op("Transpose", key, perm=[0, 1, 2, 4, 3] if rows else [0, 1, 3, 2])
         scores = graph.op("Add", graph.op("MatMul", query, flipped), bias)
@@ -387,7 +435,7 @@ def headless_decoder(name: str, weights: T5Weights, spec: GraphSpec) -> tuple[T5
     graph = GraphBuilder(name)
     graph.declare(spec)
     layers = T5Layers(graph, weights, "decoder")
-    hidden = layers.embed()  # (B, K, T, d_model)
+    hidden = layers.embed(numbers=layers.positions.on_past())  # (B, K, T, d_model)
     bias_of = layers.biases.on_past(rows=True)
     source_bias = layers.biases.of_mask("attention_mask")
     hidden = layers.decoder(hidden, bias_of, source_bias, cross="cross", past="past", present="present", rows=True)

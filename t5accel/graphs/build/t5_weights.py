@@ -1,4 +1,4 @@
-"""What the graphs are built from: a checkpoint's weights as numpy arrays, its sizes and what else shapes a T5."""
+"""What the graphs are built from: a checkpoint's weights as numpy arrays, its sizes and what else shapes a model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from t5accel.errors import NotT5Error
+from t5accel.families.family import Family
+from t5accel.families.t5 import T5
 from t5accel.t5.sizes import T5Dims
 
 
 @dataclass(frozen=True)
 class T5Weights:
-    """What the graphs are built from.
+    """What the graphs are built from. Models of other families are here under T5's names (`export.weights`).
 
     Attributes:
         arrays: by transformers' names (``decoder.block.0.layer.1.EncDecAttention.q.weight`` …), fp32.
@@ -23,6 +25,10 @@ class T5Weights:
         buckets, max_distance: of the relative position biases.
         logit_scale: what the decoder's output is multiplied by before the head.
         pruned_heads: for decoder and encoder layers that lost heads, which: ``{"decoder.0": (1, 5)}``.
+        family: how the weights are put together.
+        embedding_scale: of the embedded tokens, before their positions are added.
+        pad_token_id: the token that has no position, where the family says so.
+        encoder_d_kv: where it is another than the decoder's.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -33,11 +39,20 @@ class T5Weights:
     max_distance: int
     logit_scale: float
     pruned_heads: Mapping[str, tuple[int, ...]]
+    family: Family = T5
+    embedding_scale: float = 1.0
+    pad_token_id: int = 0
+    encoder_d_kv: int | None = None
 
     @property
     def head(self) -> str:
         """The name of the output head's weight (V, d_model), which is the embedding where the two are tied."""
         return "shared.weight" if self.dims.tied else "lm_head.weight"
+
+    @property
+    def head_bias(self) -> str | None:
+        """The name of what is added to the logits (V,), if anything is."""
+        return "final_logits_bias" if "final_logits_bias" in self.arrays else None
 
     def array(self, name: str) -> np.ndarray:
         """The weight of that name; raises ``NotT5Error`` if the model lacks it.
@@ -50,3 +65,13 @@ class T5Weights:
         if name not in self.arrays:
             raise NotT5Error(f"There is no weight {name}: wrapped models have to be unwrapped, adapters merged first.")
         return self.arrays[name]
+
+    def bias(self, weight: str) -> str | None:
+        """The name of the bias that belongs to a weight, if there is one."""
+        name = f"{weight.removesuffix('weight')}bias"
+        return name if name in self.arrays else None
+
+    def d_kv(self, weight: str) -> int:
+        """The width of the heads that this weight projects to."""
+        own = self.encoder_d_kv if weight.startswith("encoder.") else None
+        return own or self.dims.d_kv

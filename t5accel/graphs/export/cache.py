@@ -23,7 +23,7 @@ from t5accel.graphs.build.builder import OPSET
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.export.manifest import FORMAT, Manifest, describe_file, read_manifest
 from t5accel.graphs.export.staging import clear_remnants
-from t5accel.graphs.export.t5 import FP32, export_t5, source_hash, t5_weights
+from t5accel.graphs.export.t5 import FP32, export_t5, model_weights, source_hash
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
 
@@ -77,7 +77,7 @@ def cached_export(
     from that in fp32, which is kept, too.
 
     Args:
-        model: a T5-like model, or a name that `checkpoints.load_t5` knows.
+        model: an encoder-decoder of a family that there is, or a name that `checkpoints.load_t5` knows.
         precision: a recipe, or the name of one of `recipes.RECIPES`.
         tokenizer: as of `export.export_t5`.
         progress: when it is made, say where it is kept, and show a bar, on standard error.
@@ -103,7 +103,7 @@ def checked_export(
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
     with KnownHashes() as hashes:
-        key = _key_of_name(label, hashes) if named else source_hash(model, t5_weights(model))
+        key = _key_of_name(label, hashes) if named else source_hash(model, model_weights(model))
         place = None if key is None else partial(_folder_of, label, key, tokenizer)
         if place and (manifest := hashes.kept(place(recipe))):
             return place(recipe), manifest
@@ -112,7 +112,7 @@ def checked_export(
             loaded = _key_of_name(label, hashes)  # again: what is published may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
                 raise ExportError(f"{label} changed while it was read: try again when it is whole.")
-            key = source_hash(model, t5_weights(model)) if loaded is None else loaded
+            key = source_hash(model, model_weights(model)) if loaded is None else loaded
             place = partial(_folder_of, label, key, own_tokenizer if loaded is None else tokenizer)
             tokenizer = own_tokenizer if tokenizer is None else tokenizer
         in_fp32, folder = place(RECIPES["fp32"]), place(recipe)
@@ -269,7 +269,7 @@ def _key_of_name(name: str, hashes: KnownHashes) -> str | None:
     folder = data_folder() / BUNDLED[name] if name in BUNDLED else hub_snapshot(name) or Path(name)
     if not os.path.isdir(folder):
         return None
-    patterns = ("*.json", "*.safetensors", "*.bin", "*.model")
+    patterns = ("*.json", "*.safetensors", "*.bin", "*.model", "*.spm")
     files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     return " ".join(f"{path.name} {_blob(path) or hashes.sha256(path)}" for path in files)
 

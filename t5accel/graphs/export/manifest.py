@@ -37,11 +37,13 @@ FORMAT = 1  # of the manifest and of the graphs' contract; a change that older c
 LAYOUT = "two graphs"
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+RULES = {"forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
 OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
 # What an export may hold, for when its manifest cannot be asked any more.
 WRITTEN = {ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS, MANIFEST, "config.json", "generation_config.json",
            "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-           "spiece.model"}  # fmt: skip
+           "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm", "vocab.json", "target_vocab.json",
+           "merges.txt"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Manifest:
             ``weights.data`` the head's ``"rows"`` lie, as in ``shared``; and the ``"largest_row"`` and
             ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph, as in manifests from before.
         step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
+        family: of a model that is not T5-shaped, its ``"model_type"``, for how many ``"positions"`` it is made, and the
+            ``"source_vocab_size"``, which may be another than that of the logits. Empty likewise.
+        rules: which tokens an answer has to begin or end with, and which it may not hold, as `decoding.rules.Rules` has
+            them; empty if there are none, or as above.
         graphs: by file name what goes into the two graphs and out of them.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
@@ -77,6 +83,8 @@ class Manifest:
     optimized: Mapping[str, Any] = field(default_factory=dict)
     shortlist: Mapping[str, Any] = field(default_factory=dict)
     step: Mapping[str, Any] = field(default_factory=dict)
+    family: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, Any] = field(default_factory=dict)
     graphs: Mapping[str, GraphSpec] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -171,6 +179,8 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         optimized=content.get("optimized", {}),
         shortlist=content.get("shortlist", {}),
         step=content.get("step", {}),
+        family=content.get("family", {}),
+        rules=content.get("rules", {}),
         **{key: content[key] for key in keys},
     )
     _require({"name": str, "sha256": str}, manifest.source)
@@ -186,6 +196,10 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     _require_optimized(manifest.optimized)
     _require_shortlist(manifest.shortlist, dims, files)
     _require_step(manifest.step, dims, files, shortlist=bool(manifest.shortlist))
+    _require({"family": dict, "rules": dict}, vars(manifest))
+    if manifest.family:
+        _require({"model_type": str, "positions": int, "source_vocab_size": int}, manifest.family)
+    _require_rules(manifest.rules)
     return manifest
 
 
@@ -223,6 +237,14 @@ def _require_step(entry: Any, dims: T5Dims, files: Mapping[str, Any], *, shortli
     _require({"step": dict}, {"step": entry})
     if entry and (STEP not in files or _graph(entry) != step_spec(dims, shortlist=shortlist)):
         raise ValueError(f"its {STEP} is missing, or not that of its sizes")
+
+
+def _require_rules(entry: Mapping[str, Any]) -> None:
+    suppressed = dict(enumerate(entry.get("suppress_tokens", [])))
+    _require(dict.fromkeys(entry.keys() & {"forced_bos_token_id", "forced_eos_token_id"}, int), entry)
+    _require(dict.fromkeys(suppressed, int), suppressed)
+    if not entry.keys() <= RULES:
+        raise ValueError(f"its rules are {entry!r:.200}")
 
 
 def _require_optimized(entry: Any) -> None:

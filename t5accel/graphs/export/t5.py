@@ -7,19 +7,23 @@ import json
 import os
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t5accel import machine
 from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count
+from t5accel.decoding.rules import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError
+from t5accel.families.family import Family
+from t5accel.families.registry import family_of
 from t5accel.graphs.build.builder import OPSET
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
 from t5accel.graphs.build.step import step_graph
 from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
+from t5accel.graphs.export.bart_like import bart_like_weights, source_vocabulary
 from t5accel.graphs.export.folder import LARGEST_INSIDE, ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.shortlist import head_for, shortlist_graph
@@ -94,13 +98,14 @@ def export_t5(
     name = name or type(model).__name__
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers, which can be saved.")
-    weights = t5_weights(model)
+    weights = model_weights(model)
     # What is no T5 is noticed here, before anything is written.
     head = head_for(weights, shortlist)
     graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights, head_by_rows=head is not None)}
     manifest = Manifest(
         source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=special_tokens(model),
-        recipe=FP32, opset=OPSET, versions=machine.versions(),
+        recipe=FP32, opset=OPSET, versions=machine.versions(), rules=rules_of(model).to_json(),
+        family=_family_entry(weights),
     )  # fmt: skip
     rows = None
     if step:
@@ -121,8 +126,22 @@ def export_t5(
     return write_export(target, plan, overwrite=overwrite, progress=progress)
 
 
+def model_weights(model: PreTrainedModel, family: Family | None = None) -> T5Weights:
+    """What the graphs of a model are built from, whichever family it is of.
+
+    Args:
+        model: with a language-model head.
+        family: by default that of its configuration; another description of the same weights gives other graphs.
+
+    Raises:
+        NotT5Error, InputError: as of `t5_weights`.
+    """
+    found = family_of(getattr(model, "config", None), type(model).__name__)
+    return t5_weights(model) if found.is_relative else bart_like_weights(model, family or found)
+
+
 def t5_weights(model: PreTrainedModel) -> T5Weights:
-    """A model's weights as fp32 numpy arrays, which share memory with it where they can, and its sizes.
+    """A T5's weights as fp32 numpy arrays, which share memory with it where they can, and its sizes.
 
     Raises:
         NotT5Error: the model is of another kind.
@@ -155,8 +174,13 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
 
     It is that of the values and not of a file, so that a model saved in another format has the same one.
     """
-    facts = {field.name: getattr(weights, field.name) for field in fields(weights) if field.name != "arrays"}
+    names = {field.name for field in fields(weights)} - {"arrays", "family"}
+    if weights.family.is_relative:  # as before there were others
+        names -= {"embedding_scale", "pad_token_id", "encoder_d_kv"}
+    facts = {name: getattr(weights, name) for name in names}
     facts |= {"dims": asdict(weights.dims), "tokens": special_tokens(model)}
+    facts |= {"family": entry} if (entry := _family_entry(weights)) else {}
+    facts |= {"rules": rules} if (rules := rules_of(model).to_json()) else {}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for key in sorted(weights.arrays):
         digest.update(key.encode())
@@ -164,10 +188,17 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
     return digest.hexdigest()
 
 
-def special_tokens(model: PreTrainedModel) -> dict[str, int]:
-    """The ids of its padding, end and start; raises ``InputError`` if its configuration lacks one."""
-    keys = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-    return {key: as_count(getattr(model.config, key), f"model.config.{key}", at_least=0) for key in keys}
+def _family_entry(weights: T5Weights) -> dict[str, Any]:
+    """For `Manifest`: empty for a T5."""
+    if weights.family.is_relative:
+        return {}
+    positions = len(weights.array("encoder.embed_positions.weight")) - weights.family.first_position(
+        weights.pad_token_id
+    )
+    return {
+        "model_type": weights.family.model_type, "positions": positions,
+        "source_vocab_size": source_vocabulary(weights),
+    }  # fmt: skip
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

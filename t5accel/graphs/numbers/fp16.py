@@ -25,7 +25,8 @@ from t5accel.graphs.numbers.surgery import check, drop_unused, products
 
 LARGEST = float(np.finfo(np.float16).max)  # 65,504
 MARGIN = 8.0  # other inputs than the probe's may be larger
-_BEFORE_NORM = ("Pow", "ReduceMean", "Sqrt", "Div")  # of a norm, with the sum in front of them and that inside
+# Of a norm, with the sum in front of them and that inside; the last one is a whole norm.
+_BEFORE_NORM = ("Pow", "ReduceMean", "Sqrt", "Div", "LayerNormalization")
 
 
 def nodes_in_fp32(graph: GraphBuilder, largest: Mapping[str, float] | None = None) -> list[str]:
@@ -43,10 +44,13 @@ def nodes_in_fp32(graph: GraphBuilder, largest: Mapping[str, float] | None = Non
     ['MatMul:matmul_0', 'Relu:relu_0']
     """
     too_large = {name for name, value in (largest or {}).items() if not value * MARGIN < LARGEST}
-    wo = {p.node.name for p in products(graph) if (group_of(p.weight) or "").endswith(".wo")}
+    wo = {p.node.name: p.node.output[0] for p in products(graph) if (group_of(p.weight) or "").endswith(".wo")}
     normed = {name for node in graph.nodes if node.op_type in _BEFORE_NORM for name in (*node.input, *node.output)}
-    always = {node.name for node in graph.nodes if node.op_type in _BEFORE_NORM} | wo
+    always = {node.name for node in graph.nodes if node.op_type in _BEFORE_NORM} | wo.keys()
     always |= {node.name for node in graph.nodes if node.op_type == "Add" and normed.intersection(node.output)}
+    # What wo yields may get a bias before it is summed.
+    biased = (node for node in graph.nodes if node.op_type == "Add" and node.input[1] in graph.weights)
+    always |= {node.name for node in biased if node.input[0] in wo.values()}
     return [
         node.name for node in graph.nodes if node.name in always or too_large.intersection((*node.input, *node.output))
     ]

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 
 from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count
+from t5accel.decoding.rules import special_tokens
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export.folder import LARGEST_INSIDE, WeightsFile, as_target, is_occupied
 from t5accel.graphs.export.staging import locked, staged
-from t5accel.graphs.export.t5 import source_hash, special_tokens, t5_weights
+from t5accel.graphs.export.t5 import source_hash, t5_weights
 from t5accel.graphs.older.row_graphs import LAYOUTS
 from t5accel.t5.sizes import T5Dims
 

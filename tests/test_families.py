@@ -1,0 +1,529 @@
+"""BART, mBART, Marian, M2M100 and Pegasus: transformers' own logits and tokens from graphs that no one traced.
+
+Models are tiny, seeded, and of odd sizes: encoder and decoder differ in depth, heads and width. Their answers end at
+different lengths. A description that is wrong in one switch gives other logits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import transformers
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+
+from t5accel.api import accelerate
+from t5accel.backends.hf import AcceleratedT5
+from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.captured import OrtCaptured
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.pointers import OrtPointers
+from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checkpoints import load_t5
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.encoder_cache import EncoderCache
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.lookup import lookup
+from t5accel.decoding.rules import Rules, special_tokens
+from t5accel.decoding.sampling import sample
+from t5accel.decoding.speculative import speculative
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error
+from t5accel.families.family import Family
+from t5accel.families.lively import random_model
+from t5accel.families.registry import BEYOND_T5, SIZES, family_of
+from t5accel.graphs.build.layers import decoder_graph, encoder_graph
+from t5accel.graphs.contract import names
+from t5accel.graphs.export.t5 import export_t5, model_weights
+from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.optimize import optimize_export
+from t5accel.lab.profile_graph import step_feeds
+from t5accel.students.prune import PruneConfig, prune
+from t5accel.students.shrink import shrink_decoder
+from t5accel.text.text_to_text import TokenizerFile, text_to_text, tokenizer_of
+
+VOCABULARY, LONGEST, TOLERANCE = 83, 12, 2e-5
+TWO = "marian, two vocabularies"
+KINDS = (*BEYOND_T5, TWO)
+ONE_THREAD = SessionSettings(threads=1)
+ENGINES = (OrtNumpy, OrtStatic)
+# How far logits are from those in fp32, in their standard deviations: tiny models are rounded more than large ones.
+ROUNDED = {"int8": 0.15, "int8-dynamic": 0.15, "int4": 0.6}
+
+
+def odd_sizes(kind: str, seed: int = 0) -> dict[str, Any]:
+    """Drawn anew for each kind and seed; no two of encoder and decoder are alike."""
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    layers, heads = (rng.choice(choice, 2, replace=False) for choice in ([1, 2, 3], [2, 3, 4, 6]))
+    ff = rng.choice(range(20, 60), 2, replace=False)
+    sizes = dict(
+        vocab_size=VOCABULARY, d_model=12 * int(rng.integers(2, 4)), max_position_embeddings=40, scale_embedding=True,
+        encoder_layers=int(layers[0]), decoder_layers=int(layers[1]), encoder_attention_heads=int(heads[0]),
+        decoder_attention_heads=int(heads[1]), encoder_ffn_dim=int(ff[0]), decoder_ffn_dim=int(ff[1]),
+    )  # fmt: skip
+    if kind.startswith("marian"):
+        last = VOCABULARY - 1
+        sizes |= dict(activation_function="swish", pad_token_id=last, eos_token_id=0, decoder_start_token_id=last)
+    if kind == TWO:
+        more = 7 if int(transformers.__version__.split(".")[0]) >= 5 else 0  # before, both had to be of one size
+        sizes |= dict(
+            share_encoder_decoder_embeddings=False, vocab_size=VOCABULARY + more, decoder_vocab_size=VOCABULARY
+        )
+    return sizes
+
+
+def ids_of(model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Four sources padded on the right, which M2M100 sees by the pad token, and their mask."""
+    mask = (np.arange(9) < np.array([[9], [4], [7], [2]])).astype(np.int64)
+    ids = np.random.default_rng(5).integers(3, VOCABULARY - 3, mask.shape)
+    return np.where(mask, ids, model.config.pad_token_id), mask
+
+
+def reference(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> np.ndarray:
+    """transformers' tokens (B, L) without the start token."""
+    tensors = {"input_ids": torch.as_tensor(ids), "attention_mask": torch.as_tensor(mask)}
+    if "decoder_input_ids" in options:
+        options["decoder_input_ids"] = torch.as_tensor(options["decoder_input_ids"])
+    return model.generate(**tensors, do_sample=False, **{"num_beams": 1, "max_new_tokens": LONGEST, **options})[
+        :, 1:
+    ].numpy()
+
+
+def texts(sequences: Any, end: int) -> list[list[int]]:
+    """Rows up to their end: what follows differs in how it is padded."""
+    rows = [row.tolist() for row in np.asarray(sequences)]
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A tiny model, where its export lies, and a batch for it."""
+
+    model: Any
+    folder: Path
+    ids: np.ndarray
+    mask: np.ndarray
+    opened: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.model.config.eos_token_id
+
+    def open(self, engine: type = OrtStatic, part: str = "fp32") -> Any:
+        if (engine, part) not in self.opened:
+            if not (self.folder / part).is_dir():
+                convert_export(self.folder / "fp32", self.folder / part, part)
+            ours = dict(settings=ONE_THREAD)
+            self.opened[engine, part] = (
+                TorchEager(self.model) if engine is TorchEager else engine(self.folder / part, **ours)
+            )
+        return self.opened[engine, part]
+
+    def logits(self, tokens: np.ndarray, ids: np.ndarray | None = None, mask: np.ndarray | None = None) -> np.ndarray:
+        """transformers' of what follows each token, (B, T, V)."""
+        given = (self.ids if ids is None else ids, self.mask if mask is None else mask, tokens)
+        with torch.inference_mode():
+            source, kept, new = map(torch.as_tensor, given)
+            return self.model(input_ids=source, attention_mask=kept, decoder_input_ids=new).logits.numpy()
+
+
+@cache
+def lively(kind: str, seed: int = 0) -> Any:
+    """A model whose end token is one that it writes, so that answers have different lengths."""
+    family = BEYOND_T5[kind.split(",")[0]]
+    for attempt in itertools.count(seed):
+        model = random_model(family, odd_sizes(kind, attempt), seed=attempt)
+        found = reference(model, *ids_of(model), max_new_tokens=2 * LONGEST, min_new_tokens=2 * LONGEST)
+        if len(np.unique(found[:, 3:])) >= 10 and len(np.unique(found[:, 3:], axis=0)) == 4:  # some loop all the same
+            break
+    common = np.bincount(found[:, 3:-1].ravel(), minlength=VOCABULARY)
+    common[[model.config.pad_token_id, model.config.eos_token_id, special_tokens(model)["decoder_start_token_id"]]] = 0
+    end = int(common.argmax())
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    if "forced_eos_token_id" in family.generation:
+        model.generation_config.forced_eos_token_id = end
+    return model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    model, folder = lively(request.param), tmp_path_factory.mktemp("family")
+    export_t5(model, folder / "fp32", step=True)
+    return Built(model, folder, *ids_of(model))
+
+
+# Logits
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_logits_are_those_of_transformers(built: Built, engine: type) -> None:
+    """At once and token by token; sources with padding behind them, and one with padding in front."""
+    pad = built.model.config.pad_token_id
+    ids, mask = np.roll(built.ids, 2, axis=1), np.roll(built.mask, 2, axis=1)
+    tokens = np.random.default_rng(1).integers(3, VOCABULARY - 3, (4, 7))
+    tokens[:, 0] = special_tokens(built.model)["decoder_start_token_id"]
+    backend = built.open(engine)
+    for source, kept in ((built.ids, built.mask), (np.where(mask, ids, pad), mask)):
+        expected = built.logits(tokens, source, kept)
+        state, other = (backend.start(backend.encode(source, kept)) for _ in range(2))
+        singly = [backend.step(other, tokens[:, None, i : i + 1]) for i in range(7)]
+        for found in (backend.step(state, tokens[:, None]), np.concatenate(singly, axis=2)):
+            np.testing.assert_allclose(found[:, 0], expected, atol=TOLERANCE)
+    assert not getattr(backend, "why_portable", "")
+
+
+FLIPPED: dict[str, Callable[[Family], Any]] = {
+    "norm": lambda family: "rms",
+    "norm_first": lambda family: not family.norm_first,
+    "norm_embedding": lambda family: not family.norm_embedding,
+    "position_offset": lambda family: family.position_offset + 1,
+    "skips_padding": lambda family: not family.skips_padding,
+    "biases": lambda family: False,
+    "scales_attention": lambda family: False,
+    "scales_embedding": lambda family: False,
+    "head_bias": lambda family: False,
+}
+
+
+def logits_of(weights: Any, ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """By the portable graphs, straight from memory."""
+    encoder, decoder = (
+        onnxruntime.InferenceSession(graph(weights).proto().SerializeToString(), providers=["CPUExecutionProvider"])
+        for graph in (encoder_graph, decoder_graph)
+    )
+    cross = names("cross", weights.dims.decoder_layers)
+    feeds = {"input_ids": ids, "attention_mask": mask}
+    found = dict(zip(cross, encoder.run(cross, feeds), strict=True))
+    empty = step_feeds(weights.dims, batch=len(ids), past=0, source=ids.shape[1])
+    return decoder.run(["logits"], {**empty, **feeds, **found, "input_ids": tokens[:, None]})[0][:, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_description_that_is_wrong_in_one_switch_is_caught(kind: str) -> None:
+    model = lively(kind)
+    (ids, mask), family = (np.roll(one, 1, axis=1) for one in ids_of(model)), family_of(model.config, kind)
+    tokens = np.random.default_rng(2).integers(3, VOCABULARY - 3, (4, 5))
+    expected = Built(model, Path(), ids, mask).logits(tokens)
+    right = logits_of(model_weights(model), ids, mask, tokens)
+    np.testing.assert_allclose(right, expected, atol=TOLERANCE)
+    caught = {}
+    for switch, flip in FLIPPED.items():
+        if flip(family) == getattr(family, switch) or (switch == "head_bias" and not model.final_logits_bias.any()):
+            continue  # nothing of it is in the weights
+        try:
+            weights = model_weights(model, replace(family, **{switch: flip(family)}))
+            caught[switch] = np.abs(logits_of(weights, ids, mask, tokens) - expected).max() > 1000 * TOLERANCE
+        except (NotT5Error, InvalidArgument):  # there is no weight for it, or no such row
+            caught[switch] = True
+    assert all(caught.values()) and len(caught) >= 8 - (not family.head_bias), caught
+    told = {field.name for field in fields(Family)} - {"model_type", "model_class", "sizes", "generation"}
+    assert told == FLIPPED.keys()
+
+
+# Tokens
+
+
+def test_answers_vary_and_end_at_different_lengths(built: Built) -> None:
+    answers = texts(greedy(built.open(), built.ids, built.mask, max_new_tokens=2 * LONGEST).sequences, built.end)
+    assert len({tuple(answer) for answer in answers}) == 4 and len({token for row in answers for token in row}) >= 6
+    assert len(set(map(len, answers))) > 1
+
+
+@pytest.mark.parametrize("num_beams", [1, 2, 3, 4])
+def test_tokens_are_those_of_transformers(built: Built, num_beams: int) -> None:
+    """By our own loops and by transformers' on our engines, with what the checkpoint asks of answers."""
+    rules = built.open().rules
+    for penalty, early in ((1.0, False), (0.6, True), (2.0, "never")) if num_beams > 1 else ((1.0, False),):
+        options: dict[str, Any] = dict(num_beams=num_beams)
+        if num_beams > 1:
+            options |= dict(length_penalty=penalty, early_stopping=early)
+        expected = texts(reference(built.model, built.ids, built.mask, **options), built.end)
+        for engine in (*ENGINES, TorchEager) if penalty == 1 else ENGINES[1:]:
+            backend = built.open(engine)
+            assert backend.rules == rules
+            search = greedy if num_beams == 1 else beam_search
+            given = options if num_beams > 1 else {}
+            found = search(backend, built.ids, built.mask, max_new_tokens=LONGEST, **given).sequences
+            assert texts(found, built.end) == expected, engine
+        served = AcceleratedT5(built.open(), built.model.config, built.model.generation_config)
+        assert texts(reference(served, built.ids, built.mask, **options), built.end) == expected
+        if rules.forced_eos_token_id is not None:
+            assert {row[-1] for row in expected} == {built.end}
+        assert not {token for row in expected for token in row} & {*rules.suppress_tokens}
+
+
+def test_what_a_checkpoint_demands_matters(built: Built) -> None:
+    """Without its rules there are other tokens: a forced end, and in Marian a pad that may not be said."""
+    rules, family = built.open().rules, family_of(built.model.config, "")
+    assert rules == Rules(
+        forced_eos_token_id=built.end if family.generation else None,
+        suppress_tokens=(VOCABULARY - 1,) if family.model_type == "marian" else (),
+    )
+    if not family.generation:
+        return
+    free = OrtNumpy(built.folder / "fp32", settings=ONE_THREAD)
+    free.rules = Rules()
+    assert greedy(free, built.ids, built.mask, max_new_tokens=3).sequences[0, -1] != built.end
+    obeying = greedy(built.open(), built.ids, built.mask, max_new_tokens=3).sequences
+    assert [row[-1] for row in texts(obeying, built.end)] == [built.end] * 4
+    likely = int(greedy(free, built.ids, built.mask, max_new_tokens=1).sequences[0, 0])
+    free.rules = Rules(suppress_tokens=(likely, 7))
+    never = {**dict(suppress_tokens=[likely, 7]), "forced_eos_token_id": None, "bad_words_ids": None}
+    for num_beams in (1, 4):
+        expected = texts(reference(built.model, built.ids, built.mask, num_beams=num_beams, **never), built.end)
+        found = beam_search(free, built.ids, built.mask, num_beams=num_beams, max_new_tokens=LONGEST).sequences
+        assert texts(found, built.end) == expected and likely not in itertools.chain(*expected)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_the_language_is_given_with_each_call(built: Built, num_beams: int) -> None:
+    """``forced_bos_token_id``, as NLLB and mBART-50 want it; it is a new token and costs nothing."""
+    for language in {11, 23, 35} - {built.end}:
+        options = dict(forced_bos_token_id=language, min_new_tokens=3)
+        expected = texts(reference(built.model, built.ids, built.mask, num_beams=num_beams, **options), built.end)
+        assert {row[0] for row in expected} == {language}
+        for engine in (*ENGINES, TorchEager):
+            found = (
+                greedy(built.open(engine), built.ids, built.mask, max_new_tokens=LONGEST, **options)
+                if num_beams == 1
+                else beam_search(built.open(engine), built.ids, built.mask, max_new_tokens=LONGEST, **options)
+            )
+            assert texts(found.sequences, built.end) == expected, engine
+    drawn = sample(built.open(), built.ids, built.mask, max_new_tokens=3, forced_bos_token_id=language)
+    assert set(drawn.sequences[:, 0]) == {language}
+    with pytest.raises(InputError, match="forced_bos_token_id is 83"):
+        greedy(built.open(), built.ids, forced_bos_token_id=VOCABULARY, max_new_tokens=3)
+
+
+def test_prefixes(built: Built) -> None:
+    start = special_tokens(built.model)["decoder_start_token_id"]
+    prefix = np.column_stack([np.full(4, start), np.random.default_rng(3).integers(3, VOCABULARY - 3, (4, 3))])
+    for num_beams in (1, 3):
+        options = dict(num_beams=num_beams, decoder_input_ids=prefix, forced_bos_token_id=9)  # which it then is not
+        expected = texts(reference(built.model, built.ids, built.mask, **options)[:, 3:], built.end)
+        for engine in ENGINES:
+            found = beam_search(built.open(engine), built.ids, built.mask, max_new_tokens=LONGEST, **options)
+            assert texts(found.sequences[:, 3:], built.end) == expected
+    served = AcceleratedT5(built.open(), built.model.config, built.model.generation_config)
+    assert texts(reference(served, built.ids, built.mask, **options)[:, 3:], built.end) == expected
+    with pytest.raises(InputError, match="absolute positions"):
+        mask = torch.tensor([[0, 1, 1, 1]] * 4)
+        served(torch.as_tensor(built.ids), torch.as_tensor(built.mask), torch.as_tensor(prefix), mask)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, TorchEager])
+def test_drafts_and_draws(built: Built, engine: type) -> None:
+    """Rows accept different numbers of guesses, so their histories become unequal: positions come from the mask."""
+    backend, shape = built.open(engine), dict(max_new_tokens=24, min_new_tokens=20)
+    for language in (None, 11 if built.end != 11 else 12):
+        shape["forced_bos_token_id"] = language
+        expected = greedy(built.open(), built.ids, built.mask, **shape).sequences
+        found = lookup(backend, built.ids, built.mask, max_ngram=1, **shape)
+        np.testing.assert_array_equal(found.sequences, expected)
+        guessed = speculative(backend, built.open(OrtNumpy, "int4"), built.ids, built.mask, **shape)
+        np.testing.assert_array_equal(guessed.sequences, expected)
+        assert guessed.drafted > guessed.accepted > 0
+    draws = [sample(one, built.ids, built.mask, seed=4, temperature=0.7, num_return_sequences=2, **shape).sequences
+             for one in (backend, built.open())]  # fmt: skip
+    np.testing.assert_array_equal(*draws)
+
+
+# Rows that join, leave and change places
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_join_and_leave(built: Built, engine: type) -> None:
+    """A source joins at whatever column the others have reached, and its positions begin at its own beginning."""
+    backend = built.open(engine)
+    tokens = np.random.default_rng(8).integers(3, VOCABULARY - 3, (4, 12))
+    expected = built.logits(tokens)
+    state = backend.start(backend.encode(built.ids[:2], built.mask[:2]))
+    for place in range(3):
+        backend.step(state, tokens[:2, None, place : place + 1])
+    backend.admit(state, backend.encode(built.ids[2:], built.mask[2:]))
+    for place in range(3, 8):
+        new = np.concatenate([tokens[:2, place], tokens[2:, place - 3]])
+        found = backend.step(state, new[:, None, None])[:, 0, 0]
+        own = np.concatenate([expected[:2, place], expected[2:, place - 3]])
+        np.testing.assert_allclose(found, own, atol=TOLERANCE)
+    backend.keep(state, np.array([3, 1]))
+    for place in range(8, 12):
+        new = np.array([tokens[3, place - 3], tokens[1, place]])
+        found = backend.step(state, new[:, None, None])[:, 0, 0]
+        np.testing.assert_allclose(found, [expected[3, place - 3], expected[1, place]], atol=TOLERANCE)
+
+
+def test_an_encoded_text_serves_again(built: Built) -> None:
+    cached = EncoderCache(built.open())
+    for _ in range(2):
+        found = greedy(cached, built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
+        expected = greedy(built.open(), built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_the_other_ways_of_running_the_portable_graph(built: Built, tmp_path: Path) -> None:
+    export_t5(built.model, tmp_path / "plain")
+    optimize_export(tmp_path / "plain", tmp_path / "optimized")
+    engines = [engine(built.folder / "fp32", settings=ONE_THREAD) for engine in (OrtBound, OrtPointers, OrtCaptured)]
+    for backend in (*engines, OrtNumpy(tmp_path / "optimized", settings=ONE_THREAD)):
+        for search in (greedy, beam_search):
+            found, expected = (search(one, built.ids, built.mask, max_new_tokens=LONGEST, forced_bos_token_id=9)
+                               for one in (backend, built.open()))  # fmt: skip
+            np.testing.assert_array_equal(found.sequences, expected.sequences)
+
+
+# Other numbers
+
+
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_in_integers(built: Built, precision: str) -> None:
+    tokens = np.random.default_rng(9).integers(3, VOCABULARY - 3, (4, 8))
+    expected = built.logits(tokens)
+    for engine in ENGINES:
+        backend = built.open(engine, precision)
+        state = backend.start(backend.encode(built.ids, built.mask))
+        found = np.concatenate([backend.step(state, tokens[:, None, i : i + 1]) for i in range(8)], axis=2)[:, 0]
+        away = np.sqrt(np.square(found - expected).mean()) / expected.std()
+        assert 0 < away < ROUNDED[precision], (engine, away)
+        assert not getattr(backend, "why_portable", "")
+        answers = greedy(backend, built.ids, built.mask, max_new_tokens=LONGEST).sequences
+        assert not {*answers.ravel()} & {*backend.rules.suppress_tokens} - {backend.pad_token_id}
+
+
+def test_in_fp16(built: Built) -> None:
+    tokens = np.random.default_rng(9).integers(3, VOCABULARY - 3, (4, 8))
+    backend = built.open(OrtNumpy, "fp16")
+    found = backend.step(backend.start(backend.encode(built.ids, built.mask)), tokens[:, None])[:, 0]
+    assert np.abs(found - built.logits(tokens)).max() < 0.05
+
+
+def test_the_shortlist(built: Built, tmp_path: Path) -> None:
+    """Where logits have no bias; what may not be said is no candidate."""
+    if model_weights(built.model).head_bias:
+        with pytest.raises(InputError, match="bias"):
+            export_t5(built.model, tmp_path / "short", shortlist=True)
+        return
+    export_t5(built.model, tmp_path / "short", shortlist=True, step=True)
+    for engine in ENGINES:
+        backend = engine(tmp_path / "short", settings=ONE_THREAD)
+        backend.rules = replace(backend.rules, suppress_tokens=(5, 6))
+        free = built.open(OrtNumpy).rules
+        plain = OrtNumpy(built.folder / "fp32", settings=ONE_THREAD)
+        plain.rules = replace(free, suppress_tokens=(5, 6))
+        found, expected = (greedy(one, built.ids, built.mask, max_new_tokens=LONGEST) for one in (backend, plain))
+        np.testing.assert_array_equal(found.sequences, expected.sequences)
+        assert backend.shortlist.steps > backend.shortlist.fallbacks
+
+
+# Loading, the one-liner, and what is refused
+
+
+def test_from_a_folder_by_the_one_liner(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
+    built.model.save_pretrained(tmp_path / "saved")
+    loaded, tokenizer = load_t5(tmp_path / "saved")
+    assert tokenizer is None and type(loaded) is type(built.model)
+    model = accelerate(tmp_path / "saved", threads=1, progress=False)
+    for num_beams in (1, 4):
+        expected = reference(built.model, built.ids, built.mask, num_beams=num_beams)
+        found = reference(model, built.ids, built.mask, num_beams=num_beams)
+        assert texts(found, built.end) == texts(expected, built.end)
+    assert accelerate(loaded, precision="int8", threads=1, progress=False).backend.manifest.recipe["name"] == "int8"
+    in_torch = accelerate(loaded, precision="bf16", threads=1).generate(
+        torch.as_tensor(built.ids[:1]), max_new_tokens=4
+    )
+    assert in_torch.shape[1] <= 5
+
+
+def test_more_tokens_than_positions_are_refused(built: Built) -> None:
+    backend = built.open()
+    assert backend.positions == built.open(TorchEager).positions == 40
+    assert backend.source_vocab_size == built.model.config.vocab_size
+    for count in (40, 41):
+        source = np.full((1, count), 5)
+        if count > 40:
+            with pytest.raises(InputError, match="41 tokens"):
+                backend.encode(source, np.ones_like(source))
+            with pytest.raises(InputError, match="positions for 40"):
+                greedy(backend, built.ids, max_new_tokens=count)
+        else:
+            assert greedy(backend, source, max_new_tokens=count, min_new_tokens=count).sequences.shape == (1, count)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_sizes(size: str) -> None:
+    millions = {
+        "bart-base": 139.4, "bart-large": 406.3, "distilbart-12-6": 305.5, "mbart-large-50": 610.9, "opus-mt": 74.4,
+        "nllb-200-distilled-600M": 615.1, "m2m100_418M": 483.9, "pegasus-large": 570.8, "pegasus-xsum": 569.7,
+    }  # fmt: skip
+    with torch.device("meta"):  # shapes without memory
+        model, tokenizer = load_t5(f"random:{size}")
+    assert tokenizer is None and round(model.num_parameters() / 1e6, 1) == millions[size]
+
+
+def test_what_is_no_family_is_refused_with_what_is(tmp_path: Path) -> None:
+    whisper = transformers.WhisperConfig(
+        d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1, decoder_attention_heads=1,
+        vocab_size=32, encoder_ffn_dim=8, decoder_ffn_dim=8, num_mel_bins=4, max_source_positions=8, pad_token_id=0,
+    )  # fmt: skip
+    for config in (whisper, transformers.GPT2Config()):
+        config.save_pretrained(tmp_path / config.model_type)
+        with pytest.raises(NotT5Error, match=f"'{config.model_type}'; t5accel handles t5, .*bart, .*NLLB"):
+            load_t5(tmp_path / config.model_type)
+    with pytest.raises(NotT5Error, match="whisper"):
+        export_t5(transformers.WhisperForConditionalGeneration(whisper), tmp_path / "out")
+    headless = lively("bart").model
+    with pytest.raises(NotT5Error, match="BartModel lacks .* BartForConditionalGeneration"):
+        export_t5(headless, tmp_path / "out")
+
+
+def test_what_is_for_t5s_says_so(tmp_path: Path) -> None:
+    for attempt in (
+        lambda: shrink_decoder(lively("bart"), [0]),
+        lambda: prune(lively("bart"), None, [], tmp_path, PruneConfig()),
+    ):
+        with pytest.raises(NotT5Error, match="'bart'; this works on T5-shaped models only"):
+            attempt()
+
+
+def test_marian_s_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
+    """Two files of sentencepiece, of which `TokenizerFile` knows nothing, and says so."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"the house {word} is small and the street is long" for word in "abcdefghij"))
+    options = dict(input=str(text), vocab_size=40, hard_vocab_limit=False, minloglevel=2, bos_id=-1)
+    sentencepiece.SentencePieceTrainer.train(model_prefix=str(tmp_path / "source"), **options)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.model"))
+    vocabulary = {"</s>": 0, "<unk>": 1}
+    for number in range(pieces.get_piece_size()):
+        vocabulary.setdefault(pieces.id_to_piece(number), len(vocabulary))
+    vocabulary["<pad>"] = len(vocabulary)
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    for name in ("source.spm", "target.spm"):
+        (tmp_path / name).write_bytes((tmp_path / "source.model").read_bytes())
+    files = [str(tmp_path / name) for name in ("source.spm", "target.spm", "vocab.json")]
+    tokenizer = transformers.MarianTokenizer(*files, source_lang="en", target_lang="de")
+    count = len(vocabulary)
+    sizes = odd_sizes("marian") | dict(vocab_size=count, pad_token_id=count - 1, decoder_start_token_id=count - 1)
+    model = random_model(BEYOND_T5["marian"], sizes)
+    export_t5(model, tmp_path / "export", tokenizer=tokenizer)
+    with pytest.raises(ModelUnavailableError, match="Marian's tokenizer"):
+        TokenizerFile(tmp_path / "export")
+    backend = OrtNumpy(tmp_path / "export", settings=ONE_THREAD)
+    answer = text_to_text(
+        tokenizer_of(tmp_path / "export"), lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=8).sequences
+    )
+    batch = tokenizer(["the house is small", "a"], return_tensors="pt", padding=True)
+    expected = model.generate(**batch, max_new_tokens=8, num_beams=1, do_sample=False)
+    assert answer(["the house is small", "a"]) == tokenizer.batch_decode(expected, skip_special_tokens=True)
