@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,71 +79,141 @@ def beam_search(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, methods=("reorder", "keep"),
     )  # fmt: skip
-    batch, longest, end = len(request.ids), request.max_new_tokens, backend.eos_token_id
-    beams, returned = _counts(num_beams, num_return_sequences, backend.vocab_size)
-    answers = Answers(
-        (batch, beams),
-        length_penalty=_penalty(length_penalty, longest),
-        early_stopping=_rule(early_stopping) or beams == 1,  # greedy search ends with its first answer
-        max_new_tokens=longest,
-    )
-    tree, continuations = Tree(), Continuations(backend.vocab_size)
-
-    state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
-    order, first_rows = np.arange(beams), np.arange(0, batch * beams, beams)[:, None]
-    active = np.arange(batch)  # (n,) which source each one in the state is
-    scores = np.zeros((batch, 1), dtype=np.float32)  # one column: before the first step all rows of a source are equal
-    nodes = np.full((batch, 1), START)  # in the tree, of the first row of each source; those of the others follow it
-    step_input, length = np.repeat(request.prefix[:, None], beams, axis=1), 0  # (B, K, T)
-    while True:
-        logits = backend.step(state, step_input)[:, : scores.shape[1], -1]  # (n, K, V), (B, 1, V) at first
-        forbidden = end if length < request.min_new_tokens else None
-        # Twice K, because each beam may end and K have to go on.
-        scores, rows, tokens = continuations.best(logits, scores, 2 * beams, forbidden=forbidden)  # (n, 2K) each
-        del logits  # so that the runtime can use their memory for the next ones
-        parents = nodes + rows  # (n, 2K)
-        length += 1
-        ends = tokens == end
-        if length == longest:
-            ends[:] = True
-        if ends.any():
-            ended = ends[:, :beams] & answers.is_open[active, None]  # (n, K)
-            if ended.any():
-                leaves = tree.grow(parents[:, :beams], tokens[:, :beams])
-                found = np.where(ended, scores[:, :beams], -np.inf)
-                answers.add(active, found, leaves + first_rows[: len(active)] + order, length)
-            going_on = np.argsort(ends, axis=1, kind="stable")
-            scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
-        if length == longest:
-            break
-        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
-        nodes = tree.grow(parents[:, :beams], tokens) + first_rows[: len(active)]  # (n, 1)
-        if answers.close(active, scores[:, 0], length):
-            kept = np.flatnonzero(answers.is_open[active])  # (n',)
-            if not kept.size:
-                break
-            if 4 * kept.size <= 3 * len(active):
-                backend.keep(state, kept)
-                active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
-        if length > 1 and (rows != order).any():  # after the first step all rows still have one history
-            backend.reorder(state, rows)
-        step_input = tokens[:, :, None]  # (n, K, 1)
-
-    # (B * N, L)
-    new = tree.sequences(answers.nodes[:, :returned].ravel(), pad_token_id=backend.pad_token_id)
-    given = np.repeat(request.prefix[:, 1:], returned, axis=0)
-    sequences = np.concatenate([given, new], axis=1)
-    return Generated(sequences, decoder_calls=length, scores=answers.scores[:, :returned].ravel())
-
-
-def _counts(num_beams: Any, num_return_sequences: Any, vocab_size: int) -> tuple[int, int]:
-    beams = as_count(num_beams, "num_beams", at_least=1)
-    if beams >= vocab_size:
-        raise InputError(f"num_beams is {beams}; give less than the vocabulary has entries, {vocab_size}.")
+    batch, beams = len(request.ids), as_count(num_beams, "num_beams", at_least=1)
     returned = as_count(num_return_sequences, "num_return_sequences", at_least=1)
     if returned > beams:
         raise InputError(f"num_return_sequences is {returned}: give at most num_beams, {beams}, or raise that.")
-    return beams, returned
+    search = Beams(
+        batch, beams, vocab_size=backend.vocab_size, eos_token_id=backend.eos_token_id,
+        max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens, length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )  # fmt: skip
+    state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
+    step_input = np.repeat(request.prefix[:, None], beams, axis=1)  # (B, K, T)
+    while (move := search.advance(backend.step(state, step_input)[:, :, -1])) is not None:
+        if move.kept is not None:
+            backend.keep(state, move.kept)
+        if move.rows is not None:
+            backend.reorder(state, move.rows)
+        step_input = move.tokens[:, :, None]  # (n, K, 1)
+
+    # (B * N, L)
+    new, scores = search.best(returned, pad_token_id=backend.pad_token_id)
+    given = np.repeat(request.prefix[:, 1:], returned, axis=0)
+    return Generated(np.concatenate([given, new], axis=1), decoder_calls=search.length, scores=scores)
+
+
+class Move(NamedTuple):
+    """What the decoder is to do before it is asked for the next logits, in this order.
+
+    Attributes:
+        kept: (n',) which of the n sources stay, where some have stopped and leave; ``None`` where all stay.
+        rows: (n', K) from which row of its source each beam goes on; ``None`` where all stay as they are.
+        tokens: (n', K) int64, what each beam reads next.
+    """
+
+    kept: np.ndarray | None
+    rows: np.ndarray | None
+    tokens: np.ndarray
+
+
+class Beams:
+    """The K beams of each of B sources: all of a beam search but the decoder, which whoever owns it asks for logits.
+
+    Args:
+        batch, num_beams: B and K.
+        vocab_size, eos_token_id: of the backend.
+        max_new_tokens, min_new_tokens, length_penalty, early_stopping: as of `beam_search`.
+        continuations: where several searches of one thread share their working memory.
+
+    Attributes:
+        length: tokens in each open beam, and how often the decoder was asked.
+
+    Raises:
+        InputError: a type or bound is wrong.
+
+    >>> beams = Beams(1, 2, vocab_size=4, eos_token_id=3, max_new_tokens=2)
+    >>> beams.advance(np.log([[[0.1, 0.5, 0.3, 0.1], [0.1, 0.5, 0.3, 0.1]]])).tokens.tolist()
+    [[1, 2]]
+    >>> beams.advance(np.log([[[0.3, 0.3, 0.3, 0.1], [0.01, 0.01, 0.01, 0.97]]])) is None
+    True
+    >>> beams.best(1, pad_token_id=0)[0].tolist()
+    [[2, 3]]
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_beams: int,
+        *,
+        vocab_size: int,
+        eos_token_id: int,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        continuations: Continuations | None = None,
+    ):
+        beams = as_count(num_beams, "num_beams", at_least=1)
+        if beams >= vocab_size:
+            raise InputError(f"num_beams is {beams}; give less than the vocabulary has entries, {vocab_size}.")
+        self._answers = Answers(
+            (batch, beams),
+            length_penalty=_penalty(length_penalty, max_new_tokens),
+            early_stopping=_rule(early_stopping) or beams == 1,  # greedy search ends with its first answer
+            max_new_tokens=max_new_tokens,
+        )
+        self._tree, self._continuations = Tree(), continuations or Continuations(vocab_size)
+        self._longest, self._shortest, self._end = max_new_tokens, min_new_tokens, eos_token_id
+        self._order, self._first_rows = np.arange(beams), np.arange(0, batch * beams, beams)[:, None]
+        self._active = np.arange(batch)  # (n,) which source each one is that is still searched
+        # One column: before the first step all rows of a source are equal.
+        self._scores = np.zeros((batch, 1), dtype=np.float32)
+        # In the tree, of the first row of each source; those of the others follow it.
+        self._nodes = np.full((batch, 1), START)
+        self.length = 0
+
+    def advance(self, logits: np.ndarray) -> Move | None:
+        """One step: the next-token logits (n, K, V) of all beams -> how they go on; ``None`` where all is found."""
+        beams, scores, nodes, active = len(self._order), self._scores, self._nodes, self._active
+        forbidden = self._end if self.length < self._shortest else None
+        # Twice K, because each beam may end and K have to go on.
+        scores, rows, tokens = self._continuations.best(
+            logits[:, : scores.shape[1]], scores, 2 * beams, forbidden=forbidden
+        )  # (n, 2K) each
+        parents = nodes + rows  # (n, 2K)
+        self.length += 1
+        ends = tokens == self._end
+        if self.length == self._longest:
+            ends[:] = True
+        if ends.any():
+            ended = ends[:, :beams] & self._answers.is_open[active, None]  # (n, K)
+            if ended.any():
+                leaves = self._tree.grow(parents[:, :beams], tokens[:, :beams])
+                found = np.where(ended, scores[:, :beams], -np.inf)
+                self._answers.add(active, found, leaves + self._first_rows[: len(active)] + self._order, self.length)
+            going_on = np.argsort(ends, axis=1, kind="stable")
+            scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
+        if self.length == self._longest:
+            return None
+        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
+        nodes = self._tree.grow(parents[:, :beams], tokens) + self._first_rows[: len(active)]  # (n, 1)
+        kept = None
+        if self._answers.close(active, scores[:, 0], self.length):
+            staying = np.flatnonzero(self._answers.is_open[active])  # (n',)
+            if not staying.size:
+                return None
+            if 4 * staying.size <= 3 * len(active):
+                kept = staying
+                active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
+        self._active, self._nodes, self._scores = active, nodes, scores
+        moved = self.length > 1 and (rows != self._order).any()  # after the first step all rows have one history
+        return Move(kept, rows if moved else None, tokens)
+
+    def best(self, count: int, *, pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ``count`` best answers of each source, best first: (B * n, L) int64, and their scores (B * n,)."""
+        nodes = self._answers.nodes[:, :count].ravel()
+        return self._tree.sequences(nodes, pad_token_id=pad_token_id), self._answers.scores[:, :count].ravel()
 
 
 def _penalty(value: Any, longest: int) -> float:

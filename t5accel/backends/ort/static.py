@@ -197,6 +197,19 @@ class OrtStatic(OrtNumpy):
         source, shared = self._source(cross, state.source.mask[kept]), np.maximum(state.shared[kept] - unused, 0)
         state.source, state.rows, state.shared, state.buffers = source, histories, shared, buffers
 
+    def branch(self, state: StaticState, sources: np.ndarray) -> None:
+        """Only the rows that change are copied, and of them what is theirs."""
+        if state.buffers is None:
+            super().branch(state, sources)
+            return
+        (histories, kept), per_source = state.rows.kept(sources), state.rows.shape[1]
+        changed = np.flatnonzero(kept != np.arange(kept.size))
+        if changed.size:
+            rows = (kept[:, None] * per_source + np.arange(per_source)).ravel()
+            moves = self._moves(state, rows, int(histories.padding[changed].min()))
+            state.buffers.mask[:] = 1  # the next step masks what is ragged then
+            state.rows, state.shared, state.buffers.moves = histories, state.shared[kept], moves
+
     def admit(self, state: StaticState, source: OrtSource) -> None:
         """No key and no value of self-attention is copied, unless there is no memory for so many rows yet."""
         if state.buffers is None and (state.past or self.why_portable):
