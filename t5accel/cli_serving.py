@@ -1,0 +1,57 @@
+"""The command that serves: parse, call."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+serving = typer.Typer()
+
+
+@serving.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, fp16, int8 or int4. Default: fp32.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
+    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1. Beyond it set T5ACCEL_API_KEY.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8000; 0: any that is free.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Of the batch: an answer takes one, K beams take K. Default: 32.")] = None,
+    key_value_mb: Annotated[int | None, typer.Option(help="Of keys and values of all rows. Default: no limit.")] = None,
+    queue: Annotated[int | None, typer.Option(help="Requests that may wait. Default: 256.")] = None,
+    source_tokens: Annotated[int | None, typer.Option(help="Of a source, at most. Default: 512.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Of an answer, at most. Default: 512.")] = None,
+    texts: Annotated[int | None, typer.Option(help="Of one request, at most. Default: 64.")] = None,
+    stall_ms: Annotated[
+        float | None, typer.Option(help="Running answers wait so long at most for newcomers' encoders. Default: 50.")
+    ] = None,
+    encoder_cache_mb: Annotated[int | None, typer.Option(help="For encoder outputs. Default: 256.")] = None,
+    connections: Annotated[int | None, typer.Option(help="Open at a time. Default: 1000.")] = None,
+    body_kb: Annotated[int | None, typer.Option(help="Of a request, at most. Default: 1024.")] = None,
+    head_s: Annotated[float | None, typer.Option(help="For a request's head to arrive. Default: 10.")] = None,
+    body_s: Annotated[float | None, typer.Option(help="For its body. Default: 10.")] = None,
+    write_s: Annotated[float | None, typer.Option(help="Who reads nothing for so long is cut off. Default: 10.")] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="Of requests that name none. Default: none.")] = None,
+    grace_s: Annotated[float | None, typer.Option(help="After SIGTERM, for what runs. Default: 30.")] = None,
+    stuck_s: Annotated[float | None, typer.Option(help="A step that long, and it is not alive. Default: 60.")] = None,
+    log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,
+) -> None:
+    """Answer requests over HTTP, which join and leave a running batch; each flag is T5ACCEL_… in the environment, too."""
+    given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
+    try:
+        from pydantic import ValidationError
+
+        from t5accel.serving.server import serve as serve_until_stopped
+        from t5accel.serving.settings import Settings
+    except ImportError as error:
+        from t5accel.errors import MissingPackageError
+
+        raise MissingPackageError(f"{error.name} is missing: pip install 't5accel[serving]'.") from error
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        from t5accel.errors import InputError
+
+        found = error.errors()[0]
+        raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
+    serve_until_stopped(settings)
