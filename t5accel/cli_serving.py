@@ -16,7 +16,9 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
     host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1. Beyond it set T5ACCEL_API_KEY.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0: any that is free.")] = None,
-    rows: Annotated[int | None, typer.Option(help="Of the batch: an answer takes one, K beams take K. Default: 32.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Of the batch: an answer takes one, K beams take K. Default: 32.")
+    ] = None,
     key_value_mb: Annotated[int | None, typer.Option(help="Of keys and values of all rows. Default: no limit.")] = None,
     queue: Annotated[int | None, typer.Option(help="Requests that may wait. Default: 256.")] = None,
     source_tokens: Annotated[int | None, typer.Option(help="Of a source, at most. Default: 512.")] = None,
@@ -30,13 +32,15 @@ def serve(
     body_kb: Annotated[int | None, typer.Option(help="Of a request, at most. Default: 1024.")] = None,
     head_s: Annotated[float | None, typer.Option(help="For a request's head to arrive. Default: 10.")] = None,
     body_s: Annotated[float | None, typer.Option(help="For its body. Default: 10.")] = None,
-    write_s: Annotated[float | None, typer.Option(help="Who reads nothing for so long is cut off. Default: 10.")] = None,
+    write_s: Annotated[
+        float | None, typer.Option(help="Who lets an answer lie unread so long is cut off. Default: 10.")
+    ] = None,
     deadline_s: Annotated[float | None, typer.Option(help="Of requests that name none. Default: none.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="After SIGTERM, for what runs. Default: 30.")] = None,
     stuck_s: Annotated[float | None, typer.Option(help="A step that long, and it is not alive. Default: 60.")] = None,
     log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,
 ) -> None:
-    """Answer requests over HTTP, which join and leave a running batch; each flag is T5ACCEL_… in the environment, too."""
+    """Answer requests over HTTP, which join and leave a running batch; flags are T5ACCEL_… in the environment, too."""
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
     try:
         from pydantic import ValidationError

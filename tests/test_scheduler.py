@@ -20,6 +20,7 @@ from test_drafts import Machine
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy import greedy
+from t5accel.decoding.job import Answer, Job
 from t5accel.decoding.sampling import sample
 from t5accel.errors import (
     CancelledError,
@@ -30,8 +31,8 @@ from t5accel.errors import (
     ShuttingDownError,
 )
 from t5accel.serving.budget import Limits
-from t5accel.serving.job import Answer, Job, Ticket
 from t5accel.serving.scheduler import Scheduler
+from t5accel.serving.ticket import Ticket
 
 
 class Alone(Machine):
@@ -91,7 +92,9 @@ def run(scheduler: Scheduler, most: int = 10_000) -> int:
 def by_itself(job: Job, backend: Any = None) -> list[tuple[list[int], float | None]]:
     """What the decoding algorithms answer to that source alone: tokens without padding, and scores."""
     backend, ids = backend or Joining(), job.input_ids[None]
-    options = dict(attention_mask=np.ones_like(ids), max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens)
+    options = dict(
+        attention_mask=np.ones_like(ids), max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens
+    )
     if job.sampling:
         found = sample(
             backend, ids, sampling=job.sampling, seed=job.seed, num_return_sequences=job.num_return_sequences, **options
@@ -123,7 +126,9 @@ def jobs(draw: st.DrawFn, longest: int = 12) -> Job:
         options.update(length_penalty=draw(st.sampled_from([1.0, 0.0, 2.0])))
         options.update(early_stopping=draw(st.sampled_from([False, True, "never"])))
     if kind == "drawn":
-        options.update(sampling=draw(st.sampled_from([Sampling(), Sampling(top_k=3), Sampling(repetition_penalty=1.5)])))
+        options.update(
+            sampling=draw(st.sampled_from([Sampling(), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]))
+        )
         options.update(seed=draw(st.integers(0, 9)), num_return_sequences=draw(st.integers(1, 3)))
     ids = rng.integers(2, 12, draw(st.integers(1, 20)))
     return Job(ids, priority=draw(st.integers(-1, 1)), **options)
@@ -154,7 +159,9 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[Ticket], set[i
 
 @settings(max_examples=60, deadline=None)
 @given(events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone]), cache=st.sampled_from([0, 10**6]))
-def test_everybody_gets_what_they_would_get_alone(events: list[Event], rows: int, kind: type[Machine], cache: int) -> None:
+def test_everybody_gets_what_they_would_get_alone(
+    events: list[Event], rows: int, kind: type[Machine], cache: int
+) -> None:
     scheduler, _ = stepped(kind(), rows=rows, encoder_cache_bytes=cache)
     tickets, cancelled = play(scheduler, events)
     for number, ticket in enumerate(tickets):
@@ -202,7 +209,10 @@ def test_a_full_batch_makes_wait_and_nobody_overtakes_who_needs_more_room() -> N
     scheduler, _ = stepped(Joining(ends=0), rows=5)
     scheduler.submit(Job([5], max_new_tokens=4))
     scheduler.submit(Job([5], max_new_tokens=8, sampling=Sampling(), num_return_sequences=2))
-    beams, later = scheduler.submit(Job([6], num_beams=4, max_new_tokens=3)), scheduler.submit(Job([7], max_new_tokens=1))
+    beams, later = (
+        scheduler.submit(Job([6], num_beams=4, max_new_tokens=3)),
+        scheduler.submit(Job([7], max_new_tokens=1)),
+    )
     scheduler.round()
     assert (scheduler.rows, scheduler.waiting) == (3, 2), "one more row would fit, but four stand before it"
     run(scheduler)

@@ -2,8 +2,8 @@
 
 Rows join, leave and are cancelled, greedy ones beside beams, short sources beside long ones, and every place that is
 free holds NaN until somebody uses it. Each job's answer is compared with its answer alone. Where they differ, two
-candidates must have been so near to each other that rounding decides (a tie), and the answer must have the score that it
-says it has: that is computed again, alone, along its tokens.
+candidates must have been so near to each other that rounding decides (a tie), and the answer must have the score that
+it says it has: that is computed again, alone, along its tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from t5accel.decoding.backend import Histories
 from t5accel.decoding.beam import Beams, beam_search
 from t5accel.decoding.continuations import Continuations
 from t5accel.decoding.distribution import Sampling
+from t5accel.decoding.job import Job
 from t5accel.decoding.sampling import sample
 from t5accel.errors import InputError
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.parity import parity
 from t5accel.serving.budget import KeyValueBytes, Limits
-from t5accel.serving.job import Job
 from t5accel.serving.scheduler import Scheduler
 
 ONE_THREAD = SessionSettings(threads=1)
 PRECISIONS = ("fp32", "int8", "int4")
-# Nearer than that, in standard deviations of all logits, and rounding decides. In integers what is multiplied is rounded
-# to 8 bits, which makes a last bit a hundredth.
+# Nearer than that, in standard deviations of all logits, and rounding decides. In integers what is multiplied is
+# rounded to 8 bits, which makes a last bit a hundredth.
 TIE = {"fp32": 1e-4, "int8": 0.06, "int4": 0.06}
 SCORE = {"fp32": 1e-4, "int8": 0.05, "int4": 0.05}  # of a token's log-probability, on average
 
@@ -162,7 +162,7 @@ def check(backend: Any, precision: str, events: list[tuple[str, Any]]) -> tuple[
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(events=schedules())
 def test_tokens_do_not_depend_on_neighbours(opened, precision: str, events: list[tuple[str, Any]]) -> None:
     check(opened[precision], precision, events)
@@ -177,12 +177,14 @@ def test_tokens_do_not_depend_on_neighbours_at_length(opened, precision: str, ev
 
 
 def crowd(seed: int) -> list[tuple[str, Any]]:
-    """Two long visitors, and many that come and go beside them: where the first one was, columns are free afterwards."""
+    """Two long visitors, and many that come and go beside them: where the first was, columns are free afterwards."""
     rng = np.random.default_rng(seed)
     events: list[tuple[str, Any]] = []
     for number in range(12):
         most, beams = (35 if number in (1, 9) else int(rng.integers(2, 14))), int(rng.choice([1, 1, 2, 4]))
-        job = Job(rng.integers(3, 298, int(rng.integers(1, 70))), max_new_tokens=most, min_new_tokens=most, num_beams=beams)
+        job = Job(
+            rng.integers(3, 298, int(rng.integers(1, 70))), max_new_tokens=most, min_new_tokens=most, num_beams=beams
+        )
         events += [("come", job), ("rounds", int(rng.integers(1, 5)))]
     return events
 

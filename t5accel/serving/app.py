@@ -15,14 +15,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from t5accel import __version__
 from t5accel.decoding.backend import Backend
+from t5accel.decoding.job import Answer
 from t5accel.decoding.streaming import TextPieces
 from t5accel.errors import T5AccelError
 from t5accel.serving.guard import Guard, Refused, ValidationError, log, refusal
-from t5accel.serving.job import Answer, Ticket
 from t5accel.serving.metrics import Metrics
-from t5accel.serving.schemas import Completion, Generate, seed_of
 from t5accel.serving.scheduler import Scheduler
+from t5accel.serving.schemas import Completion, Generate, seed_of
 from t5accel.serving.settings import Settings
+from t5accel.serving.ticket import Ticket
 
 DONE = "data: [DONE]\n\n"
 
@@ -131,7 +132,7 @@ async def _disconnect(request: Request) -> None:
 def timings(ticket: Ticket) -> dict[str, float | None]:
     """Seconds since it was submitted.
 
-    >>> from t5accel.serving.job import Job
+    >>> from t5accel.decoding.job import Job
     >>> timings(Ticket(Job([5, 1]), 1, submitted_s=1.0, joined_s=1.5, first_token_s=1.75, done_s=3.0))
     {'queue_s': 0.5, 'first_token_s': 0.75, 'total_s': 2.0}
     """
@@ -204,7 +205,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                     log.error("unexpected %s at %s:%s", type(error).__name__, where.filename, where.lineno)
                     return refusal(error)
 
-            route.__doc__ = schema.__doc__
+            route.__name__, route.__doc__ = answer.__name__, schema.__doc__
             app.post(path, openapi_extra={"requestBody": content}, response_model=None)(route)
 
         return add
@@ -235,7 +236,9 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
             }
             for ticket in tickets
         ]
-        return JSONResponse({"model": name, "seed": tickets[0].job.seed if asked.do_sample else None, "answers": answers})
+        return JSONResponse(
+            {"model": name, "seed": tickets[0].job.seed if asked.do_sample else None, "answers": answers}
+        )
 
     @post("/v1/completions", Completion)
     async def completions(asked: Completion, request: Request) -> Response:
@@ -268,8 +271,8 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
             return await _streamed(service.pieces(ticket, request), events)
         await service.answered(tickets, request)
         answers = [answer for ticket in tickets for answer in ticket.answers]
-        choices = [choice(index, text, answer.ended)
-                   for index, (text, answer) in enumerate(zip(service.texts(answers), answers, strict=True))]  # fmt: skip
+        both = zip(service.texts(answers), answers, strict=True)
+        choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
         return JSONResponse({**content, "choices": choices, "usage": usage()})
 
     model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
@@ -278,9 +281,11 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{name}", response_model=None)
+    @app.get("/v1/models/{name:path}", response_model=None)
     async def one_model(name: str) -> Any:
-        return model if name == model["id"] else refusal(Refused(404, "There is no such model.", code="model_not_found"))
+        return (
+            model if name == model["id"] else refusal(Refused(404, "There is no such model.", code="model_not_found"))
+        )
 
     @app.get("/health/live", response_model=None)
     async def live() -> Response:

@@ -1,4 +1,4 @@
-"""What may join a running batch, and when: rows, bytes of keys and values, and the time for which others stand still."""
+"""What may join a running batch, and when: rows, bytes of keys and values, and for how long others stand still."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from t5accel.checks import as_count, is_number
 from t5accel.errors import InputError
-from t5accel.graphs.numbers.recipes import EMBEDDING, HEAD, Recipe, Scheme, recipe_of
+from t5accel.graphs.numbers.recipes import recipe_of
 
 COLUMNS = 64  # sources and buffers are laid out in multiples of it
 RAGGED = 1.5  # columns that a batch may have for each of its longest history, before they are moved together
@@ -117,27 +117,20 @@ def bucket(length: int) -> int:
 def encodes_alone(backend: Any) -> bool:
     """Whether sources must be encoded one by one, because the encoder's numbers depend on what else is in its batch.
 
-    ``"dynamic"`` integers find the scale of what is multiplied over a whole batch. The encoders of the "int8" and
-    "int4" recipes have them: a source alone, without padding, always has the same scales.
+    Integers whose scale is found over a whole batch do, as in the encoders of the "int8" and "int4" recipes: alone and
+    without padding, a source always has the same scales.
 
     Raises:
-        InputError: the decoder or the head has such integers ("int8-dynamic"): what others write would change an answer.
+        InputError: so do the decoder's numbers ("int8-dynamic"): what others write would change an answer.
 
     >>> encodes_alone(object())
     False
     """
     content = getattr(getattr(backend, "manifest", None), "recipe", None)
-    recipe = recipe_of(content) if content else Recipe("unknown")
-
-    def is_dynamic(scheme: Scheme | None) -> bool:
-        return scheme is not None and scheme.method == "dynamic"
-
-    overrides = dict(recipe.overrides)
-    late = [recipe.decoder, recipe.head, *(s for group, s in overrides.items() if group.startswith(("decoder", HEAD)))]
-    if any(map(is_dynamic, late)):
+    minds = recipe_of(content).minds_neighbours if content else set()
+    if "decoder" in minds:
         raise InputError(
-            f"precision {recipe.name!r} finds the scale of what the decoder multiplies over the whole batch, so that an "
-            "answer would depend on who else is being served: give 'int8' or 'int4', which do not."
+            f"precision {content['name']!r} finds the scale of what the decoder multiplies over the whole batch, so "
+            "that an answer would depend on who else is being served: give 'int8' or 'int4', which do not."
         )
-    early = [recipe.encoder, *(s for group, s in overrides.items() if not group.startswith(("decoder", HEAD, EMBEDDING)))]
-    return any(map(is_dynamic, early))
+    return "encoder" in minds

@@ -1,7 +1,6 @@
 """What every request passes before the application sees it: key, size and time. And how every refusal looks.
 
-An ASGI server hands on what a client sends as slowly as it comes and as much as it is, and holds what a client does not
-read. Here each has its limit.
+An ASGI server hands on what a client sends as slowly as it comes and as much as it is. Here both have their limits.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-
-class _CutOffError(ConnectionError):
-    """The client reads nothing."""
 
 
 def refusal(error: Exception) -> JSONResponse:
@@ -92,11 +87,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self.metrics.responded(_route(scope), status)
-            try:
-                async with asyncio.timeout(self.settings.write_s):
-                    await send(message)
-            except TimeoutError as error:
-                raise _CutOffError from error
+            await send(message)
 
         try:
             try:
@@ -108,11 +99,6 @@ class Guard:
                 await response(scope, receive, sent)
             else:
                 await self.app(scope, _replayed(body, receive), sent)
-        except _CutOffError:  # nothing waits any more for a client that does not read
-            connection = scope.get("state", {}).get("connection")
-            if connection is not None:
-                connection.transport.abort()
-                await asyncio.sleep(0)
         except ConnectionError:
             pass  # the client has gone
         finally:

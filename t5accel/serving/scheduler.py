@@ -4,8 +4,8 @@ T5's self-attention knows distances only. So in a batch whose rows end at the sa
 the column that comes next, whichever that is, and nobody's keys and values are copied (``admit`` in `OrtStatic`).
 
 One thread, the engine's, does all the work, in rounds (`Scheduler.round`): those leave who are done, cancelled or late;
-as many join as the `Limits` allow, their sources encoded first; all rows take one step. **A job's tokens never depend on
-its neighbours**, but for ties: the last bits of a logit may, and two logits that near to each other may change places.
+as many join as the `Limits` allow, their sources encoded first; all rows take one step. **A job's tokens never depend
+on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other may change places.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import numpy as np
 from t5accel.decoding.backend import Backend, Source
 from t5accel.decoding.continuations import Continuations
 from t5accel.decoding.encoder_cache import EncoderCache
+from t5accel.decoding.job import Job
 from t5accel.decoding.request import Request
+from t5accel.decoding.running import Part, RunningBatch
+from t5accel.decoding.writers import Greedy, writers_of
 from t5accel.errors import DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
-from t5accel.serving.batch import Part, RunningBatch
 from t5accel.serving.budget import EncoderPace, KeyValueBytes, Limits, bucket, encodes_alone
-from t5accel.serving.job import Job, Ticket
-from t5accel.serving.writers import Greedy, writers_of
+from t5accel.serving.ticket import Ticket
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished jobs by which the rate is measured
@@ -39,8 +40,8 @@ class Scheduler:
     """Serves jobs from any thread on one backend.
 
     Args:
-        backend: with ``admit`` rows join while others run. Without, jobs that wait form a batch when the last one of the
-            batch before has left, and `why_static` says so.
+        backend: with ``admit`` rows join while others run. Without, jobs that wait form a batch when all of the batch
+            before have left, and `why_static` says so.
         limits: rows, memory, queue, lengths and stalls.
         observe: told of what happens, by the engine's thread: a name and a number, such as ``("first_token_s", 0.02)``.
         tell: hands out the news of a round, tickets that have tokens or an end; by default to their listeners.
@@ -164,7 +165,8 @@ class Scheduler:
             if len(self._queue) + len(jobs) > self.limits.queue:
                 retry = self.retry_after_s()
                 raise QueueFullError(
-                    f"{len(self._queue)} requests are waiting and {self.limits.queue} may: try again in {retry} s.", retry
+                    f"{len(self._queue)} requests are waiting and {self.limits.queue} may: try again in {retry} s.",
+                    retry,
                 )
             tickets = []
             for job in jobs:
@@ -246,7 +248,9 @@ class Scheduler:
                 raise InputError(f"{what}; at most {most} are allowed here.")
         size = self.key_value_bytes(job.rows, len(ids), job.max_new_tokens)
         if limits.key_value_bytes is not None and size > limits.key_value_bytes:
-            raise InputError(f"The job needs {size} bytes of keys and values; {limits.key_value_bytes} are allowed here.")
+            raise InputError(
+                f"The job needs {size} bytes of keys and values; {limits.key_value_bytes} are allowed here."
+            )
         writers_of(self.backend, job, self._continuations)
 
     def _let_go(self, now: float) -> None:
@@ -338,7 +342,9 @@ class Scheduler:
         if rows > self.limits.rows:
             return False
         longest = max(len(job.input_ids) for job in jobs), max(job.max_new_tokens for job in jobs)
-        return self.limits.key_value_bytes is None or self.key_value_bytes(rows, *longest) <= self.limits.key_value_bytes
+        return (
+            self.limits.key_value_bytes is None or self.key_value_bytes(rows, *longest) <= self.limits.key_value_bytes
+        )
 
     def _is_held(self, ticket: Ticket) -> bool:
         ids = ticket.job.input_ids[None]

@@ -1,4 +1,4 @@
-"""What clients may ask for, checked by pydantic, and the scheduler's jobs that it becomes. Unknown fields are refused."""
+"""What clients may ask for, checked by pydantic, and the jobs that it becomes. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from t5accel.decoding.distribution import Sampling
+from t5accel.decoding.job import Job
 from t5accel.errors import InputError
-from t5accel.serving.job import Job
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -22,16 +22,14 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 
 
 class Connection(H11Protocol):
-    """One client. The head of a request arrives in time, and little of an answer waits to be read.
+    """One client. The head of a request arrives in time, and little of an answer waits to be read, and not for long.
 
-    The application finds it as ``connection`` in the scope's state.
+    To the application a client that is cut off is one that has gone.
     """
 
-    head_s = 10.0
-
-    def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None):
-        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
-        self._late: asyncio.TimerHandle | None = None
+    head_s = write_s = 10.0
+    _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -45,7 +43,17 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await_head(False)
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # which resumes writing
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._unread or self.loop.call_later(self.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
 
     def _await_head(self, awaited: bool) -> None:
         if awaited and self._late is None:
@@ -98,9 +106,10 @@ def serve(settings: Settings) -> None:
     logging.getLogger("t5accel.serving").info(
         "%s by %s, %s", settings.model, what, scheduler.why_static or "requests join a running batch"
     )
+    patient = type("Connection", (Connection,), {"head_s": settings.head_s, "write_s": settings.write_s})
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, http=type("Connection", (Connection,), {"head_s": settings.head_s}),
-        loop="asyncio", ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
-        limit_concurrency=settings.connections, h11_max_incomplete_event_size=64 * 1024, timeout_graceful_shutdown=5,
+        app, host=settings.host, port=settings.port, http=patient, loop="asyncio", ws="none", lifespan="on",
+        log_config=None, access_log=False, server_header=False, limit_concurrency=settings.connections,
+        h11_max_incomplete_event_size=64 * 1024, timeout_graceful_shutdown=5,
     )  # fmt: skip
     Server(config, scheduler, settings.grace_s).run()

@@ -34,7 +34,7 @@ class Settings(BaseSettings):
     body_kb: int = Field(1024, ge=1, description="Of a request, at most.")
     head_s: float = Field(10.0, gt=0, description="For the head of a request to arrive.")
     body_s: float = Field(10.0, gt=0, description="For its body.")
-    write_s: float = Field(10.0, gt=0, description="A client that reads nothing for so long is cut off.")
+    write_s: float = Field(10.0, gt=0, description="A client that lets an answer lie unread for so long is cut off.")
     deadline_s: float | None = Field(None, gt=0, description="Of requests that name none. Default: none.")
     grace_s: float = Field(30.0, ge=0, description="After SIGTERM, for what is running.")
     stuck_s: float = Field(60.0, gt=0, description="One step longer than that, and the server is not alive.")

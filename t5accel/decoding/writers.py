@@ -14,8 +14,8 @@ import numpy as np
 from t5accel.decoding.beam import Beams
 from t5accel.decoding.continuations import Continuations
 from t5accel.decoding.distribution import Sampling, draw, probabilities
+from t5accel.decoding.job import Answer, Job
 from t5accel.decoding.sampling import generators
-from t5accel.serving.job import Answer, Job
 
 
 class Model(Protocol):

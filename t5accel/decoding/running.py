@@ -17,7 +17,7 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, Source
 from t5accel.decoding.greedy import likeliest
-from t5accel.serving.writers import Drawn, Greedy, Writer
+from t5accel.decoding.writers import Drawn, Greedy, Writer
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class RunningBatch:
     ...     def admit(self, state, source): state += source
     ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
-    >>> from t5accel.serving.job import Job
+    >>> from t5accel.decoding.job import Job
     >>> batch, toy = RunningBatch(Counter()), Counter()
     >>> one, other = (Part(Greedy(toy, Job([7], max_new_tokens=count)), count) for count in (3, 8))
     >>> batch.join(["a source"], [one])
