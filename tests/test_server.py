@@ -590,7 +590,7 @@ def test_a_soak_at_three_times_what_it_can(folder: Path) -> None:
             "Help me.",
         )
     ]
-    with_room = dict(rows=16, queue=64, new_tokens=64, source_tokens=64)
+    with_room = dict(rows=16, queue=64, new_tokens=64, head_s=60, body_s=60, write_s=60)
     server = Process(folder, **with_room).ready()
     expected = {
         text: server.client.post("/generate", json=dict(text=text)).json()["answers"][0]["texts"] for text in texts
@@ -640,7 +640,7 @@ def test_a_soak_at_three_times_what_it_can(folder: Path) -> None:
             counts[f"{kind} {status}"] = counts.get(f"{kind} {status}", 0) + 1
 
     async def all_of_them() -> None:
-        limits = httpx.Limits(max_connections=300, max_keepalive_connections=100)
+        limits = httpx.Limits(max_connections=300, max_keepalive_connections=100, keepalive_expiry=1)
         numbers = iter(range(20_000))
 
         async def one_after_another(client: httpx.AsyncClient) -> None:
