@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafts import Machine
+from test_repository import loaded_by
 
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.distribution import Sampling
@@ -503,3 +504,8 @@ def test_no_job(options: dict[str, Any], match: str) -> None:
 def test_no_limits(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
         Limits(**options)
+
+
+def test_the_engine_needs_no_web_and_no_torch() -> None:
+    modules = loaded_by("import t5accel.serving.scheduler, t5accel.backends.ort.static")
+    assert not {"torch", "transformers", "fastapi", "pydantic", "prometheus_client", "uvicorn"} & modules

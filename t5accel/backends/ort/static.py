@@ -230,7 +230,7 @@ class OrtStatic(OrtNumpy):
         state.buffers.settle()
         room = state.buffers.room
         if (rows := next(iter(room.values())).shape[1]) < histories.padding.size:
-            room = self._new_buffers(max(histories.padding.size, 2 * rows), state.buffers.mask.shape[1] - 1).room
+            room = self._new_buffers(max(histories.padding.size, 2 * rows), width).room
             for heads, group in state.buffers.groups.items():
                 room[heads][:, : there * per_source, :, :width] = group[:, :, :, :width]
         for group in room.values():
