@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from t5accel import __version__
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.job import Answer
 from t5accel.decoding.streaming import TextPieces
@@ -184,7 +183,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         yield
         await asyncio.to_thread(scheduler.close)
 
-    app = FastAPI(title="t5accel", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="t5accel", lifespan=lifespan)
     app.state.service = service
     app.add_middleware(Guard, settings=settings, metrics=service.metrics)
 
