@@ -40,7 +40,7 @@ def serve(
     stuck_s: Annotated[float | None, typer.Option(help="A step that long, and it is not alive. Default: 60.")] = None,
     log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,
 ) -> None:
-    """Answer requests over HTTP, which join and leave a running batch; flags are T5ACCEL_… in the environment, too."""
+    """Answer requests over HTTP, which join and leave a running batch; --rows may also be T5ACCEL_ROWS, and so on."""
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
     try:
         from pydantic import ValidationError

@@ -21,6 +21,7 @@ from test_scheduler import run
 from t5accel.backends.ort.numpy import OrtNumpy, OrtSource
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.ort.static import Buffers, OrtStatic, StaticState
+from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Histories
 from t5accel.decoding.beam import Beams, beam_search
 from t5accel.decoding.continuations import Continuations
@@ -295,6 +296,16 @@ def test_beams_are_those_of_beam_search(opened) -> None:
                            length_penalty=0.5)  # fmt: skip
     for answer, row, score in zip(ticket.result(0), expected.sequences.tolist(), expected.scores, strict=True):
         assert answer.tokens == row[: len(answer.tokens)] and answer.score == pytest.approx(float(score), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["copying", "static"])
+def test_other_backends_do_the_same(folder_of, tiny_t5, kind: str) -> None:
+    """One copies everybody's history when somebody joins; nobody joins the other while it runs."""
+    backend = (
+        OrtNumpy(folder_of("fp32"), settings=ONE_THREAD) if kind == "copying" else TorchEager(tiny_t5(eos_token_id=7))
+    )
+    assert bool(Scheduler(backend, thread=False).why_static) == (kind == "static")
+    assert check(backend, "fp32", crowd(1)) == (12, 0)
 
 
 # Whose numbers depend on others
