@@ -1,4 +1,4 @@
-"""The command that serves: parse, call."""
+"""The commands that serve, and put load on a server: parse, call, print."""
 
 from __future__ import annotations
 
@@ -59,3 +59,31 @@ def serve(
         found = error.errors()[0]
         raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
     serve_until_stopped(settings)
+
+
+@serving.command()
+def load(
+    url: Annotated[str, typer.Argument(help="Of a server on this machine, such as http://127.0.0.1:8000.")],
+    rate: Annotated[float | None, typer.Option(help="Requests a second, sent whether answers come or not.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="In place of a rate: so many wait for their answers, and flatter the server.")
+    ] = None,
+    seconds: float = 10.0,
+    text: Annotated[
+        list[str] | None, typer.Option(help="What is asked; may be repeated. Default: a few sentences to translate.")
+    ] = None,
+    max_new_tokens: int = 64,
+    forced: Annotated[bool, typer.Option("--forced", help="Every answer has exactly --max-new-tokens.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="And note the time to the first event.")] = False,
+    seed: int = 0,
+) -> None:
+    """Send requests to a server on this machine, at random moments: how long did each really take?"""
+    import asyncio
+
+    from t5accel.lab.load import Load, offer
+
+    sentences = ("I am tired.", "Where is my bag?", "We have two cats.", "She reads a book.")
+    texts = text or [f"translate English to French: {sentence}" for sentence in sentences]
+    least = max_new_tokens if forced else 0
+    bodies = [dict(text=one, max_new_tokens=max_new_tokens, min_new_tokens=least, stream=stream) for one in texts]
+    typer.echo(str(asyncio.run(offer(Load(url, bodies, rate, seconds, clients, seed)))))
