@@ -4,8 +4,8 @@
 PYTHON ?= python3
 
 # The course's environment has optimum, which keeps transformers at 4.57; the second one is the 5.x line, as on Colab.
-EXTRAS := cpu,course,optimum,openvino,dev
-EXTRAS_V5 := cpu,course,openvino,dev
+EXTRAS := cpu,course,optimum,openvino,serving,dev
+EXTRAS_V5 := cpu,course,openvino,serving,dev
 
 VENV := .venv/bin/python
 VENV_V5 := .venv-v5/bin/python

@@ -108,14 +108,14 @@ def accelerate(
 
 def open_backend(
     model: str | os.PathLike[str], *, precision: str | Recipe = "fp32", runtime: str | None = None,
-    progress: bool = True,
+    threads: int | None = None, progress: bool = True,
 ) -> tuple[Backend, Any, str]:  # fmt: skip
     """A backend for our own loops, its tokenizer, and both in words: `accelerate` on a CPU without ``generate()``.
 
     Where the export is there, neither torch nor transformers is imported: the start takes a tenth of the time.
 
     Args:
-        model, precision, runtime, progress: as of `accelerate`; all runtimes that need no GPU.
+        model, precision, runtime, threads, progress: as of `accelerate`; all runtimes that need no GPU.
 
     Returns:
         The backend; its tokenizer, or ``None``; and what runs it, such as ``"ONNX Runtime, int8"``.
@@ -132,7 +132,7 @@ def open_backend(
     recipe = as_recipe(precision)
     is_export = (Path(model) / MANIFEST).is_file()
     if _runtime(runtime, "cpu", recipe, is_export=is_export) == "torch":
-        accelerated = accelerate(model, precision=recipe, runtime=runtime, progress=progress)
+        accelerated = accelerate(model, precision=recipe, runtime=runtime, threads=threads, progress=progress)
         return accelerated.backend, accelerated.tokenizer, f"torch with cache, {recipe.name}"
     folder = Path(model)
     if is_export:
@@ -141,7 +141,8 @@ def open_backend(
         folder, manifest = checked_export(model, precision=recipe, progress=progress)
     has_tokenizer = "tokenizer_config.json" in manifest.files or "tokenizer.json" in manifest.files
     tokenizer = tokenizer_of(folder) if has_tokenizer else None
-    backend = OrtStatic(folder, manifest=manifest, settings=SessionSettings(openvino=runtime == "openvino"))
+    settings = SessionSettings(threads=threads, openvino=runtime == "openvino")
+    backend = OrtStatic(folder, manifest=manifest, settings=settings)
     return backend, tokenizer, f"ONNX Runtime, {manifest.recipe['name']}"
 
 

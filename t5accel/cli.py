@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from t5accel.cli_serving import serving
 from t5accel.cli_training import training
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError
 
@@ -65,6 +66,7 @@ app = typer.Typer(
 
 cache = typer.Typer(no_args_is_help=True, help="The exports that accelerate() keeps in the user's cache folder.")
 app.add_typer(cache, name="cache")
+app.add_typer(serving)
 app.add_typer(training)
 
 

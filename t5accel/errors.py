@@ -43,3 +43,27 @@ class PeerError(T5AccelError, RuntimeError):
 
 class GateError(T5AccelError, RuntimeError):
     """A quantised model lost more quality than was allowed, whatever was left in floats; nothing was written."""
+
+
+class QueueFullError(T5AccelError, RuntimeError):
+    """As many requests wait as may wait: come again in ``retry_after_s`` seconds, or raise the limit."""
+
+    def __init__(self, message: str, retry_after_s: int):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(T5AccelError, TimeoutError):
+    """A request's deadline passed before its answer was complete, in the queue or at work."""
+
+
+class CancelledError(T5AccelError, RuntimeError):
+    """Whoever asked has cancelled the request."""
+
+
+class ShuttingDownError(T5AccelError, RuntimeError):
+    """The scheduler takes no more requests, or ended before this one was done."""
+
+
+class EngineError(T5AccelError, RuntimeError):
+    """The engine failed at a request; others may go on. The message names what it raised."""

@@ -25,6 +25,7 @@ import t5accel.mini.validate as validate
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.static import OrtStatic
 from t5accel.cli import app
+from t5accel.cli_serving import serving as serving_commands
 from t5accel.cli_training import training as training_commands
 from t5accel.decoding.greedy import greedy
 from t5accel.doctor import Check
@@ -42,8 +43,8 @@ from t5accel.tasks import rows, source_text
 from t5accel.text.text_to_text import TokenizerFile, text_to_text
 
 ROOT = Path(__file__).resolve().parent.parent
-CALLBACKS = {command.callback.__name__: command.callback
-             for group in (app, training_commands) for command in group.registered_commands}  # fmt: skip
+GROUPS = (app, serving_commands, training_commands)
+CALLBACKS = {command.callback.__name__: command.callback for group in GROUPS for command in group.registered_commands}
 COMMANDS = sorted(CALLBACKS)
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
@@ -74,7 +75,7 @@ def refused(*arguments: object) -> str:
 
 
 def test_these_are_the_commands():
-    others = {"distill", "doctor", "evaluate", "export", "prune", "quantize", "run", "train"}
+    others = {"distill", "doctor", "evaluate", "export", "prune", "quantize", "run", "serve", "train"}
     assert {"advise", "bench", "course", *others} <= set(COMMANDS)
 
 

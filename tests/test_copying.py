@@ -20,6 +20,7 @@ from test_repository import MODULES, ROOT, own_imports
 WITHOUT_EXAMPLE = {
     "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
     "t5accel.cli": "its functions are commands; their tests run them",
+    "t5accel.cli_serving": "the same",
     "t5accel.lab.course": "it starts kernels and runs whole notebooks",
 }
 NOT_COPIED = {

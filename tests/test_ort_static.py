@@ -297,10 +297,10 @@ def together(backend: Any, sources: list[np.ndarray], program: list[tuple[str, i
 TIE = {"fp32": 1e-4, "int8": 0.06, "int4": 0.06}
 
 
-def check_visits(backend: Any, precision: str, seed: int, program: list[tuple[str, int]]) -> int:
+def check_visits(backend: Any, precision: str, seed: int, program: list[tuple[str, int]], longest: int = 80) -> int:
     """That everybody's tokens are those of staying alone; returns how many ended in a tie."""
     rng = np.random.default_rng(seed)
-    sources = [rng.integers(3, 298, (1, length)) for length in rng.integers(1, 80, 6)]
+    sources = [rng.integers(3, 298, (1, length)) for length in rng.integers(1, longest, 6)]
     ties = 0
     for visitor, tokens in together(backend, sources, program).items():
         expected, leads = alone(backend, sources[visitor], len(tokens))
@@ -389,3 +389,37 @@ def test_only_newcomers_are_copied(own) -> None:
     assert next(iter(state.buffers.room.values())) is place
     own.admit(state, source(70))
     assert state.laid_anew_bytes > anew
+
+
+def visitor(backend: OrtStatic, length: int) -> Any:
+    ids = np.random.default_rng(length).integers(3, 298, (1, length))
+    return backend.encode(ids, np.ones_like(ids))
+
+
+def test_room_doubles(own) -> None:
+    """One after the other would otherwise copy all that are there, each time."""
+    state, laid = own.start(visitor(own, 20)), []
+    for _ in range(20):
+        before, place = state.laid_anew_bytes, state.buffers and next(iter(state.buffers.room.values()))
+        own.admit(state, visitor(own, 20))
+        room = next(iter(state.buffers.room.values()))
+        laid.append((state.laid_anew_bytes > before, place is not None and room is not place))
+    assert sum(cross for cross, _ in laid) <= 5 and sum(rows for _, rows in laid) <= 5
+    own.next_tokens(state, np.zeros((21, 1, 1), dtype=np.int64))
+
+
+def test_a_long_source_that_has_left_is_no_longer_read(own) -> None:
+    state = own.start(visitor(own, 30))
+    tokens_of(own, state, np.zeros((1, 1), dtype=np.int64), 2)
+    own.admit(state, visitor(own, 300))
+    own.admit(state, visitor(own, 70))
+    assert state.source.mask.shape == (3, 320)
+    own.keep(state, np.array([0, 2]))
+    assert state.source.mask.shape == (2, 128), "as long as the longest of those who are there"
+    check_visits(own, "fp32", 5, [("join", 0), ("steps", 3), ("leave", 0), ("steps", 4), *LONG])
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 999), program=visits())
+def test_nor_do_they_notice_long_sources(opened, seed: int, program: list[tuple[str, int]]) -> None:
+    check_visits(opened["fp32"], "fp32", seed, program, longest=400)

@@ -41,6 +41,7 @@ FLOORS = {
     "serving": 5,
     "doctor": 5,
     "cli": 6,
+    "cli_serving": 6,
     "cli_training": 6,
     "__init__": 6,
     "__main__": 6,

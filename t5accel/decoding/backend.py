@@ -48,7 +48,9 @@ class Backend(Protocol):
     many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
 
     For serving there is, beside ``keep``, by which rows leave a running state, ``admit(state, source) -> None``: the
-    sources of another batch join it, behind those that are there, with K rows each that have no history yet.
+    sources of another batch join it, behind those that are there, with K rows each that have no history yet. A state
+    of one row for each source may hold the K beams of a text as K sources; ``branch(state, sources) -> None`` reorders
+    them: the row of source b goes on from the history of source ``sources[b]``, (B,) int64, which is the same text.
     """
 
     vocab_size: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.continuations import Continuations, pick
 from t5accel.decoding.hypotheses import START, Answers, Tree
 from t5accel.decoding.request import Request
+from t5accel.decoding.rules import NONE, Rules
 from t5accel.errors import InputError
 
 _LARGEST_EXPONENT = 70.0  # scores times or over exp(70) are still far from the ends of float32
@@ -80,79 +81,154 @@ def beam_search(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("reorder", "keep"),
     )  # fmt: skip
-    batch, longest, end = len(request.ids), request.max_new_tokens, backend.eos_token_id
-    beams, returned = _counts(num_beams, num_return_sequences, backend.vocab_size)
-    answers = Answers(
-        (batch, beams),
-        length_penalty=_penalty(length_penalty, longest),
-        early_stopping=_rule(early_stopping) or beams == 1,  # greedy search ends with its first answer
-        max_new_tokens=longest,
-    )
-    tree, continuations = Tree(), Continuations(backend.vocab_size)
-
-    state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
-    order = np.arange(beams)
-    active = np.arange(batch)  # (n,) which source each one in the state is
-    scores = np.zeros((batch, 1), dtype=np.float32)  # one column: before the first step all rows of a source are equal
-    read_alike = True  # what the K rows of a source have read
-    nodes = np.full((batch, 1), START)  # in the tree, of the first row of each source; those of the others follow it
-    step_input, length = np.repeat(request.prefix[:, None], beams, axis=1), 0  # (B, K, T)
-    while True:
-        logits = backend.step(state, step_input)[:, : scores.shape[1], -1]  # (n, K, V), (B, 1, V) at first
-        if (forced := request.forced(length)) is None:
-            # Twice K, because each beam may end and K have to go on.
-            best = continuations.best(logits, scores, 2 * beams, forbidden=request.forbidden(length))
-            scores, rows, tokens = best  # (n, 2K) each
-        else:  # each beam goes on as it has to, at no cost
-            rows = np.broadcast_to(order[: scores.shape[1]], scores.shape)
-            tokens = np.full(scores.shape, forced, dtype=np.int64)
-        del logits  # so that the runtime can use their memory for the next ones
-        parents = nodes + rows  # (n, 2K)
-        length += 1
-        ends = tokens == end
-        if length == longest:
-            ends[:] = True
-        if ends.any():
-            ended = ends[:, :beams] & answers.is_open[active, None]  # (n, K)
-            if ended.any():
-                leaves = tree.grow(parents[:, :beams], tokens[:, :beams])
-                found = np.where(ended, scores[:, :beams], -np.inf)
-                answers.add(active, found, leaves + np.arange(found.size).reshape(found.shape), length)
-            going_on = np.argsort(ends, axis=1, kind="stable")
-            scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
-        if length == longest:
-            break
-        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
-        nodes = tree.grow(parents[:, :beams], tokens) + np.arange(0, tokens.size, tokens.shape[1])[:, None]  # (n, 1)
-        if answers.close(active, scores[:, 0], length):
-            kept = np.flatnonzero(answers.is_open[active])  # (n',)
-            if not kept.size:
-                break
-            if 4 * kept.size <= 3 * len(active):
-                backend.keep(state, kept)
-                active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
-        if tokens.shape[1] == 1:  # there is one beam, or the first token was forced: all rows go on alike
-            step_input = np.repeat(tokens[:, :, None], beams, axis=1)  # (n, K, 1)
-            continue
-        if not read_alike and (rows != order).any():
-            backend.reorder(state, rows)
-        read_alike, step_input = False, tokens[:, :, None]
-
-    # (B * N, L)
-    new = tree.sequences(answers.nodes[:, :returned].ravel(), pad_token_id=backend.pad_token_id)
-    given = np.repeat(request.prefix[:, 1:], returned, axis=0)
-    sequences = np.concatenate([given, new], axis=1)
-    return Generated(sequences, decoder_calls=length, scores=answers.scores[:, :returned].ravel())
-
-
-def _counts(num_beams: Any, num_return_sequences: Any, vocab_size: int) -> tuple[int, int]:
-    beams = as_count(num_beams, "num_beams", at_least=1)
-    if beams >= vocab_size:
-        raise InputError(f"num_beams is {beams}; give less than the vocabulary has entries, {vocab_size}.")
+    batch, beams = len(request.ids), as_count(num_beams, "num_beams", at_least=1)
     returned = as_count(num_return_sequences, "num_return_sequences", at_least=1)
     if returned > beams:
         raise InputError(f"num_return_sequences is {returned}: give at most num_beams, {beams}, or raise that.")
-    return beams, returned
+    search = Beams(
+        batch, beams, vocab_size=backend.vocab_size, eos_token_id=backend.eos_token_id,
+        max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens, length_penalty=length_penalty,
+        early_stopping=early_stopping, rules=request.rules, begun=request.prefix.shape[1] > 1,
+    )  # fmt: skip
+    state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
+    step_input = np.repeat(request.prefix[:, None], beams, axis=1)  # (B, K, T)
+    while (move := search.advance(backend.step(state, step_input)[:, :, -1])) is not None:
+        if move.kept is not None:
+            backend.keep(state, move.kept)
+        if move.rows is not None:
+            backend.reorder(state, move.rows)
+        step_input = move.tokens[:, :, None]  # (n, K, 1)
+
+    # (B * N, L)
+    new, scores = search.best(returned, pad_token_id=backend.pad_token_id)
+    given = np.repeat(request.prefix[:, 1:], returned, axis=0)
+    return Generated(np.concatenate([given, new], axis=1), decoder_calls=search.length, scores=scores)
+
+
+class Move(NamedTuple):
+    """What the decoder is to do before it is asked for the next logits, in this order.
+
+    Attributes:
+        kept: (n',) which of the n sources stay, where some have stopped and leave; ``None`` where all stay.
+        rows: (n', K) from which row of its source each beam goes on; ``None`` where all stay as they are.
+        tokens: (n', K) int64, what each beam reads next.
+    """
+
+    kept: np.ndarray | None
+    rows: np.ndarray | None
+    tokens: np.ndarray
+
+
+class Beams:
+    """The K beams of each of B sources: all of a beam search but the decoder, which whoever owns it asks for logits.
+
+    Args:
+        batch, num_beams: B and K.
+        vocab_size, eos_token_id: of the backend.
+        max_new_tokens, min_new_tokens, length_penalty, early_stopping: as of `beam_search`.
+        rules, begun: what the model asks of every answer, and whether a prefix was given; as of `rules.Rules`.
+        continuations: where several searches of one thread share their working memory.
+
+    Attributes:
+        length: tokens in each open beam, and how often the decoder was asked.
+
+    Raises:
+        InputError: a type or bound is wrong.
+
+    >>> beams = Beams(1, 2, vocab_size=4, eos_token_id=3, max_new_tokens=2)
+    >>> beams.advance(np.log([[[0.1, 0.5, 0.3, 0.1], [0.1, 0.5, 0.3, 0.1]]])).tokens.tolist()
+    [[1, 2]]
+    >>> beams.advance(np.log([[[0.3, 0.3, 0.3, 0.1], [0.01, 0.01, 0.01, 0.97]]])) is None
+    True
+    >>> beams.best(1, pad_token_id=0)[0].tolist()
+    [[2, 3]]
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_beams: int,
+        *,
+        vocab_size: int,
+        eos_token_id: int,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        rules: Rules = NONE,
+        begun: bool = False,
+        continuations: Continuations | None = None,
+    ):
+        beams = as_count(num_beams, "num_beams", at_least=1)
+        if beams >= vocab_size:
+            raise InputError(f"num_beams is {beams}; give less than the vocabulary has entries, {vocab_size}.")
+        self._answers = Answers(
+            (batch, beams),
+            length_penalty=_penalty(length_penalty, max_new_tokens),
+            early_stopping=_rule(early_stopping) or beams == 1,  # greedy search ends with its first answer
+            max_new_tokens=max_new_tokens,
+        )
+        self._tree, self._continuations = Tree(), continuations or Continuations(vocab_size)
+        self._longest, self._shortest, self._end = max_new_tokens, min_new_tokens, eos_token_id
+        self._order, self._rules, self._begun = np.arange(beams), rules, begun
+        self._read_alike = True  # what the K rows of a source have read
+        self._active = np.arange(batch)  # (n,) which source each one is that is still searched
+        # One column: before the first step all rows of a source are equal.
+        self._scores = np.zeros((batch, 1), dtype=np.float32)
+        # In the tree, of the first row of each source; those of the others follow it.
+        self._nodes = np.full((batch, 1), START)
+        self.length = 0
+
+    def advance(self, logits: np.ndarray) -> Move | None:
+        """One step: the next-token logits (n, K, V) of all beams -> how they go on; ``None`` where all is found."""
+        beams, scores, nodes, active = len(self._order), self._scores, self._nodes, self._active
+        forced = self._rules.forced(self.length, longest=self._longest, begun=self._begun)
+        if forced is None:
+            forbidden = self._rules.forbidden(self._end if self.length < self._shortest else None)
+            # Twice K, because each beam may end and K have to go on.
+            scores, rows, tokens = self._continuations.best(
+                logits[:, : scores.shape[1]], scores, 2 * beams, forbidden=forbidden
+            )  # (n, 2K) each
+        else:  # each beam goes on as it has to, at no cost
+            rows = np.broadcast_to(self._order[: scores.shape[1]], scores.shape)
+            tokens = np.full(scores.shape, forced, dtype=np.int64)
+        parents = nodes + rows  # (n, 2K)
+        self.length += 1
+        ends = tokens == self._end
+        if self.length == self._longest:
+            ends[:] = True
+        if ends.any():
+            ended = ends[:, :beams] & self._answers.is_open[active, None]  # (n, K)
+            if ended.any():
+                leaves = self._tree.grow(parents[:, :beams], tokens[:, :beams])
+                found = np.where(ended, scores[:, :beams], -np.inf)
+                self._answers.add(active, found, leaves + np.arange(found.size).reshape(found.shape), self.length)
+            going_on = np.argsort(ends, axis=1, kind="stable")
+            scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
+        if self.length == self._longest:
+            return None
+        scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
+        first_rows = np.arange(0, tokens.size, tokens.shape[1])[:, None]
+        nodes = self._tree.grow(parents[:, :beams], tokens) + first_rows  # (n, 1)
+        kept = None
+        if self._answers.close(active, scores[:, 0], self.length):
+            staying = np.flatnonzero(self._answers.is_open[active])  # (n',)
+            if not staying.size:
+                return None
+            if 4 * staying.size <= 3 * len(active):
+                kept = staying
+                active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
+        self._active, self._nodes, self._scores = active, nodes, scores
+        if tokens.shape[1] == 1:  # there is one beam, or the first token was forced: all rows go on alike
+            return Move(kept, None, np.repeat(tokens, beams, axis=1))
+        moved = not self._read_alike and (rows != self._order).any()
+        self._read_alike = False
+        return Move(kept, rows if moved else None, tokens)
+
+    def best(self, count: int, *, pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ``count`` best answers of each source, best first: (B * n, L) int64, and their scores (B * n,)."""
+        nodes = self._answers.nodes[:, :count].ravel()
+        return self._tree.sequences(nodes, pad_token_id=pad_token_id), self._answers.scores[:, :count].ravel()
 
 
 def _penalty(value: Any, longest: int) -> float:

@@ -118,6 +118,11 @@ class EncoderCache:
                     self._keep_row(key, found[key])
         return self.backend.join([found[key] for key in keys])
 
+    def holds(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bool]:
+        """For each of B rows whether it is kept at the moment; asks for nothing and moves nothing."""
+        with self._lock:
+            return [key in self._rows for key in row_keys(input_ids, attention_mask)]
+
     def clear(self) -> None:
         """Forget all rows, also those being encoded at the moment; ``hits`` and ``misses`` count on."""
         with self._lock:

@@ -88,21 +88,52 @@ def stream_text(tokenizer: Any, chunks: Iterable[list[np.ndarray]]) -> Iterator[
     >>> list(stream_text(Letters(), chunks))
     ['to', ' be', ' or']
     """
-    if not callable(getattr(tokenizer, "batch_decode", None)):
-        raise InputError(f"tokenizer is {tokenizer!r:.80}; give one with batch_decode, such as TokenizerFile.")
-    tokens: list[int] = []
-    done, text = "", ""
+    pieces = TextPieces(tokenizer)
     for chunk in chunks:
         if len(chunk) != 1:
             raise InputError(f"A chunk has the tokens of {len(chunk)} rows: stream the text of one source and answer.")
-        new = as_integers(chunk[0], "a chunk", rank=1)
-        if not new.size:
-            continue
-        tokens += new.tolist()
-        (text,) = tokenizer.batch_decode([tokens], skip_special_tokens=True)
-        certain = text[: max(text.rfind(" "), 0)]
-        if len(certain) > len(done) and certain.startswith(done):
-            yield certain[len(done) :]
-            done = certain
-    if len(text) > len(done):
-        yield text[len(done) :]
+        if piece := pieces.add(as_integers(chunk[0], "a chunk", rank=1).tolist()):
+            yield piece
+    if piece := pieces.rest():
+        yield piece
+
+
+class TextPieces:
+    """The same for tokens that are handed over as they come, by whoever gets them.
+
+    Args:
+        tokenizer: as of `stream_text`.
+
+    Raises:
+        InputError: it cannot decode.
+
+    >>> class Letters:  # a toy tokenizer
+    ...     def batch_decode(self, ids, skip_special_tokens): return ["".join(map(chr, row)) for row in ids]
+    >>> pieces = TextPieces(Letters())
+    >>> pieces.add([ord("t"), ord("o")]), pieces.add([ord(" "), ord("b")]), pieces.rest()
+    ('', 'to', ' b')
+    """
+
+    def __init__(self, tokenizer: Any):
+        if not callable(getattr(tokenizer, "batch_decode", None)):
+            raise InputError(f"tokenizer is {tokenizer!r:.80}; give one with batch_decode, such as TokenizerFile.")
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._done = self._text = ""
+
+    def add(self, tokens: list[int]) -> str:
+        """What is certain now and was not before; often nothing."""
+        if not tokens:
+            return ""
+        self._tokens += tokens
+        (self._text,) = self._tokenizer.batch_decode([self._tokens], skip_special_tokens=True)
+        certain = self._text[: max(self._text.rfind(" "), 0)]
+        if len(certain) <= len(self._done) or not certain.startswith(self._done):
+            return ""
+        piece, self._done = certain[len(self._done) :], certain
+        return piece
+
+    def rest(self) -> str:
+        """What is left when no more tokens come."""
+        piece, self._done = self._text[len(self._done) :], self._text
+        return piece

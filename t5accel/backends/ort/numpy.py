@@ -209,6 +209,12 @@ class OrtNumpy:
             past.append(self._hold(longer))
         state.source, state.rows, state.past, state.binding = joined, histories, past, None
 
+    def branch(self, state: OrtState, sources: np.ndarray) -> None:
+        """As ``keep`` with some sources twice and others not at all, but what is equal for both is left alone."""
+        histories, kept = state.rows.kept(sources)
+        state.past = [self._gathered(past, 1, self._from_host(kept), kept.shape) for past in state.past]
+        state.rows = histories
+
     def split(self, source: OrtSource) -> list[OrtSource]:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
         arrays = [self._array(source.inputs[name]) for name in self.cross_names]

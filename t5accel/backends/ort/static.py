@@ -75,7 +75,7 @@ class StaticState(OrtState):
             come from one another are not copied there.
         cross: of a state that sources have joined, its own keys and values of cross-attention, with room for more
             sources and longer ones: (B', H_i, S', d_kv).
-        laid_anew_bytes: how much of them was copied because what joined was longer, or more.
+        laid_anew_bytes: how much of them was copied because what joined was longer or more, or what stays much shorter.
     """
 
     buffers: Buffers | None = None
@@ -180,13 +180,20 @@ class OrtStatic(OrtNumpy):
             return
         state.buffers.settle()
         histories, kept = state.rows.kept(sources)
-        moves = []
-        if state.cross is None:
+        moves, mask, room, anew = [], state.source.mask[kept], state.cross, 0
+        if room is None:
             cross = [self._gathered(state.source.inputs[name], 1, kept, kept.shape) for name in self.cross_names]
         else:
-            cross = [array[: kept.size] for array in state.cross]
-            changed = np.flatnonzero(kept != np.arange(kept.size))
-            moves = [(array, changed, array[kept[changed]]) for array in state.cross]
+            longest = _rounded(1 + int(np.flatnonzero(mask.any(axis=0))[-1]))
+            if 2 * longest <= mask.shape[1]:  # a long source has left, and all others would be read as long as it
+                mask, room = mask[:, :longest], self._cross_room(len(room[0]), longest)
+                for array, before in zip(room, state.cross, strict=True):
+                    array[: kept.size] = before[kept, :, :longest]
+                anew = sum(array[: kept.size].nbytes for array in room)
+            else:
+                changed = np.flatnonzero(kept != np.arange(kept.size))
+                moves = [(array, changed, array[kept[changed]]) for array in room]
+            cross = [array[: kept.size] for array in room]
         rows = np.arange(state.rows.padding.size).reshape(state.rows.shape)[kept].ravel()
         unused = int(histories.padding.min())  # columns that are masked for all who stay
         unused *= 3 * unused >= histories.width
@@ -194,11 +201,25 @@ class OrtStatic(OrtNumpy):
         buffers = self._around(state.buffers.room, rows.size)
         buffers.moves = moves
         histories = replace(histories, padding=histories.padding - unused, width=histories.width - unused)
-        source, shared = self._source(cross, state.source.mask[kept]), np.maximum(state.shared[kept] - unused, 0)
+        source, shared = self._source(cross, mask), np.maximum(state.shared[kept] - unused, 0)
         state.source, state.rows, state.shared, state.buffers = source, histories, shared, buffers
+        state.cross, state.laid_anew_bytes = room, state.laid_anew_bytes + anew
+
+    def branch(self, state: StaticState, sources: np.ndarray) -> None:
+        """Only the rows that change are copied, and of them what is theirs."""
+        if state.buffers is None:
+            super().branch(state, sources)
+            return
+        (histories, kept), per_source = state.rows.kept(sources), state.rows.shape[1]
+        changed = np.flatnonzero(kept != np.arange(kept.size))
+        if changed.size:
+            rows = (kept[:, None] * per_source + np.arange(per_source)).ravel()
+            moves = self._moves(state, rows, int(histories.padding[changed].min()))
+            state.buffers.mask[:] = 1  # the next step masks what is ragged then
+            state.rows, state.shared, state.buffers.moves = histories, state.shared[kept], moves
 
     def admit(self, state: StaticState, source: OrtSource) -> None:
-        """No key and no value of self-attention is copied, unless there is no memory for so many rows yet."""
+        """No key and no value of self-attention is copied, unless there is no room for so many rows: it doubles."""
         if state.buffers is None and (state.past or self.why_portable):
             super().admit(state, source)
             return
@@ -208,8 +229,8 @@ class OrtStatic(OrtNumpy):
         (there, per_source), (total, _) = state.rows.shape, histories.shape
         state.buffers.settle()
         room = state.buffers.room
-        if next(iter(room.values())).shape[1] < histories.padding.size:
-            room = self._new_buffers(histories.padding.size, state.buffers.mask.shape[1] - 1).room
+        if (rows := next(iter(room.values())).shape[1]) < histories.padding.size:
+            room = self._new_buffers(max(histories.padding.size, 2 * rows), width).room
             for heads, group in state.buffers.groups.items():
                 room[heads][:, : there * per_source, :, :width] = group[:, :, :, :width]
         for group in room.values():
@@ -387,15 +408,14 @@ class OrtStatic(OrtNumpy):
     def _cross_with(self, state: StaticState, source: OrtSource) -> tuple[list[np.ndarray], np.ndarray, int]:
         """Cross-attention's tensors and mask with those of another source behind, and how many bytes were laid anew.
 
-        They are laid out anew if what comes is longer, or more, than there is room for. Both have some to spare then.
+        They are laid out anew if what comes is longer, or more, than there is room for: then there is twice as much.
         """
         old = [state.source.inputs[name] for name in self.cross_names]
         (there, longest), (count, length) = state.source.mask.shape, source.mask.shape
         room, total = state.cross or [], there + count
         if not room or len(room[0]) < total or room[0].shape[2] < length:
-            longest = -(-max(longest, length) // COLUMNS) * COLUMNS
-            rows = max(total, len(room[0]) if room else 0)
-            room = [np.zeros((rows, heads, longest, self.dims.d_kv), np.float32) for heads in self.cross_heads]
+            rows = len(room[0]) if room else 0
+            room = self._cross_room(rows if total <= rows else max(total, 2 * rows), _rounded(max(longest, length)))
             for array, before in zip(room, old, strict=True):
                 array[:there, :, : before.shape[2]] = before
         anew = sum(array.nbytes for array in old) if state.cross is None or room[0] is not state.cross[0] else 0
@@ -404,3 +424,15 @@ class OrtStatic(OrtNumpy):
         for array, name in zip(room, self.cross_names, strict=True):
             array[there:total, :, :length], array[there:total, :, length:] = source.inputs[name], 0
         return [array[:total] for array in room], mask, anew
+
+    def _cross_room(self, rows: int, length: int) -> list[np.ndarray]:
+        return [np.zeros((rows, heads, length, self.dims.d_kv), np.float32) for heads in self.cross_heads]
+
+
+def _rounded(length: int) -> int:
+    """Of a source: room for a few more positions.
+
+    >>> _rounded(1), _rounded(64), _rounded(65)
+    (64, 64, 128)
+    """
+    return -(-length // COLUMNS) * COLUMNS

@@ -137,6 +137,18 @@ class Recipe:
         return [scheme for scheme in schemes if scheme is not None]
 
     @property
+    def minds_neighbours(self) -> set[str]:
+        """The graphs, ``"encoder"`` or ``"decoder"``, whose numbers depend on what else is in a batch ("dynamic").
+
+        >>> RECIPES["int8"].minds_neighbours
+        {'encoder'}
+        """
+        schemes = [("encoder", self.encoder), ("decoder", self.decoder), ("decoder", self.head)]
+        late = ("decoder", HEAD)
+        schemes += [("decoder" if group.startswith(late) else "encoder", scheme) for group, scheme in self.overrides]
+        return {graph for graph, scheme in schemes if scheme and scheme.method == "dynamic"}
+
+    @property
     def hash(self) -> str:
         """16 hex digits that stand for all of it."""
         return hashlib.sha256(json.dumps(self._written(), sort_keys=True).encode()).hexdigest()[:16]

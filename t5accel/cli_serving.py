@@ -1,0 +1,89 @@
+"""The commands that serve, and put load on a server: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+serving = typer.Typer()
+
+
+@serving.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, fp16, int8 or int4. Default: fp32.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
+    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1. Beyond it set T5ACCEL_API_KEY.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8000; 0: any that is free.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Of the batch: an answer takes one, K beams take K. Default: 32.")
+    ] = None,
+    key_value_mb: Annotated[int | None, typer.Option(help="Of keys and values of all rows. Default: no limit.")] = None,
+    queue: Annotated[int | None, typer.Option(help="Requests that may wait. Default: 256.")] = None,
+    source_tokens: Annotated[int | None, typer.Option(help="Of a source, at most. Default: 512.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Of an answer, at most. Default: 512.")] = None,
+    texts: Annotated[int | None, typer.Option(help="Of one request, at most. Default: 64.")] = None,
+    stall_ms: Annotated[
+        float | None, typer.Option(help="Running answers wait so long at most for newcomers' encoders. Default: 50.")
+    ] = None,
+    encoder_cache_mb: Annotated[int | None, typer.Option(help="For encoder outputs. Default: 256.")] = None,
+    connections: Annotated[int | None, typer.Option(help="Open at a time. Default: 1000.")] = None,
+    body_kb: Annotated[int | None, typer.Option(help="Of a request, at most. Default: 1024.")] = None,
+    head_s: Annotated[float | None, typer.Option(help="For a request's head to arrive. Default: 10.")] = None,
+    body_s: Annotated[float | None, typer.Option(help="For its body. Default: 10.")] = None,
+    write_s: Annotated[
+        float | None, typer.Option(help="Who lets an answer lie unread so long is cut off. Default: 10.")
+    ] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="Of requests that name none. Default: none.")] = None,
+    grace_s: Annotated[float | None, typer.Option(help="After SIGTERM, for what runs. Default: 30.")] = None,
+    stuck_s: Annotated[float | None, typer.Option(help="A step that long, and it is not alive. Default: 60.")] = None,
+    log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,
+) -> None:
+    """Answer requests over HTTP, which join and leave a running batch; --rows may also be T5ACCEL_ROWS, and so on."""
+    given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
+    try:
+        from pydantic import ValidationError
+
+        from t5accel.serving.server import serve as serve_until_stopped
+        from t5accel.serving.settings import Settings
+    except ImportError as error:
+        from t5accel.errors import MissingPackageError
+
+        raise MissingPackageError(f"{error.name} is missing: pip install 't5accel[serving]'.") from error
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        from t5accel.errors import InputError
+
+        found = error.errors()[0]
+        raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
+    serve_until_stopped(settings)
+
+
+@serving.command()
+def load(
+    url: Annotated[str, typer.Argument(help="Of a server on this machine, such as http://127.0.0.1:8000.")],
+    rate: Annotated[float | None, typer.Option(help="Requests a second, sent whether answers come or not.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="In place of a rate: so many wait for their answers, and flatter the server.")
+    ] = None,
+    seconds: float = 10.0,
+    text: Annotated[
+        list[str] | None, typer.Option(help="What is asked; may be repeated. Default: a few sentences to translate.")
+    ] = None,
+    max_new_tokens: int = 64,
+    forced: Annotated[bool, typer.Option("--forced", help="Every answer has exactly --max-new-tokens.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="And note the time to the first event.")] = False,
+    seed: int = 0,
+) -> None:
+    """Send requests to a server on this machine, at random moments: how long did each really take?"""
+    import asyncio
+
+    from t5accel.lab.load import Load, offer
+
+    sentences = ("I am tired.", "Where is my bag?", "We have two cats.", "She reads a book.")
+    texts = text or [f"translate English to French: {sentence}" for sentence in sentences]
+    least = max_new_tokens if forced else 0
+    bodies = [dict(text=one, max_new_tokens=max_new_tokens, min_new_tokens=least, stream=stream) for one in texts]
+    typer.echo(str(asyncio.run(offer(Load(url, bodies, rate, seconds, clients, seed)))))

@@ -1,0 +1,194 @@
+"""Load on a server, and how long each request really took.
+
+An **open loop** sends at moments that were drawn beforehand, whether answers come or not, as people do who know nothing
+of each other; a latency counts from the moment at which a request should have been sent. A **closed loop** sends when
+an answer has come. While a server stands still it sends nothing, so that a stall of a second is one slow request and
+not all those that would have come in that second: it flatters the slow.
+
+Every latency is kept, so percentiles are exact. Only this machine's own servers are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from t5accel.checks import as_count, is_number
+from t5accel.errors import InputError, MissingPackageError
+
+HERE = ("127.0.0.1", "localhost", "::1")
+MOST_REQUESTS = 100_000
+LATE_S = 60.0  # after the last one was sent, answers are waited for so long
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent.
+
+    Attributes:
+        url: of a server on this machine, such as ``"http://127.0.0.1:8000"``.
+        requests: JSON bodies of ``POST /generate``; which one comes when is drawn.
+        rate_per_s: of the open loop, on average; its gaps are exponential (a Poisson process).
+        seconds: during which requests are sent.
+        clients: in place of a rate: so many that each wait for their answers, the closed loop.
+        seed: of what is drawn. Two systems under equal loads get the same requests at the same moments.
+
+    Raises:
+        InputError: another machine's server, a rate and clients or neither, more than 100,000 requests.
+
+    >>> Load("http://127.0.0.1:8000", [{"text": "a"}], rate_per_s=1000.0, seconds=2.0).moments()[-1] < 2
+    True
+    """
+
+    url: str
+    requests: Sequence[dict[str, Any]]
+    rate_per_s: float | None = None
+    seconds: float = 10.0
+    clients: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or urlsplit(self.url).hostname not in HERE:
+            raise InputError(f"url is {self.url!r:.80}; load is for servers on this machine: {', '.join(HERE)}.")
+        if not self.requests:
+            raise InputError("requests is empty; give at least one body.")
+        if (self.rate_per_s is None) == (self.clients is None):
+            raise InputError("Give rate_per_s for an open loop, or clients for a closed one.")
+        for name in ("seconds", "rate_per_s"):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and 0 < value < math.inf):
+                raise InputError(f"{name} is {value!r}; give a number above 0.")
+        if self.clients is not None:
+            as_count(self.clients, "clients", at_least=1)
+        if self.rate_per_s is not None and self.rate_per_s * self.seconds > MOST_REQUESTS:
+            raise InputError(
+                f"That would be some {self.rate_per_s * self.seconds:.0f} requests; {MOST_REQUESTS} may be."
+            )
+
+    def moments(self) -> np.ndarray:
+        """(n,) seconds from the start at which the open loop sends."""
+        rng, most = np.random.default_rng(self.seed), int(2 * self.rate_per_s * self.seconds) + 100
+        times = rng.exponential(1 / self.rate_per_s, most).cumsum()
+        return times[times < self.seconds]
+
+
+@dataclass
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        latency_s: of the answers, from the intended moment to the last byte.
+        first_s: of answers that stream, to the first event.
+        statuses: how many requests ended so; 0 for those that got no answer.
+        tokens: in all answers.
+        wall_s: from the first intended moment to the last answer.
+        generator_cpu: the share of one core that the generator took, which the server may have lacked.
+        sent_late_s: the most by which the generator itself was late.
+    """
+
+    latency_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0
+    wall_s: float = 0.0
+    generator_cpu: float = 0.0
+    sent_late_s: float = 0.0
+
+    def percentile_s(self, percent: float) -> float:
+        """Of the latencies; NaN without any.
+
+        >>> Outcome(latency_s=[0.1, 0.2, 0.9]).percentile_s(50)
+        0.2
+        """
+        return float(np.percentile(self.latency_s, percent)) if self.latency_s else math.nan
+
+    def goodput_per_s(self, limit_s: float) -> float:
+        """Answers a second that came within a limit."""
+        return sum(latency <= limit_s for latency in self.latency_s) / self.wall_s
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} x {status or 'no answer'}" for status, count in sorted(self.statuses.items()))
+        return (
+            f"{len(self.latency_s) / self.wall_s:.1f} answers/s, {self.tokens / self.wall_s:.0f} tokens/s, p50 "
+            f"{self.percentile_s(50) * 1e3:.0f} ms, p99 {self.percentile_s(99) * 1e3:.0f} ms; {ends}; generator: "
+            f"{self.generator_cpu:.0%} of a core, at most {self.sent_late_s * 1e3:.0f} ms late"
+        )
+
+
+async def offer(load: Load) -> Outcome:
+    """Send the load and wait for what comes of it.
+
+    Raises:
+        MissingPackageError: aiohttp is not installed.
+
+    >>> import asyncio
+    >>> nobody = asyncio.run(offer(Load("http://127.0.0.1:9", [{"text": "a"}], rate_per_s=50.0, seconds=0.2)))
+    >>> set(nobody.statuses), nobody.latency_s
+    ({0}, [])
+    """
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise MissingPackageError("aiohttp is missing: pip install 't5accel[serving]'.") from error
+    outcome, rng = Outcome(), np.random.default_rng([load.seed, 1])
+    timeout = aiohttp.ClientTimeout(total=load.seconds + LATE_S)
+    started, cpu = time.perf_counter(), time.process_time()
+
+    async def send(session: aiohttp.ClientSession, body: dict[str, Any], intended: float) -> None:
+        outcome.sent_late_s = max(outcome.sent_late_s, time.perf_counter() - started - intended)
+        try:
+            async with session.post(f"{load.url}/generate", json=body) as response:
+                status = response.status
+                if status == 200 and body.get("stream"):
+                    last = await _last_event(response, outcome.first_s, started + intended)
+                    if "error" in last:
+                        status = 0
+                    tokens = last.get("tokens", 0)
+                else:
+                    content = json.loads(await response.read())
+                    tokens = sum(sum(answer["tokens"]) for answer in content.get("answers", []))
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            status, tokens = 0, 0
+        outcome.statuses[status] += 1
+        if status == 200:
+            outcome.latency_s.append(time.perf_counter() - started - intended)
+            outcome.tokens += tokens
+
+    def body() -> dict[str, Any]:
+        return load.requests[rng.integers(len(load.requests))]
+
+    async def ask_again_and_again(session: aiohttp.ClientSession) -> None:
+        while (now := time.perf_counter() - started) < load.seconds and outcome.statuses.total() < MOST_REQUESTS:
+            await send(session, body(), now)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        if load.clients is not None:
+            await asyncio.gather(*[ask_again_and_again(session) for _ in range(load.clients)])
+        else:
+            async with asyncio.TaskGroup() as group:
+                for moment in load.moments().tolist():
+                    await asyncio.sleep(max(0.0, started + moment - time.perf_counter()))
+                    group.create_task(send(session, body(), moment))
+    outcome.wall_s = time.perf_counter() - started
+    outcome.generator_cpu = (time.process_time() - cpu) / outcome.wall_s
+    return outcome
+
+
+async def _last_event(response: Any, first_s: list[float], intended: float) -> dict[str, Any]:
+    """The last event of a stream; notes when the first one came."""
+    last: dict[str, Any] = {}
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            if not last:
+                first_s.append(time.perf_counter() - intended)
+            last = json.loads(line[6:])
+    return last

@@ -1,0 +1,1 @@
+"""Requests that share one running batch, and the server in front of it."""

@@ -1,0 +1,306 @@
+"""The application: routes in front of a scheduler, whose answers come from another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+
+from t5accel.decoding.backend import Backend
+from t5accel.decoding.job import Answer
+from t5accel.decoding.streaming import TextPieces
+from t5accel.errors import T5AccelError
+from t5accel.serving.guard import Guard, Refused, ValidationError, log, refusal
+from t5accel.serving.metrics import Metrics
+from t5accel.serving.scheduler import Scheduler
+from t5accel.serving.schemas import Completion, Generate, seed_of
+from t5accel.serving.settings import Settings
+from t5accel.serving.ticket import Ticket
+
+DONE = "data: [DONE]\n\n"
+
+
+class Service:
+    """A scheduler, and texts in place of tokens.
+
+    Args:
+        backend, tokenizer: as of `api.open_backend`.
+        settings: all limits.
+    """
+
+    def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
+        self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
+        self.eos_token_id = backend.eos_token_id
+        self.started_s = int(time.time())
+        self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
+        self.metrics.watch(self.scheduler)
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def _tell(self, tickets: Sequence[Ticket]) -> None:
+        """From the engine's thread to the one that serves."""
+        self.loop.call_soon_threadsafe(lambda: [ticket.listener() for ticket in tickets if ticket.listener])
+
+    def submit(self, asked: Generate) -> list[Ticket]:
+        """A ticket for each text."""
+        texts = [asked.text] if isinstance(asked.text, str) else asked.text
+        if not 1 <= len(texts) <= self.settings.texts:
+            raise Refused(422, f"text holds {len(texts)} texts; give 1 to {self.settings.texts}.", param="text")
+        if asked.stream and len(texts) > 1:
+            raise Refused(422, "stream is for one text.", param="stream")
+        most, seed = self.settings.source_tokens, seed_of(asked)
+        batch, jobs = self.tokenizer(texts, return_tensors="np", padding=True), []
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            tokens = ids[mask == 1].tolist()
+            if len(tokens) > most and not asked.truncate:
+                raise Refused(413, f"A source has {len(tokens)} tokens, and {most} are allowed: shorten it, or ask for "
+                              "truncate.", param="text")  # fmt: skip
+            if len(tokens) > most:
+                tokens = [*tokens[: most - 1], self.eos_token_id]
+            jobs.append(asked.job(tokens, seed, self.settings.deadline_s))
+        tickets = self.scheduler.submit_all(jobs)
+        if self.settings.log_texts:
+            log.info("requests %s: %s", [ticket.number for ticket in tickets], json.dumps(texts, ensure_ascii=False))
+        return tickets
+
+    def texts(self, answers: Sequence[Answer]) -> list[str]:
+        """Decoded."""
+        found = self.tokenizer.batch_decode([answer.tokens for answer in answers], skip_special_tokens=True)
+        if self.settings.log_texts:
+            log.info("answers: %s", json.dumps(found, ensure_ascii=False))
+        return found
+
+    async def answered(self, tickets: Sequence[Ticket], request: Request) -> None:
+        """Until all are done, or one has failed, or the client has gone; then the others' rows are free, too."""
+        news, gone = asyncio.Event(), asyncio.create_task(_disconnect(request))
+        gone.add_done_callback(lambda _: news.set())
+        for ticket in tickets:
+            ticket.listener = news.set
+        try:
+            while not all(ticket.is_done for ticket in tickets):
+                await news.wait()
+                news.clear()
+                if gone.done() and not all(ticket.is_done for ticket in tickets):
+                    raise ConnectionResetError
+                for ticket in tickets:
+                    if ticket.error is not None:
+                        raise ticket.error
+        finally:
+            gone.cancel()
+            for ticket in tickets:
+                ticket.cancel()
+        for ticket in tickets:
+            ticket.result(0)
+
+    async def pieces(self, ticket: Ticket, request: Request) -> AsyncIterator[tuple[str, bool]]:
+        """The text of a ticket as it comes, and whether that was the last of it. Nothing may come with a token.
+
+        Raises what the ticket fails with; whoever stops asking cancels it.
+        """
+        news, sent, text = asyncio.Event(), 0, TextPieces(self.tokenizer)
+        ticket.listener = news.set
+        try:
+            while True:
+                done = ticket.is_done
+                new = ticket.tokens[sent:]
+                sent += len(new)
+                piece = text.add(new)
+                if done:
+                    ticket.result(0)
+                    yield piece + text.rest(), True
+                    return
+                if piece or (new and sent == len(new)):
+                    yield piece, False
+                await news.wait()
+                news.clear()
+        finally:
+            ticket.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def timings(ticket: Ticket) -> dict[str, float | None]:
+    """Seconds since it was submitted.
+
+    >>> from t5accel.decoding.job import Job
+    >>> timings(Ticket(Job([5, 1]), 1, submitted_s=1.0, joined_s=1.5, first_token_s=1.75, done_s=3.0))
+    {'queue_s': 0.5, 'first_token_s': 0.75, 'total_s': 2.0}
+    """
+    moments = {"queue_s": ticket.joined_s, "first_token_s": ticket.first_token_s, "total_s": ticket.done_s}
+    return {name: None if at is None else round(at - ticket.submitted_s, 6) for name, at in moments.items()}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def _failed(error: Exception) -> str:
+    return "event: error\ndata: " + refusal(error).body.decode() + "\n\n"
+
+
+async def _streamed(pieces: AsyncIterator[Any], events: Callable[[str, bool], str]) -> Response:
+    """Server-sent events, once the first piece is there: what fails before still has a status of its own."""
+    first = await anext(pieces)
+
+    async def body() -> AsyncIterator[str]:
+        try:
+            yield events(*first)
+            if not first[1]:
+                async for piece in pieces:
+                    yield events(*piece)
+        except T5AccelError as error:
+            yield _failed(error)
+        finally:
+            await pieces.aclose()
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
+    """The application around a backend; its lifespan ends the engine's thread.
+
+    >>> from t5accel.api import open_backend
+    >>> app = make_app(*open_backend("mini", progress=False)[:2], Settings())
+    >>> sorted(path for path in app.openapi()["paths"] if path.startswith("/v1"))
+    ['/v1/completions', '/v1/models', '/v1/models/{name}']
+    >>> app.state.service.scheduler.close()
+    """
+    service = Service(backend, tokenizer, settings)
+    scheduler, name = service.scheduler, settings.model
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.loop = asyncio.get_running_loop()
+        yield
+        await asyncio.to_thread(scheduler.close)
+
+    app = FastAPI(title="t5accel", lifespan=lifespan)
+    app.state.service = service
+    app.add_middleware(Guard, settings=settings, metrics=service.metrics)
+
+    def post(path: str, schema: type[Generate | Completion]) -> Callable[..., Any]:
+        """A route that reads this and answers whatever goes wrong as a refusal."""
+        content = {"content": {"application/json": {"schema": schema.model_json_schema()}}, "required": True}
+
+        def add(answer: Callable[[Any, Request], Awaitable[Response]]) -> None:
+            async def route(request: Request) -> Response:
+                try:
+                    return await answer(schema.model_validate_json(await request.body()), request)
+                except ConnectionError:
+                    return Response(status_code=499)
+                except (T5AccelError, Refused, ValidationError) as error:
+                    return refusal(error)
+                except Exception as error:
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    log.error("unexpected %s at %s:%s", type(error).__name__, where.filename, where.lineno)
+                    return refusal(error)
+
+            route.__name__, route.__doc__ = answer.__name__, schema.__doc__
+            app.post(path, openapi_extra={"requestBody": content}, response_model=None)(route)
+
+        return add
+
+    @post("/generate", Generate)
+    async def generate(asked: Generate, request: Request) -> Response:
+        tickets = service.submit(asked)
+        if asked.stream:
+            (ticket,) = tickets
+
+            def events(piece: str, last: bool) -> str:
+                if not last:
+                    return _event({"text": piece})
+                return _event({"text": piece, "tokens": len(ticket.tokens), "ended": ticket.answers[0].ended,
+                               "timings": timings(ticket)})  # fmt: skip
+
+            return await _streamed(service.pieces(ticket, request), events)
+        await service.answered(tickets, request)
+        answers = [
+            {
+                "texts": service.texts(ticket.answers),
+                "scores": [answer.score for answer in ticket.answers],
+                "tokens": [len(answer.tokens) for answer in ticket.answers],
+                "ended": [answer.ended for answer in ticket.answers],
+                "source_tokens": len(ticket.job.input_ids),
+                "encoder_reused": ticket.reused,
+                "timings": timings(ticket),
+            }
+            for ticket in tickets
+        ]
+        return JSONResponse(
+            {"model": name, "seed": tickets[0].job.seed if asked.do_sample else None, "answers": answers}
+        )
+
+    @post("/v1/completions", Completion)
+    async def completions(asked: Completion, request: Request) -> Response:
+        if asked.model != name:
+            raise Refused(404, f"There is no model {asked.model[:80]!r} here, but {name!r}.", param="model",
+                          code="model_not_found")  # fmt: skip
+        tickets = service.submit(asked.generate())
+        content: dict[str, Any] = {"id": f"cmpl-{service.started_s}-{tickets[0].number}", "object": "text_completion",
+                                   "created": int(time.time()), "model": name}  # fmt: skip
+
+        def choice(index: int, text: str, ended: bool | None) -> dict[str, Any]:
+            reason = None if ended is None else "stop" if ended else "length"
+            return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+        def usage() -> dict[str, int]:
+            given = sum(len(ticket.job.input_ids) for ticket in tickets)
+            written = sum(len(answer.tokens) for ticket in tickets for answer in ticket.answers)
+            return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
+
+        if asked.stream:
+            (ticket,) = tickets
+
+            def events(piece: str, last: bool) -> str:
+                ended = ticket.answers[0].ended if last else None
+                text = _event({**content, "choices": [choice(0, piece, ended)]})
+                if last and asked.stream_options and asked.stream_options.include_usage:
+                    text += _event({**content, "choices": [], "usage": usage()})
+                return text + DONE if last else text
+
+            return await _streamed(service.pieces(ticket, request), events)
+        await service.answered(tickets, request)
+        answers = [answer for ticket in tickets for answer in ticket.answers]
+        both = zip(service.texts(answers), answers, strict=True)
+        choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
+        return JSONResponse({**content, "choices": choices, "usage": usage()})
+
+    model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def one_model(name: str) -> Any:
+        return (
+            model if name == model["id"] else refusal(Refused(404, "There is no such model.", code="model_not_found"))
+        )
+
+    @app.get("/health/live", response_model=None)
+    async def live() -> Response:
+        alive = scheduler.is_alive and scheduler.busy_s() < settings.stuck_s
+        return JSONResponse({"alive": alive}, 200 if alive else 503)
+
+    @app.get("/health/ready", response_model=None)
+    async def ready() -> Response:
+        """Whether to send requests here, and the load."""
+        is_ready = scheduler.is_open and scheduler.is_alive
+        load = {"ready": is_ready, "waiting": scheduler.waiting, "running": scheduler.running, "rows": scheduler.rows,
+                "continuous": not scheduler.why_static}  # fmt: skip
+        return JSONResponse(load, 200 if is_ready else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return app

@@ -1,0 +1,143 @@
+"""What may join a running batch, and when: rows, bytes of keys and values, and for how long others stand still."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from t5accel.checks import as_count, is_number
+from t5accel.decoding.rules import NONE
+from t5accel.errors import InputError
+from t5accel.graphs.numbers.recipes import recipe_of
+
+COLUMNS = 64  # sources and buffers are laid out in multiples of it
+RAGGED = 1.5  # columns that a batch may have for each of its longest history, before they are moved together
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler keeps to.
+
+    Attributes:
+        rows: of the batch, at most: a greedy job takes one, K beams or K drawn answers take K.
+        key_value_bytes: of self- and cross-attention of all rows, each counted as long as the longest; ``None``: no
+            limit. Buffers grow by doubling, so that the process may hold up to twice as much.
+        queue: jobs that may wait; more are refused.
+        source_tokens, new_tokens: of a job, at most.
+        stall_s: while others run, encoders of newcomers take no longer than that before the next step; a single source
+            that needs more is encoded all the same, alone.
+        encoder_cache_bytes: for encoder outputs that are used again.
+
+    Raises:
+        InputError: a value is out of bounds.
+
+    >>> Limits(rows=8).queue
+    256
+    """
+
+    rows: int = 32
+    key_value_bytes: int | None = None
+    queue: int = 256
+    source_tokens: int = 512
+    new_tokens: int = 512
+    stall_s: float = 0.05
+    encoder_cache_bytes: int = 256_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "queue", "source_tokens", "new_tokens"):
+            as_count(getattr(self, name), name, at_least=1)
+        as_count(self.encoder_cache_bytes, "encoder_cache_bytes", at_least=0)
+        if self.key_value_bytes is not None:
+            as_count(self.key_value_bytes, "key_value_bytes", at_least=1)
+        if not is_number(self.stall_s) or not 0 <= self.stall_s < 1e6:
+            raise InputError(f"stall_s is {self.stall_s!r}; give seconds, 0 for one source at a time.")
+
+
+class KeyValueBytes:
+    """The memory that rows take.
+
+    Args:
+        backend: one whose ``dims`` say how many heads its layers have; of another it is not known, and counts as 0.
+
+    >>> class Dims: cross_heads, decoder_heads, d_kv = (8,) * 6, (8,) * 6, 64
+    >>> class Toy: dims, dtype = Dims, None
+    >>> KeyValueBytes(Toy)(rows=1, source_tokens=512, new_tokens=100) == (512 + 192) * 6 * 2 * 8 * 64 * 4
+    True
+    """
+
+    def __init__(self, backend: Any):
+        dims, item = getattr(backend, "dims", None), getattr(getattr(backend, "dtype", None), "itemsize", 4)
+        self.is_known = all(hasattr(dims, name) for name in ("cross_heads", "decoder_heads", "d_kv"))
+        self._cross, self._self = (
+            2 * sum(heads) * dims.d_kv * item if self.is_known else 0
+            for heads in ((dims.cross_heads, dims.decoder_heads) if self.is_known else ((), ()))
+        )
+
+    def __call__(self, rows: int, source_tokens: int, new_tokens: int) -> int:
+        """Of so many rows, as long as the longest source and as wide as the longest answer may make the batch."""
+        longest = -(-source_tokens // COLUMNS) * COLUMNS
+        columns = -(-int(RAGGED * new_tokens) // COLUMNS) * COLUMNS
+        return rows * (longest * self._cross + columns * self._self)
+
+
+class EncoderPace:
+    """How long it takes to encode, learnt on the way: seconds a token, for each power of two of the source's length.
+
+    >>> pace = EncoderPace()
+    >>> pace.seconds(100) is None
+    True
+    >>> pace.learn(100, 2, 0.5)
+    >>> pace.seconds(128)
+    0.32
+    """
+
+    def __init__(self) -> None:
+        self._per_token: dict[int, float] = {}
+
+    def seconds(self, length: int) -> float | None:
+        """For one source of this length; ``None`` if none like it was encoded yet."""
+        found = self._per_token.get(bucket(length))
+        return None if found is None else found * length
+
+    def learn(self, length: int, sources: int, seconds: float) -> None:
+        """So many sources, the longest of this length, took so long together."""
+        new, key = seconds / (length * sources), bucket(length)
+        old = self._per_token.get(key, new)
+        self._per_token[key] = old + (new - old) * (0.5 if new > old else 0.1)  # a stall is worse than a pause
+
+
+def bucket(length: int) -> int:
+    """Sources of one bucket are padded to less than twice their length.
+
+    >>> bucket(64), bucket(65), bucket(128)
+    (6, 7, 7)
+    """
+    return (length - 1).bit_length()
+
+
+def encodes_alone(backend: Any) -> bool:
+    """Whether sources must be encoded one by one, because the encoder's numbers depend on what else is in its batch.
+
+    Integers whose scale is found over a whole batch do, as in the encoders of the "int8" and "int4" recipes: alone and
+    without padding, a source always has the same scales.
+
+    Raises:
+        InputError: so do the decoder's numbers ("int8-dynamic"): what others write would change an answer. Or the model
+            forces or suppresses tokens (`rules.Rules`), which schedulers do not yet.
+
+    >>> encodes_alone(object())
+    False
+    """
+    if getattr(backend, "rules", NONE) != NONE:
+        raise InputError(
+            f"The model asks for {backend.rules}, which batches in flight do not keep to yet: use greedy() or "
+            "beam_search()."
+        )
+    content = getattr(getattr(backend, "manifest", None), "recipe", None)
+    minds = recipe_of(content).minds_neighbours if content else set()
+    if "decoder" in minds:
+        raise InputError(
+            f"precision {content['name']!r} finds the scale of what the decoder multiplies over the whole batch, so "
+            "that an answer would depend on who else is being served: give 'int8' or 'int4', which do not."
+        )
+    return "encoder" in minds

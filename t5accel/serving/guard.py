@@ -1,0 +1,148 @@
+"""What every request passes before the application sees it: key, size and time. And how every refusal looks.
+
+An ASGI server hands on what a client sends as slowly as it comes and as much as it is. Here both have their limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from t5accel import errors
+from t5accel.serving.metrics import Metrics
+from t5accel.serving.settings import Settings
+
+log = logging.getLogger("t5accel.serving")
+
+STATUS: dict[type[Exception], int] = {
+    errors.InputError: 422, errors.QueueFullError: 429, errors.DeadlineError: 504, errors.ShuttingDownError: 503,
+    errors.CancelledError: 499, errors.EngineError: 500,
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """An answer that is a refusal, with its status and, where one field is to blame, that field."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def refusal(error: Exception) -> JSONResponse:
+    """Any error in the shape that OpenAI's clients read; of one that nobody foresaw, nothing but its type.
+
+    >>> refusal(errors.QueueFullError("Full.", 7)).headers["retry-after"]
+    '7'
+    """
+    if isinstance(error, ValidationError):
+        error = _first_of(error)
+    if not isinstance(error, Refused):
+        status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+        retry = {"Retry_After": str(error.retry_after_s)} if isinstance(error, errors.QueueFullError) else {}
+        message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
+        error = Refused(status, message, **retry)
+    kind = "server_error" if error.status >= 500 else {401: "authentication_error", 429: "rate_limit_error"}.get(
+        error.status, "invalid_request_error")  # fmt: skip
+    content = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return JSONResponse({"error": content}, error.status, headers=error.headers)
+
+
+def _first_of(error: ValidationError) -> Refused:
+    """What pydantic found first, without what was given."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = ".".join(map(str, found["loc"]))[:80] or None
+    if found["type"] == "extra_forbidden":
+        return Refused(400, f"{name} is not supported: leave it out.", param=name, code="unsupported_parameter")
+    return Refused(422, f"{name or 'The body'}: {found['msg']}.", param=name)
+
+
+class Guard:
+    """ASGI middleware around the application.
+
+    Args:
+        app: what is guarded.
+        settings: the limits, and the key.
+        metrics: counts responses.
+    """
+
+    def __init__(self, app: Any, settings: Settings, metrics: Metrics):
+        self.app, self.settings, self.metrics = app, settings, metrics
+        self._key = settings.api_key.get_secret_value().encode() if settings.api_key else b""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 0
+
+        async def sent(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self.metrics.responded(_route(scope), status)
+            await send(message)
+
+        try:
+            try:
+                self._check_key(scope)
+                body = await self._body(scope, receive)
+            except Refused as error:
+                response = refusal(error)
+                response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
+                await response(scope, receive, sent)
+            else:
+                await self.app(scope, _replayed(body, receive), sent)
+        except ConnectionError:
+            pass  # the client has gone
+        finally:
+            passed = (time.perf_counter() - started) * 1e3
+            log.info("%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
+
+    def _check_key(self, scope: Any) -> None:
+        if self._key and not scope["path"].startswith("/health/"):
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, b"Bearer " + self._key):
+                raise Refused(401, "Give the API key as Authorization: Bearer KEY.", WWW_Authenticate="Bearer")
+
+    async def _body(self, scope: Any, receive: Any) -> bytes:
+        most = self.settings.body_kb * 1024
+        too_large = Refused(413, f"The body has more than {most} bytes.")
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if int(length) > most:
+            raise too_large
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self.settings.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError as error:
+            raise Refused(408, f"The body did not arrive within {self.settings.body_s:g} s.") from error
+        return bytes(body)
+
+
+def _replayed(body: bytes, receive: Any) -> Any:
+    """``receive`` once more from the start."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Any:
+        return messages.pop() if messages else await receive()
+
+    return again
+
+
+def _route(scope: Any) -> str:
+    """The route's pattern: what a client wrote as a path is a text of its own."""
+    return getattr(scope.get("route"), "path", "unknown")

@@ -1,0 +1,107 @@
+"""What clients may ask for, checked by pydantic, and the jobs that it becomes. Unknown fields are refused."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from t5accel.decoding.distribution import Sampling
+from t5accel.decoding.job import Job
+from t5accel.errors import InputError
+
+_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    def sampling(self) -> Sampling | None:
+        """What the fields say that are named as those of a `Sampling`."""
+        given = {name: getattr(self, name, None) for name in _OPTIONS}
+        return Sampling(**{name: value for name, value in given.items() if value is not None})
+
+
+class Generate(_Asked):
+    """``POST /generate``."""
+
+    text: str | list[str] = Field(description="One source with its prefix, or a list of them.")
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    num_return_sequences: int = Field(1, description="Answers to each text: of beams, or drawn.")
+    do_sample: bool = Field(False, description="Draw tokens; the fields from temperature to seed are for that.")
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(None, description="By default any; the answer says which.")
+    stream: bool = Field(False, description="Server-sent events, of one text without beams.")
+    truncate: bool = Field(False, description="Cut a source that is too long; by default it is refused.")
+    priority: int = Field(0, description="The higher goes first.")
+    deadline_s: float | None = Field(None, description="The answer is complete within so many seconds, or 504.")
+
+    def job(self, ids: list[int], seed: int, deadline_s: float | None) -> Job:
+        """For one of its texts.
+
+        >>> Generate(text="a", num_beams=4).job([5, 1], seed=0, deadline_s=None).rows
+        4
+        """
+        useless = [name for name in (*_OPTIONS, "seed") if getattr(self, name) is not None and not self.do_sample]
+        if useless:
+            raise InputError(f"{', '.join(useless)} given without do_sample, and would do nothing.")
+        same = ("max_new_tokens", "min_new_tokens", "num_beams", "length_penalty", "early_stopping",
+                "num_return_sequences", "priority", "stream")  # fmt: skip
+        return Job(
+            ids, sampling=self.sampling() if self.do_sample else None, seed=seed,
+            deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
+            **{name: getattr(self, name) for name in same},
+        )  # fmt: skip
+
+
+class StreamOptions(_Asked):
+    """Of a completion that streams."""
+
+    include_usage: bool = False
+
+
+class Completion(_Asked):
+    """``POST /v1/completions``, as far as it fits a T5: the prompt is the encoder's source, and never echoed."""
+
+    model: str
+    prompt: str | list[str]
+    max_tokens: int = 16
+    temperature: float | None = Field(None, description="Left out or 0: greedy, which differs from OpenAI's.")
+    top_p: float | None = None
+    n: int = 1
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+
+    def generate(self) -> Generate:
+        """The same in our words."""
+        if self.stream_options is not None and not self.stream:
+            raise InputError("stream_options given without stream.")
+        drawn = bool(self.temperature)
+        if not drawn and (self.top_p is not None or self.n != 1):
+            raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")
+        drawing: dict[str, Any] = dict(temperature=self.temperature, top_p=self.top_p, seed=self.seed) if drawn else {}
+        return Generate(
+            text=self.prompt, max_new_tokens=self.max_tokens, do_sample=drawn, num_return_sequences=self.n,
+            stream=self.stream, priority=self.priority, deadline_s=self.deadline_s, **drawing,
+        )  # fmt: skip
+
+
+def seed_of(asked: Generate) -> int:
+    """The one that was given, or any.
+
+    >>> seed_of(Generate(text="a", do_sample=True, seed=3))
+    3
+    """
+    return secrets.randbelow(2**31) if asked.seed is None else asked.seed

@@ -1,0 +1,343 @@
+"""On the real engine: a job's tokens never depend on its neighbours, in fp32, int8 and int4.
+
+Rows join, leave and are cancelled, greedy ones beside beams, short sources beside long ones, and every place that is
+free holds NaN until somebody uses it. Each job's answer is compared with its answer alone. Where they differ, two
+candidates must have been so near to each other that rounding decides (a tie), and the answer must have the score that
+it says it has: that is computed again, alone, along its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_scheduler import run
+
+from t5accel.backends.ort.numpy import OrtNumpy, OrtSource
+from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import Buffers, OrtStatic, StaticState
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.decoding.backend import Histories
+from t5accel.decoding.beam import Beams, beam_search
+from t5accel.decoding.continuations import Continuations
+from t5accel.decoding.distribution import Sampling
+from t5accel.decoding.job import Job
+from t5accel.decoding.sampling import sample
+from t5accel.errors import InputError
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.numbers.convert import convert_export
+from t5accel.parity import parity
+from t5accel.serving.budget import KeyValueBytes, Limits
+from t5accel.serving.scheduler import Scheduler
+
+ONE_THREAD = SessionSettings(threads=1)
+PRECISIONS = ("fp32", "int8", "int4")
+# Nearer than that, in standard deviations of all logits, and rounding decides. In integers what is multiplied is
+# rounded to 8 bits, which makes a last bit a hundredth.
+TIE = {"fp32": 1e-4, "int8": 0.06, "int4": 0.06}
+SCORE = {"fp32": 1e-4, "int8": 0.05, "int4": 0.05}  # of a token's log-probability, on average
+
+
+class Poisoned(OrtStatic):
+    """Whatever is not in use is NaN: places that rows have left, columns beyond the last."""
+
+    def keep(self, state: StaticState, sources: np.ndarray) -> None:
+        super().keep(state, sources)
+        if state.buffers is not None:
+            state.buffers.settle()
+            for group in state.buffers.room.values():
+                group[:, len(state.buffers.tokens) :] = np.nan
+                group[:, :, :, state.rows.width :] = np.nan
+            for array in state.cross or []:
+                array[len(state.source.mask) :] = np.nan
+
+
+@pytest.fixture(scope="module")
+def folder_of(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By precision, exports with a step of one tiny model whose answers end now and then."""
+    root = tmp_path_factory.mktemp("serving")
+    export_t5(tiny_t5(eos_token_id=7), root / "fp32", step=True)
+    for precision in (*PRECISIONS[1:], "int8-dynamic"):
+        convert_export(root / "fp32", root / precision, precision)
+    return root.joinpath
+
+
+@pytest.fixture(scope="module")
+def opened(folder_of) -> dict[str, OrtStatic]:
+    return {precision: Poisoned(folder_of(precision), settings=ONE_THREAD) for precision in PRECISIONS}
+
+
+class Noting(Continuations):
+    """Notes how near to each other two of the candidates were that a search has to put in order."""
+
+    nearest = np.inf
+
+    def best(self, logits: np.ndarray, scores: np.ndarray, count: int, *, forbidden: int | None = None) -> Any:
+        found = super().best(logits, scores, count + 1, forbidden=forbidden)
+        gaps = -np.diff(found[0][0]) / logits.std()
+        self.nearest = min(self.nearest, float(gaps[np.isfinite(gaps)].min(initial=np.inf)))
+        return tuple(array[:, :count] for array in found)
+
+
+def alone(backend: Any, job: Job) -> tuple[list[int], float]:
+    """The best answer to the source alone, without padding, and how near the nearest candidates were.
+
+    One beam is greedy search: then it is by how much the likeliest token led.
+    """
+    noting, end = Noting(backend.vocab_size), backend.eos_token_id
+    beams = Beams(1, job.num_beams, vocab_size=backend.vocab_size, eos_token_id=end, max_new_tokens=job.max_new_tokens,
+                  min_new_tokens=job.min_new_tokens, continuations=noting)  # fmt: skip
+    ids = job.input_ids[None]
+    state = backend.start(backend.encode(ids, np.ones_like(ids)), job.num_beams)
+    tokens = np.full((1, job.num_beams, 1), backend.decoder_start_token_id)
+    while (move := beams.advance(backend.step(state, tokens)[:, :, -1])) is not None:
+        if move.rows is not None:
+            backend.reorder(state, move.rows)
+        tokens = move.tokens[:, :, None]
+    row = beams.best(1, pad_token_id=-1)[0][0]
+    return row[row >= 0].tolist(), noting.nearest
+
+
+def rescored(backend: Any, job: Job, answer: list[int]) -> float:
+    """The mean log-probability of an answer's tokens, one after the other, alone."""
+    ids, total = job.input_ids[None], 0.0
+    state = backend.start(backend.encode(ids, np.ones_like(ids)))
+    for before, token in zip([backend.decoder_start_token_id, *answer], answer, strict=False):
+        logits = backend.step(state, np.full((1, 1, 1), before))[0, 0, 0].astype(np.float64)
+        total += logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    return total / len(answer)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> list[tuple[str, Any]]:
+    """Who comes, who is cancelled, and how many rounds go by; lengths from 1 to 512, most of them short."""
+    events: list[tuple[str, Any]] = []
+    for _ in range(draw(st.integers(3, 9))):
+        length = draw(st.sampled_from([1, 2, 5, 9, 17, 30, 64, 65, 130, 300, 512]))
+        ids = np.random.default_rng(draw(st.integers(0, 999))).integers(3, 298, length)
+        beams, most = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 40))
+        least = draw(st.sampled_from([0, most]))
+        job = Job(ids, num_beams=beams, max_new_tokens=most, min_new_tokens=least, priority=draw(st.integers(0, 2)))
+        events += [("come", job), ("rounds", draw(st.integers(0, 12)))]
+        if draw(st.integers(0, 3)) == 0:
+            events.append(("cancel", draw(st.integers(0, 8))))
+    return events
+
+
+def check(backend: Any, precision: str, events: list[tuple[str, Any]]) -> tuple[int, int]:
+    """That everybody's tokens are those of being alone; returns how many were compared, and how many ended in a tie."""
+    scheduler = Scheduler(backend, Limits(rows=9, encoder_cache_bytes=10**6), thread=False)
+    tickets: list[Any] = []
+    for what, which in events:
+        if what == "come":
+            tickets.append(scheduler.submit(which))
+        elif what == "cancel" and which < len(tickets):
+            tickets[which].cancel()
+        elif what == "rounds":
+            for _ in range(which):
+                scheduler.round()
+    run(scheduler)
+    compared = ties = 0
+    for number, ticket in enumerate(tickets):
+        if ticket.error is not None:
+            assert ticket.is_cancelled, ticket.error.__cause__
+            continue
+        compared += 1
+        (found,), (expected, nearest) = ticket.answers, alone(backend, ticket.job)
+        where = f"job {number}, {ticket.job.num_beams} beams, source of {len(ticket.job.input_ids)}"
+        if found.tokens != expected:
+            ties += 1
+            assert nearest < TIE[precision], f"{where}: {found.tokens} is not {expected}"
+        mean = rescored(backend, ticket.job, found.tokens)
+        if found.score is not None:
+            assert abs(mean - found.score) < SCORE[precision], f"{where}: its score is not that of its tokens"
+        elif found.tokens != expected:
+            other = rescored(backend, ticket.job, expected)
+            assert mean > other - 1, f"{where}: greedy, and much less likely than what it writes alone"
+    return compared, ties
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(events=schedules())
+def test_tokens_do_not_depend_on_neighbours(opened, precision: str, events: list[tuple[str, Any]]) -> None:
+    check(opened[precision], precision, events)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=schedules())
+def test_tokens_do_not_depend_on_neighbours_at_length(opened, precision: str, events: list[tuple[str, Any]]) -> None:
+    check(opened[precision], precision, events)
+
+
+def crowd(seed: int) -> list[tuple[str, Any]]:
+    """Two long visitors, and many that come and go beside them: where the first was, columns are free afterwards."""
+    rng = np.random.default_rng(seed)
+    events: list[tuple[str, Any]] = []
+    for number in range(12):
+        most, beams = (35 if number in (1, 9) else int(rng.integers(2, 14))), int(rng.choice([1, 1, 2, 4]))
+        job = Job(
+            rng.integers(3, 298, int(rng.integers(1, 70))), max_new_tokens=most, min_new_tokens=most, num_beams=beams
+        )
+        events += [("come", job), ("rounds", int(rng.integers(1, 5)))]
+    return events
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ties_are_rare(opened, precision: str) -> None:
+    compared, ties = np.sum([check(opened[precision], precision, crowd(seed)) for seed in range(4)], axis=0)
+    assert compared == 48 and ties <= {"fp32": 0}.get(precision, 4)
+
+
+# Faults that are planted
+
+
+def stale_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before a row came is taken for its history."""
+    monkeypatch.setattr(Histories, "joined", lambda self, n: self._with_padding(np.pad(self.padding, ((0, n), (0, 0)))))
+
+
+def shifted_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that moves to the left goes one column too far."""
+    real = OrtStatic._moves
+
+    def moves(self: OrtStatic, state: Any, rows: np.ndarray, first: int, shift: int = 0) -> list[Any]:
+        found = real(self, state, rows, first, shift)
+        return [(array, where, np.roll(new, -1, axis=3)) for array, where, new in found] if shift else found
+
+    monkeypatch.setattr(OrtStatic, "_moves", moves)
+
+
+def cross_row_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that takes another's place reads the other's source."""
+    real = Buffers.settle
+
+    def settle(self: Buffers) -> None:
+        self.moves = [move for move in self.moves if move[0].ndim == 5]
+        real(self)
+
+    monkeypatch.setattr(Buffers, "settle", settle)
+
+
+def beams_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beam goes on from its own history in place of another's."""
+    monkeypatch.setattr(OrtStatic, "branch", lambda self, state, sources: None)
+
+
+FAULTS = [stale_mask, shifted_column, cross_row_left, beams_that_stay]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(folder_of, monkeypatch, precision: str, fault: Callable[..., None]) -> None:
+    backend = OrtStatic(folder_of(precision), settings=ONE_THREAD)  # without NaN, which would give faults away
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="job"):
+        for seed in range(4):
+            check(backend, precision, crowd(seed))
+
+
+# Beams as rows
+
+
+@pytest.mark.parametrize("kind", [OrtNumpy, OrtStatic])
+def test_branching_is_keeping_a_source_twice(folder_of, kind: type[OrtNumpy], padded_batch) -> None:
+    backend, (ids, mask) = kind(folder_of("fp32"), settings=ONE_THREAD), padded_batch
+    new = np.random.default_rng(3).integers(8, 298, (5, 4, 1, 1))
+
+    def after(method: str) -> np.ndarray:
+        row = backend.encode(ids[:1], mask[:1])
+        state = backend.start(backend.join([row] * 3))
+        backend.step(state, new[0, :3])
+        backend.admit(state, row)
+        for tokens in new[1:4]:
+            backend.step(state, tokens)
+        getattr(backend, method)(state, np.array([2, 2, 3, 0]))
+        return backend.step(state, new[4])
+
+    parity(after("branch"), after("keep"), atol=1e-5)
+
+
+def test_drawn_rows_draw_what_they_would_alone(opened) -> None:
+    wanted = [
+        Job([5 + i] * (3 + 9 * i), sampling=Sampling(top_k=20, repetition_penalty=1.2), seed=i, max_new_tokens=20,
+            num_return_sequences=2) for i in range(4)
+    ]  # fmt: skip
+    scheduler = Scheduler(opened["fp32"], thread=False)
+    tickets = []
+    for job in wanted:
+        tickets.append(scheduler.submit(job))
+        scheduler.round()
+        tickets.append(scheduler.submit(Job(job.input_ids, max_new_tokens=7)))
+    run(scheduler)
+    for ticket in tickets[::2]:
+        job = ticket.job
+        expected = sample(
+            opened["fp32"], job.input_ids[None], np.ones((1, len(job.input_ids)), dtype=int), sampling=job.sampling,
+            seed=job.seed, num_return_sequences=2, max_new_tokens=20,
+        ).sequences  # fmt: skip
+        for answer, row in zip(ticket.result(0), expected.tolist(), strict=True):
+            assert answer.tokens == row[: len(answer.tokens)] and set(row[len(answer.tokens) :]) <= {0}
+
+
+def test_beams_are_those_of_beam_search(opened) -> None:
+    job = Job([9, 8, 11, 12, 13], num_beams=4, num_return_sequences=3, max_new_tokens=25, length_penalty=0.5)
+    scheduler = Scheduler(opened["fp32"], thread=False)
+    ticket = scheduler.submit(job)
+    run(scheduler)
+    expected = beam_search(opened["fp32"], job.input_ids[None], num_beams=4, num_return_sequences=3, max_new_tokens=25,
+                           length_penalty=0.5)  # fmt: skip
+    for answer, row, score in zip(ticket.result(0), expected.sequences.tolist(), expected.scores, strict=True):
+        assert answer.tokens == row[: len(answer.tokens)] and answer.score == pytest.approx(float(score), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["copying", "static"])
+def test_other_backends_do_the_same(folder_of, tiny_t5, kind: str) -> None:
+    """One copies everybody's history when somebody joins; nobody joins the other while it runs."""
+    backend = (
+        OrtNumpy(folder_of("fp32"), settings=ONE_THREAD) if kind == "copying" else TorchEager(tiny_t5(eos_token_id=7))
+    )
+    assert bool(Scheduler(backend, thread=False).why_static) == (kind == "static")
+    assert check(backend, "fp32", crowd(1)) == (12, 0)
+
+
+# Whose numbers depend on others
+
+
+def test_what_is_quantised_over_a_batch_is_refused(folder_of) -> None:
+    with pytest.raises(InputError, match="'int8-dynamic' finds the scale .* give 'int8' or 'int4'"):
+        Scheduler(OrtStatic(folder_of("int8-dynamic"), settings=ONE_THREAD))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_encoder_of_dynamic_integers_gets_one_source_at_a_time(folder_of, precision: str) -> None:
+    shapes: list[tuple[int, int]] = []
+
+    class Seen(OrtStatic):
+        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> OrtSource:
+            shapes.append(input_ids.shape)
+            return super().encode(input_ids, attention_mask)
+
+    scheduler = Scheduler(Seen(folder_of(precision), settings=ONE_THREAD), thread=False)
+    for length in (20, 25, 30, 100):
+        scheduler.submit(Job(np.full(length, 9), max_new_tokens=2))
+    run(scheduler)
+    expected = [(3, 30), (1, 100)] if precision == "fp32" else [(1, 20), (1, 25), (1, 30), (1, 100)]
+    assert shapes == expected
+
+
+def test_the_bytes_are_those_of_the_buffers(folder_of) -> None:
+    backend = OrtStatic(folder_of("fp32"), settings=ONE_THREAD)
+    counted = KeyValueBytes(backend)
+    state = backend.start(backend.encode(np.full((4, 64), 9), np.ones((4, 64), dtype=int)))
+    backend.next_tokens(state, np.zeros((4, 1, 1), dtype=int))
+    held = sum(group.nbytes for group in state.buffers.groups.values())
+    held += sum(state.source.inputs[name].nbytes for name in backend.cross_names)
+    assert counted(rows=4, source_tokens=50, new_tokens=40) == held
