@@ -45,7 +45,7 @@ class Load:
     Raises:
         InputError: another machine's server, a rate and clients or neither, more than 100,000 requests.
 
-    >>> Load("http://127.0.0.1:8000", [{"text": "a"}], rate_per_s=1000.0, seconds=2.0).moments()[-1] < 2
+    >>> bool(Load("http://127.0.0.1:8000", [{"text": "a"}], rate_per_s=1000.0, seconds=2.0).moments()[-1] < 2)
     True
     """
 
