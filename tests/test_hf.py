@@ -55,24 +55,25 @@ BACKENDS: dict[str, Callable[[Any], Any]] = {"torch": TorchEager, "onnx": on_onn
 
 
 class Log:
-    """What a backend was asked to do: arguments of ``start``, shapes of ``step``, counts of the rest."""
+    """What a backend was asked to do: arguments of ``start``, shapes of what it read, counts of the rest."""
 
     def __init__(self, backend: Any):
         self.started: list[int] = []
         self.stepped: list[tuple[int, ...]] = []
         self.counts = dict.fromkeys(("encode", "reorder", "trim", "keep"), 0)
-        for name in ("start", "step", *self.counts):
-            setattr(backend, name, self.logged(name, getattr(backend, name)))
+        for name in ("start", "step", "next_tokens", *self.counts):
+            if hasattr(backend, name):
+                setattr(backend, name, self.logged(name, getattr(backend, name)))
 
     def logged(self, name: str, method: Any) -> Any:
-        def call(first: Any, *rest: Any) -> Any:
+        def call(first: Any, *rest: Any, **options: Any) -> Any:
             if name == "start":
                 self.started += rest
-            elif name == "step":
+            elif name in ("step", "next_tokens"):
                 self.stepped.append(rest[0].shape)
             else:
                 self.counts[name] += 1
-            return method(first, *rest)
+            return method(first, *rest, **options)
 
         return call
 
@@ -599,6 +600,34 @@ def test_a_cache_goes_on_in_another_call(pair, batch) -> None:
     options = dict(decoder_input_ids=begun.sequences, max_new_tokens=5)
     sequences = ours.generate(**batch, **options, past_key_values=begun.past_key_values)
     assert torch.equal(sequences, reference(own, batch, **SHORT)) and log.stepped == [(6, 1, 1)] * 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(min_new_tokens=4), dict(min_length=4), dict(min_new_tokens=8),
+        dict(decoder_input_ids=torch.full((6, 3), 7), min_length=6), dict(decoder_input_ids=torch.full((6, 3), 7)),
+    ],
+)  # fmt: skip
+def test_plain_greedy_search_is_our_own_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
+    own, ours = pair
+    monkeypatch.setattr("t5accel.backends.hf_cache.DecoderCache.append", None)  # which transformers' loop would call
+    check(own, ours, batch, max_new_tokens=8, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(do_sample=True), dict(num_beams=2), dict(output_scores=True, return_dict_in_generate=True),
+        dict(use_cache=False), dict(repetition_penalty=1.5), dict(bad_words_ids=[[9]]), dict(max_time=60.0),
+        dict(eos_token_id=[1, 5]), dict(eos_token_id=5), dict(pad_token_id=5), dict(forced_eos_token_id=1),
+        dict(logits_processor=[lambda ids, scores: scores]), dict(stopping_criteria=[lambda ids, scores: ids[:, 0] < 0]),
+    ],
+)  # fmt: skip
+def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
+    _, ours = pair
+    monkeypatch.setattr("t5accel.backends.hf.greedy_steps", None)
+    ours.generate(**batch, max_new_tokens=3, **options)
 
 
 # --------------------------------------------------------------------------------------------------------- bad backends

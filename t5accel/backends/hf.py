@@ -1,12 +1,13 @@
 """Any backend behind transformers' `generate`: beams, sampling, streamers and pipelines as with transformers' own T5.
 
-It is used as optimum's ORTModelForSeq2SeqLM is. What differs: nothing of a source is repeated for its beams, and any
-`Backend` can stand behind it.
+It is used as optimum's ORTModelForSeq2SeqLM is. What differs: nothing of a source is repeated for its beams, any
+`Backend` can stand behind it, and plain greedy search runs in our own loop, which has less to do around each step.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,12 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import AcceleratedEncoder, DecoderCache, EncodedBatch, as_cache, as_encoded, refuse
-from t5accel.checks import as_count
+from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
+from t5accel.decoding.greedy import greedy_steps
+from t5accel.decoding.request import Request, Steps
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.export.manifest import read_manifest
@@ -35,6 +44,7 @@ _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache t
 _NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
                "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
 _MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
+_PLAIN_CRITERIA = {MaxLengthCriteria, EosTokenCriteria}  # when plain greedy search stops
 _FILES = ("config.json", "generation_config.json")
 _TOKENIZERS = ("tokenizer.json", "spiece.model", "tokenizer_config.json")  # ByT5 has the last one alone
 
@@ -234,7 +244,48 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             encoded, mask = as_encoded(model_kwargs["encoder_outputs"]), model_kwargs.get("attention_mask")
-            model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
+            cache = model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
+            cache.for_one_call = not generation_config.return_dict_in_generate
+
+    def _sample(
+        self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Plain greedy search runs in our own loop, for which a backend may find tokens without all their logits."""
+        request = self._plainly_greedy(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        if request is None or streamer is not None:
+            return super()._sample(
+                input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+            )  # fmt: skip
+        steps = greedy_steps(self.backend, request, model_kwargs["past_key_values"].state)
+        return torch.from_numpy(Steps(request.prefix, self.backend.pad_token_id, steps).generated().sequences)
+
+    def _plainly_greedy(
+        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any]
+    ) -> Request | None:
+        """What `greedy` is to do, if nothing but the likeliest tokens is asked for, with bounds on their number."""
+        cache, end, read = others.get("past_key_values"), self.backend.eos_token_id, prefix.shape[1]
+        by_type = {type(each): each for each in (*processors, *criteria)}
+        ends = [each.eos_token_id.tolist() for each in by_type.values() if hasattr(each, "eos_token_id")]
+        if (
+            config.do_sample or others.get("decoder_attention_mask") is not None
+            or set(by_type) - {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor} != _PLAIN_CRITERIA
+            or len(by_type) < len(processors) + len(criteria)
+            or any(each != [end] for each in ends) or config._pad_token_tensor != self.backend.pad_token_id
+            or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] > 1
+        ):  # fmt: skip
+            return None
+        longest, least = by_type[MaxLengthCriteria].max_length - read, 0
+        if shortest := by_type.get(MinLengthLogitsProcessor):
+            least = shortest.min_length - read
+        if shortest := by_type.get(MinNewTokensLengthLogitsProcessor):
+            least = max(least, shortest.prompt_length_to_skip + shortest.min_new_tokens - read)
+        if longest < 1 or longest + read - 1 > getattr(self.backend, "positions", math.inf):
+            return None
+        check_vocabulary(prefix.numpy(), self.backend.vocab_size, "decoder_input_ids")
+        ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
+        return Request(ids, mask, prefix.numpy(), longest, min(least, longest), end)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> None:
         raise InputError("Continuous batching needs transformers' own paged attention: give generate() a batch.")

@@ -24,10 +24,11 @@ _CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop
 
 @dataclass(frozen=True)
 class Encoded:
-    """A backend's source, the mask (B, S) that it was encoded with, and the backend that did."""
+    """A backend's source, the ids and the mask (B, S) that it was encoded from, and the backend that did."""
 
     backend: Backend
     source: Any
+    ids: np.ndarray
     mask: np.ndarray
 
 
@@ -95,7 +96,7 @@ class AcceleratedEncoder:
         mask = np.ones_like(ids) if attention_mask is None else attention_mask
         entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)
         ids, mask = as_batch(ids, mask, vocab_size=entries)
-        encoded = Encoded(self.backend, self.backend.encode(ids, mask), mask)
+        encoded = Encoded(self.backend, self.backend.encode(ids, mask), ids, mask)
         return EncodedBatch(torch.arange(len(ids)).view(-1, 1, 1), encoded=encoded)
 
     __call__ = forward
@@ -106,6 +107,9 @@ class DecoderCache:
 
     Attributes:
         length: P, how many positions it holds; `generate` gives whole sequences, and those from P on are new.
+        state: the backend's.
+        encoded, sources, shape: what was encoded, which of its rows these are (B,), and B and K.
+        for_one_call: `generate` made it for itself, and nobody reads it afterwards.
         history: (R, >= P) the sequences so far, where they are known. It is needed only to go back by more than the
             last step, which a backend cannot: then a new state reads them again.
     """
@@ -115,7 +119,8 @@ class DecoderCache:
     def __init__(self, encoded: Encoded, sources: np.ndarray, rows_per_source: int):
         self.backend, self.length = encoded.backend, 0
         self.history: torch.Tensor | None = None
-        self._encoded, self._sources, self._shape = encoded, sources, (len(sources), rows_per_source)
+        self.shape, self.for_one_call = (len(sources), rows_per_source), False
+        self.encoded, self.sources = encoded, sources
         self._restart()
 
     def append(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,7 +131,7 @@ class DecoderCache:
             mask: (R, P + T), 0 for padding, which may only stand on the left of the first tokens.
         """
         new = as_integers(input_ids, "decoder_input_ids", rank=2)
-        (batch, per_source), (rows, count) = self._shape, new.shape
+        (batch, per_source), (rows, count) = self.shape, new.shape
         if rows != batch * per_source or not count:
             raise InputError(
                 f"decoder_input_ids has {rows} rows with {count} new tokens. There are {batch} sources of {per_source} "
@@ -141,12 +146,12 @@ class DecoderCache:
         if self._unread is not None:
             unread = self._unread.shape[1]
             new = np.concatenate([self._unread, new], axis=1)
-        logits = self.backend.step(self._state, new.reshape(batch, per_source, -1))[:, :, unread:]
+        logits = self.backend.step(self.state, new.reshape(batch, per_source, -1))[:, :, unread:]
         self.length, self._last, self._unread = self.length + count, unread + count, None
         logits = logits.reshape(rows, count, -1)
         if padding is not None:
             logits = np.take_along_axis(logits, ((np.arange(count) - padding) % count)[..., None], axis=1)
-            self.backend.trim(self._state, (count - padding).reshape(batch, per_source))
+            self.backend.trim(self.state, (count - padding).reshape(batch, per_source))
             self._last, self._padded = 0, True
         return torch.from_numpy(logits if logits.flags.writeable else logits.copy())
 
@@ -155,7 +160,7 @@ class DecoderCache:
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row r goes on from the history of row ``beam_idx[r]``, which has the same source. (R,) integers."""
-        batch, per_source = self._shape
+        batch, per_source = self.shape
         flat = as_integers(beam_idx, "beam_idx", rank=1)
         if len(flat) != batch * per_source:
             raise InputError(f"beam_idx has {len(flat)} rows; this cache has {batch * per_source}.")
@@ -163,20 +168,20 @@ class DecoderCache:
         if rows.min() < 0 or rows.max() >= per_source:
             raise InputError(f"beam_idx is {flat.tolist()}: a row goes on from one of the {per_source} of its source.")
         self._read()
-        self.backend.reorder(self._state, rows)
+        self.backend.reorder(self.state, rows)
         self.history = None
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these rows stay, in this order: all K of a source together. (n,) integers, n >= 1."""
-        per_source = self._shape[1]
+        per_source = self.shape[1]
         flat = as_integers(indices, "indices", rank=1)
         kept = flat[::per_source] // per_source
         whole = (kept[:, None] * per_source + np.arange(per_source)).reshape(-1)
         if not np.array_equal(flat, whole) or len(np.unique(kept)) < len(kept):
             raise InputError(f"indices is {flat.tolist()}: all {per_source} rows of a source stay, in order, or none.")
         self._read()
-        self.backend.keep(self._state, kept)
-        self._sources, self._shape, self.history = self._sources[kept], (len(kept), per_source), None
+        self.backend.keep(self.state, kept)
+        self.sources, self.shape, self.history = self.sources[kept], (len(kept), per_source), None
 
     def activate_past_recording(self) -> None:
         """Called by transformers 5.x before it crops; nothing is thrown away here that a crop would need."""
@@ -194,7 +199,7 @@ class DecoderCache:
         if dropped <= 0:
             return
         if dropped <= self._last:
-            self.backend.trim(self._state, np.full(self._shape, self._last - dropped))
+            self.backend.trim(self.state, np.full(self.shape, self._last - dropped))
             self._last = 0
         elif not length:
             self._restart()
@@ -209,20 +214,20 @@ class DecoderCache:
 
     def _restart(self, unread: np.ndarray | None = None) -> None:
         """A new state. Its next step reads these tokens (R, T) before its own."""
-        state = self.backend.start(self._encoded.source, self._shape[1])
-        if not np.array_equal(self._sources, np.arange(len(self._encoded.mask))):
-            self.backend.keep(state, self._sources)
-        self._state, self._unread, self._last, self._padded = state, unread, 0, False
+        state = self.backend.start(self.encoded.source, self.shape[1])
+        if not np.array_equal(self.sources, np.arange(len(self.encoded.mask))):
+            self.backend.keep(state, self.sources)
+        self.state, self._unread, self._last, self._padded = state, unread, 0, False
 
     def _read(self) -> None:
         if self._unread is not None:
-            self.backend.step(self._state, self._unread.reshape(*self._shape, -1))
+            self.backend.step(self.state, self._unread.reshape(*self.shape, -1))
             self._last, self._unread = self._unread.shape[1], None
 
     def _padding(self, mask: torch.Tensor, count: int) -> np.ndarray | None:
         """(R, 1): how many of the new positions are padding; ``None`` where none is."""
         checked = as_integers(mask, "decoder_attention_mask", rank=2)
-        rows = self._shape[0] * self._shape[1]
+        rows = self.shape[0] * self.shape[1]
         if checked.shape != (rows, self.length + count):
             raise InputError(
                 f"decoder_attention_mask has shape {checked.shape}; there are {rows} rows of {self.length} known and "

@@ -60,14 +60,16 @@ def greedy(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
     )  # fmt: skip
-    return Steps(request.prefix[:, 1:], backend.pad_token_id, _steps(backend, request))
+    return Steps(request.prefix[:, 1:], backend.pad_token_id, greedy_steps(backend, request))
 
 
-def _steps(backend: Backend, request: Request) -> Iterator[Step]:
+def greedy_steps(backend: Backend, request: Request, state: State | None = None) -> Iterator[Step]:
+    """The steps of `greedy`, from the ``state`` of a source that is encoded already, if one is given."""
     next_tokens = getattr(backend, "next_tokens", None) or partial(_next_tokens, backend)
     run_greedy = getattr(backend, "run_greedy", None)
-    state = backend.start(backend.encode(request.ids, request.mask))
-    active = np.arange(len(request.ids))  # which row of the result each row of the state writes to
+    if state is None:
+        state = backend.start(backend.encode(request.ids, request.mask))
+    active = np.arange(len(request.prefix))  # which row of the result each row of the state writes to
     is_open = np.ones(len(active), dtype=bool)  # those that have ended stay in the state until half of it has
     step_input, length, forced = request.prefix, 0, None
     while True:
