@@ -621,7 +621,8 @@ def test_plain_greedy_search_is_our_own_loop(pair, batch, monkeypatch, options: 
         dict(do_sample=True), dict(num_beams=2), dict(output_scores=True, return_dict_in_generate=True),
         dict(use_cache=False), dict(repetition_penalty=1.5), dict(bad_words_ids=[[9]]), dict(max_time=60.0),
         dict(eos_token_id=[1, 5]), dict(eos_token_id=5), dict(pad_token_id=5), dict(forced_eos_token_id=1),
-        dict(logits_processor=[lambda ids, scores: scores]), dict(stopping_criteria=[lambda ids, scores: ids[:, 0] < 0]),
+        dict(logits_processor=[lambda ids, scores: scores]),
+        dict(stopping_criteria=[lambda ids, scores: ids[:, 0] < 0]),
     ],
 )  # fmt: skip
 def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
