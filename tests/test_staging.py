@@ -85,8 +85,8 @@ FILES = (ENCODER, DECODER, WEIGHTS, "config.json", "generation_config.json", "to
 def test_the_manifest_tells_the_truth(tiny_t5, original: Path) -> None:
     content = json.loads((original / MANIFEST).read_text(encoding="utf-8"))
     assert content.keys() == {
-        "family", "rules", "format", "layout", "source", "dims", "tokens", "recipe", "opset", "versions", "shared", "graphs",
-        "files", "optimized", "shortlist", "step",
+        "family", "rules", "format", "layout", "source", "dims", "tokens", "recipe", "opset", "versions", "shared",
+        "graphs", "files", "optimized", "shortlist", "step",
     }  # fmt: skip
     assert content["optimized"] == content["shortlist"] == content["step"] == content["rules"] == {}
     assert (content["format"], content["layout"], content["opset"]) == (1, "two graphs", 20)
