@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from script import load_script
+from script import SCRIPTS, load_script
 
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.lookup import lookup
@@ -96,3 +96,16 @@ def test_the_fused_step_is_timed_beside_the_portable_graph_and_itself() -> None:
     assert rows[1]["equal"] == rows[1]["of"] == 12
     assert 0 < rows[2]["error"] <= rows[2]["allowed_error"] < 0.2
     assert "2 beams" in script.line(rows[2])
+
+
+def test_the_parts_of_a_token_add_up_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = load_script("step_parts")
+    monkeypatch.setattr(script, "MODEL", "mini")
+    monkeypatch.setattr(script, "TOKENS", 6)
+    for precision in ("fp32", "int8"):
+        row = checked(script.parts(precision, 2, tmp_path))
+        assert [*row["settings"]] == [*script.PARTS] and sum(row["settings"].values()) == pytest.approx(
+            row["us_per_token"], abs=0.5
+        )
+        assert row["floor_s"] == row["weight_bytes"] / row["bytes_per_s"] and row["nodes"] > 50
