@@ -145,5 +145,8 @@ def test_a_heat_map_shows_every_cell_of_every_board(tmp_path: Path):
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert len(texts) == 36 and "0.80x\nOpenVINO" in texts and texts.count("not measured") == 1
     assert (tmp_path / "there/map.png").stat().st_size > 10_000
+    greedy = [standing for standing in standings if standing.cell.beams == 1]
+    empty = plot_standings({"all": standings, "greedy alone": greedy}).axes[3]
+    assert not empty.texts and not empty.axison
     with pytest.raises(InputError, match="make peers"):
         plot_standings({"none": []})

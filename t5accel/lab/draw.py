@@ -275,7 +275,10 @@ def plot_standings(boards: Mapping[str, Sequence[Standing]], path: str | os.Path
     panels = figure.subplots(len(boards), len(beams), squeeze=False)
     for panel, (title, standings) in zip(panels, boards.items(), strict=True):
         for axes, number in zip(panel, beams, strict=True):
-            _heat_map(axes, [standing for standing in standings if standing.cell.beams == number])
+            if not (shown := [standing for standing in standings if standing.cell.beams == number]):
+                axes.axis("off")
+                continue
+            _heat_map(axes, shown)
             axes.set_title(f"{title}\n{'greedy' if number == 1 else f'{number} beams'}", fontsize=10)
     return _saved(figure, path)
 
