@@ -61,7 +61,8 @@ def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tin
     rows = [checked(row) for row in script.overhead_rows(tokens=12, rounds=1)]
     parts = [(row["system"], row["cell"]) for row in rows]
     assert parts == [("greedy()", "in all"), ("greedy()", "in the decoder session"), ("generate()", "in all"),
-                     ("generate()", "in the decoder session"), ("generate()", "in our forward")]  # fmt: skip
+                     ("generate()", "in the decoder session"), (script.THEIRS, "in all"),
+                     (script.THEIRS, "in the decoder session"), (script.THEIRS, "in our forward")]  # fmt: skip
     assert all(row["us_per_token"] > 0 for row in rows)
 
 
