@@ -21,6 +21,9 @@ ON_COLAB := torch transformers numpy ipykernel
 PEERS := transformers4 transformers5 optimum openvino ctranslate2
 QUICK :=
 
+# Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
+ONLY := not long
+
 TEXT := Where is my bag?
 
 # For badges; they are given on the command line, never taken from the environment.
@@ -53,7 +56,7 @@ test: .venv/.stamp ## Run the tests on transformers 4.57 (notebooks are checked,
 	@$(VENV) -m pytest -q -n logical --dist worksteal
 
 test-v5: .venv-v5/.stamp ## Run the same tests on transformers 5.x, in an environment of their own
-	@$(VENV_V5) -m pytest -q -n logical --dist worksteal
+	@$(VENV_V5) -m pytest -q -n logical --dist worksteal -m "$(ONLY)"
 
 test-long: .venv/.stamp ## Run the tests that take too long for every landing
 	@$(VENV) -m pytest -q -n logical --dist worksteal -m long
@@ -120,6 +123,7 @@ test-triton: .venv/.stamp $(TRITON)/.stamp ## Interpret our GPU kernel on the CP
 
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run
+	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long"
 	@for target in test-long test-binder test-colab course-v5 test-browser test-tensorrt test-triton; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 

@@ -24,6 +24,13 @@ def pytest_configure() -> None:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})  # before torch counts them
 
 
+# What no version of transformers changes, or what only measures. `.ci/run` has it on one of the two lines.
+ONCE = """
+bench copying drafts encoder_cache gpu_suite harness ladder lookup measuring_scripts peers precision quantize retest
+sampling scoring server serving_tokens shortlist solutions staging students_bundled timing unigram wheel
+""".split()
+
+
 TINY: dict[str, Any] = dict(
     vocab_size=300,
     d_model=32,
@@ -217,8 +224,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", fail)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a CUDA device is skipped where there is none."""
+    """Mark the tests of `ONCE`; what needs a CUDA device is skipped where there is none."""
+    for item in items:
+        if item.path.stem.removeprefix("test_") in ONCE:
+            item.add_marker(pytest.mark.once)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

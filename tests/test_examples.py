@@ -104,7 +104,9 @@ TRAINING = DistillConfig(layers=(0, 2), steps=2, warmup_steps=1)
 
 
 @pytest.mark.usefixtures("random_state_put_back")
-@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("deeper-decoder", "gated-untied")), "umt5"]
+)
 def test_any_t5_learns_from_a_list_or_a_file_of_rows(tiny_t5, tmp_path: Path, kind: str) -> None:
     from test_distill import same_weights, toy_tokenizer
 

@@ -245,6 +245,7 @@ def test_every_cell_is_kept_at_once_and_a_second_run_goes_on(toy: str, tmp_path:
     assert begun == ["one", "two", "three", "three"] and rows[:6] == kept["rows"] and len(rows) == 9
 
 
+@pytest.mark.long
 def test_cells_that_do_not_fit_are_not_begun(toy: str, tmp_path: Path, monkeypatch) -> None:
     slow, short = replace(cell(toy), name="slow", least_s=1e6), replace(cell(toy), name="short")
     rows, said = run(tmp_path / "rows.json", [slow, short])
@@ -261,6 +262,7 @@ def raising(error: Exception) -> Any:
     return fail
 
 
+@pytest.mark.long
 def test_a_capture_that_fails_costs_its_cells_and_nothing_else(toy: str, tmp_path: Path, monkeypatch) -> None:
     """Also where all of a cell is built on it, and where nothing but the check of the mask would be left."""
     monkeypatch.setitem(SYSTEMS, GRAPH, replace(SYSTEMS[GRAPH], build=raising(RuntimeError("capture failed"))))
@@ -289,6 +291,7 @@ def test_a_profiler_that_fails_leaves_the_rest_of_the_floor(toy: str, tmp_path: 
     assert row["clock_sm_mhz"] == 1980 and "INSUFFICIENT_PRIVILEGES" in suite.table([row])
 
 
+@pytest.mark.long
 def test_what_failed_is_tried_again_after_all_others(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [replace(cell(toy), name=name) for name in ("one", "two")]
     begun, measure = [], measuring.measure
@@ -308,6 +311,7 @@ def test_what_failed_is_tried_again_after_all_others(toy: str, tmp_path: Path, m
     assert begun == ["one", "two", "one"], "what is measured is not measured again"
 
 
+@pytest.mark.long
 def test_what_fails_again_for_the_same_reason_is_not_measured_again(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [cell(toy, "equality"), cell(toy)]
     monkeypatch.setitem(SYSTEMS, GRAPH, replace(SYSTEMS[GRAPH], build=raising(RuntimeError("no capture"))))
@@ -322,6 +326,7 @@ def test_what_fails_again_for_the_same_reason_is_not_measured_again(toy: str, tm
     assert not [row for row in rows if "failed" in row] and len(rows) == 6
 
 
+@pytest.mark.long
 def test_a_retry_that_does_worse_changes_nothing(toy: str, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "rows.json"
     monkeypatch.setitem(SYSTEMS, GRAPH, replace(SYSTEMS[GRAPH], build=raising(RuntimeError("no capture"))))
@@ -331,6 +336,7 @@ def test_a_retry_that_does_worse_changes_nothing(toy: str, tmp_path: Path, monke
     assert after == before and [row for row in after if "latency_s" in row]
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_leaves_a_row_that_says_so(toy: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     program = f"""
@@ -373,6 +379,7 @@ def test_only_some_cells(toy: str, tmp_path: Path) -> None:
         run(tmp_path / "rows.json", cells, only="nothing")
 
 
+@pytest.mark.long
 def test_other_commits_and_packages_go_on_and_another_card_does_not(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [replace(cell(toy), name=name) for name in ("one", "two")]
     facts = records.here()

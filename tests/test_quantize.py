@@ -663,6 +663,7 @@ def test_what_torch_does_not_do_is_refused(threads_put_back, tiny_t5, fp32) -> N
 # How many bytes
 
 
+@pytest.mark.long
 def test_bytes_at_the_size_of_t5_small(tmp_path: Path) -> None:
     """The decoder with its weights inside, as an export has it by default."""
     before = export_t5("random:t5-small", tmp_path / "fp32").files

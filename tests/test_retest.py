@@ -46,6 +46,7 @@ def test_naive_bookkeeping_finds_the_same_answers(retest: ModuleType, tiny_t5: A
     assert ratios(rows) == ["vectorised", "steps alone"] * 2
 
 
+@pytest.mark.long
 def test_what_is_kept_changes_no_token(retest: ModuleType, tiny_t5: Any) -> None:
     rows = list(retest.reuse_rows(tiny_t5(), "toy", 1, short=6, long=12))
     assert set(ratios(rows)) == {"kept"}
@@ -76,6 +77,7 @@ def test_torchs_int8_is_smaller_and_scored_on_the_bundled_model(retest: ModuleTy
     assert fp32["limit"] == int8["limit"] == 1 and fp32["bleu"] > 0
 
 
+@pytest.mark.long
 def test_graphs_are_compared_at_every_level(retest: ModuleType, tiny_t5: Any) -> None:
     pytest.importorskip("sympy")  # which the package for transformers needs
     rows = list(retest.graph_rows(tiny_t5("shallower-decoder"), "toy", 1, sources=(8,)))

@@ -81,6 +81,7 @@ def test_it_reads_and_writes_its_teachers_tokens(name: str) -> None:
 
 
 @each_student
+@pytest.mark.long
 def test_recorded_quality_is_what_one_gets(name: str) -> None:
     model, tokenizer = load_t5(name)
     backend, kept = TorchEager(model), row_of(name)

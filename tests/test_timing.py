@@ -165,7 +165,7 @@ def test_compare_interleaves_and_turns_round_every_second_time(clock):
     assert "".join(log) == "abc" + "abc" + "cba" + "abc"
 
 
-@settings(max_examples=30)  # each example pays for a garbage collection
+@settings(max_examples=10)  # each example pays for a garbage collection
 @given(st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)), min_size=1, max_size=7))
 def test_ratios_are_taken_within_each_round(pairs):
     clock = Clock()

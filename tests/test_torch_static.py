@@ -252,6 +252,7 @@ def test_the_step_is_one_graph_to_the_compiler(tiny_t5, kind: str, padded_batch,
     check_eager_tokens(backend, tiny_t5(kind), padded_batch, min_new_tokens=shortest, max_new_tokens=20)
 
 
+@pytest.mark.long
 def test_the_compiled_step_is_equal(tiny_t5, padded_batch) -> None:
     """By the compiler itself, for this processor."""
     torch._dynamo.reset()

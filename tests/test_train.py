@@ -292,6 +292,7 @@ def test_the_second_stage_goes_on_from_a_model_with_aimed_heads_and_leaves_it_al
         assert torch.allclose(value, aimed[name], atol=1e-5), name
 
 
+@pytest.mark.long
 def test_prolong_goes_back_to_before_the_learning_rate_fell(tmp_path, tokenizer, quick_validation):
     with pytest.raises(InputError, match="has not reached its decay"):
         prolong(tmp_path)
