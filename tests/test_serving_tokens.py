@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from row_faults import cross_row_left, shifted_column, stale_mask
 from test_scheduler import run
 
 from t5accel.backends.ort.numpy import OrtNumpy, OrtSource
 from t5accel.backends.ort.session import SessionSettings
-from t5accel.backends.ort.static import Buffers, OrtStatic, StaticState
+from t5accel.backends.ort.static import OrtStatic, StaticState
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.backend import Histories
 from t5accel.decoding.beam import Beams, beam_search
 from t5accel.decoding.continuations import Continuations
 from t5accel.decoding.distribution import Sampling
@@ -197,33 +197,6 @@ def test_ties_are_rare(opened, precision: str) -> None:
 
 
 # Faults that are planted
-
-
-def stale_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there before a row came is taken for its history."""
-    monkeypatch.setattr(Histories, "joined", lambda self, n: self._with_padding(np.pad(self.padding, ((0, n), (0, 0)))))
-
-
-def shifted_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that moves to the left goes one column too far."""
-    real = OrtStatic._moves
-
-    def moves(self: OrtStatic, state: Any, rows: np.ndarray, first: int, shift: int = 0) -> list[Any]:
-        found = real(self, state, rows, first, shift)
-        return [(array, where, np.roll(new, -1, axis=3)) for array, where, new in found] if shift else found
-
-    monkeypatch.setattr(OrtStatic, "_moves", moves)
-
-
-def cross_row_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that takes another's place reads the other's source."""
-    real = Buffers.settle
-
-    def settle(self: Buffers) -> None:
-        self.moves = [move for move in self.moves if move[0].ndim == 5]
-        real(self)
-
-    monkeypatch.setattr(Buffers, "settle", settle)
 
 
 def beams_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

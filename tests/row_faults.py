@@ -1,0 +1,36 @@
+"""Faults in rows that join and leave, planted by the tests of the backend and of the scheduler alike."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from t5accel.backends.ort.static import Buffers, OrtStatic
+from t5accel.decoding.backend import Histories
+
+
+def stale_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before a row came is taken for its history."""
+    monkeypatch.setattr(Histories, "joined", lambda self, n: self._with_padding(np.pad(self.padding, ((0, n), (0, 0)))))
+
+
+def shifted_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that moves to the left goes one column too far."""
+    real = OrtStatic._moves
+
+    def moves(self: OrtStatic, state: Any, rows: np.ndarray, first: int, shift: int = 0) -> list[Any]:
+        found = real(self, state, rows, first, shift)
+        return [(array, where, np.roll(new, -1, axis=3)) for array, where, new in found] if shift else found
+
+    monkeypatch.setattr(OrtStatic, "_moves", moves)
+
+
+def cross_row_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that takes another's place reads the other's source."""
+    real = Buffers.settle
+
+    def settle(self: Buffers) -> None:
+        self.moves = [move for move in self.moves if move[0].ndim == 5]
+        real(self)
+
+    monkeypatch.setattr(Buffers, "settle", settle)
