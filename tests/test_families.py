@@ -38,7 +38,7 @@ from t5accel.decoding.lookup import lookup
 from t5accel.decoding.rules import Rules, special_tokens
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error
+from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.families.family import Family
 from t5accel.families.lively import random_model
 from t5accel.families.registry import BEYOND_T5, SIZES, family_of
@@ -408,9 +408,9 @@ def test_in_fp16(built: Built) -> None:
 
 
 def test_the_shortlist(built: Built, tmp_path: Path) -> None:
-    """Where logits have no bias; what may not be said is no candidate."""
+    """With a bias of the logits and without; what may not be said is no candidate."""
     if model_weights(built.model).head_bias:
-        with pytest.raises(InputError, match="bias"):
+        with pytest.raises(InputError, match="A bias of 332 bytes"):  # a larger one has a test of its own
             export_t5(built.model, tmp_path / "short", shortlist=True)
         return
     export_t5(built.model, tmp_path / "short", shortlist=True, step=True)
@@ -423,6 +423,35 @@ def test_the_shortlist(built: Built, tmp_path: Path) -> None:
         found, expected = (greedy(one, built.ids, built.mask, max_new_tokens=LONGEST) for one in (backend, plain))
         np.testing.assert_array_equal(found.sequences, expected.sequences)
         assert backend.shortlist.steps > backend.shortlist.fallbacks
+
+
+def test_the_shortlist_of_a_head_with_a_bias(tmp_path: Path) -> None:
+    """Marian's, with a vocabulary whose bias fills a page of the file of weights; forgotten, other tokens are said."""
+    sizes = odd_sizes("marian") | dict(vocab_size=1100, pad_token_id=1099, decoder_start_token_id=1099)
+    model = random_model(BEYOND_T5["marian"], sizes, seed=3)
+    ids, mask = ids_of(model)
+    shape = dict(max_new_tokens=30, min_new_tokens=30)
+    expected = reference(model, ids, mask, **shape)
+    assert len(np.unique(expected)) > 10
+    manifest = export_t5(model, tmp_path / "short", shortlist=True, step=True)
+    assert manifest.shortlist["bias"]["shape"] == [1100]
+    for engine in ENGINES:
+        backend = engine(tmp_path / "short", settings=ONE_THREAD)
+        np.testing.assert_array_equal(greedy(backend, ids, mask, **shape).sequences, expected)
+        assert backend.shortlist.steps == 30 and backend.shortlist.fallbacks < 5
+        short, head = backend.shortlist, backend.shortlist.head
+        short.head, choose = replace(head, bias=None), short.choose
+        short.choose = lambda near, forbidden: choose([near[0] - head.bias, *near[1:]], forbidden)  # noqa: B023
+        assert not np.array_equal(greedy(backend, ids, mask, **shape).sequences, expected)
+    convert_export(tmp_path / "short", tmp_path / "int8", "int8")
+    steps = [greedy(engine(tmp_path / "int8", settings=ONE_THREAD), ids, mask, **shape).sequences for engine in ENGINES]
+    np.testing.assert_array_equal(*steps)
+    content = json.loads((tmp_path / "short/manifest.json").read_text())
+    for wrong in (None, {}, content["shortlist"]["rows"], {**content["shortlist"]["bias"], "offset": -1}):
+        content["shortlist"]["bias"] = wrong
+        (tmp_path / "short/manifest.json").write_text(json.dumps(content))
+        with pytest.raises(ExportError, match="damaged"):
+            OrtNumpy(tmp_path / "short", settings=ONE_THREAD)
 
 
 # Loading, the one-liner, and what is refused

@@ -54,12 +54,11 @@ RUNTIMES = [OrtNumpy, OrtBound]
 
 
 class Heads:
-    """Both heads of a weight (V, d_model), on ONNX Runtime."""
+    """Both heads of a weight (V, d_model), and of a bias (V,) if there is one, on ONNX Runtime."""
 
-    def __init__(self, rows: np.ndarray):
+    def __init__(self, rows: np.ndarray, bias: np.ndarray | None = None):
         dims = T5Dims(*rows.shape, 2, (1,), (1,), (1,), (4,), (4,), gated=False, tied=False)
-        weights = T5Weights({"lm_head.weight": rows}, dims, "relu", 1e-6, 32, 128, 1.0, {})
-        head, graph = quantized(rows), GraphBuilder("heads")
+        weights, head, graph = weights_of(rows, bias), quantized(rows), GraphBuilder("heads")
         graph.input("decoded", "float32", ["B", "K", "T", rows.shape[1]])
         graph.input("exact", "bool", [])
         add_heads(T5Layers(graph, weights, "decoder"), "decoded", shortlist_spec(weights.dims), head)
@@ -70,7 +69,8 @@ class Heads:
         self.session = onnxruntime.InferenceSession(
             graph.proto().SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        self.rows, self.head = rows, Head(rows, **head.bounds)
+        self.rows, self.head = rows, Head(rows, **head.bounds, bias=bias)
+        self.bias = np.zeros(len(rows), np.float32) if bias is None else bias
 
     def near(self, hidden: np.ndarray) -> NearLogits:
         return NearLogits(*self._run(hidden, exact=False))
@@ -82,25 +82,35 @@ class Heads:
         return self.session.run(None, {"decoded": hidden[:, None, None], "exact": np.array(exact)})
 
 
+def weights_of(rows: np.ndarray, bias: np.ndarray | None = None) -> T5Weights:
+    dims = T5Dims(*rows.shape, 2, (1,), (1,), (1,), (4,), (4,), gated=False, tied=False)
+    arrays = {"lm_head.weight": rows} | ({} if bias is None else {"final_logits_bias": bias})
+    return T5Weights(arrays, dims, "relu", 1e-6, 32, 128, 1.0, {})
+
+
 def engines(heads: Heads, hidden: np.ndarray) -> dict[str, np.ndarray]:
     """The logits (R, V) of engines that add in different orders, all in float32."""
     products = hidden[:, None] * heads.rows
-    forwards = np.zeros(products.shape[:2], dtype=np.float32)
+    forwards = np.zeros(products.shape[:2], dtype=np.float32) + heads.bias
     backwards = np.zeros_like(forwards)
     for k in range(hidden.shape[1]):
         forwards += products[..., k]
         backwards += products[..., -1 - k]
     return {
-        "ONNX Runtime": heads.exact(hidden), "BLAS": hidden @ heads.rows.T, "by size": np.sort(products).sum(axis=2),
-        "forwards": forwards, "backwards": backwards,
-        "rounded once": (hidden.astype(np.float64) @ heads.rows.T.astype(np.float64)).astype(np.float32),
+        "ONNX Runtime": heads.exact(hidden), "BLAS": hidden @ heads.rows.T + heads.bias,
+        "by size": np.sort(products).sum(axis=2) + heads.bias, "forwards": forwards,
+        "backwards": backwards + heads.bias, "rounded once": float64_logits(heads, hidden).astype(np.float32),
     }  # fmt: skip
+
+
+def float64_logits(heads: Heads, hidden: np.ndarray) -> np.ndarray:
+    return hidden.astype(np.float64) @ heads.rows.T.astype(np.float64) + heads.bias
 
 
 def check(heads: Heads, hidden: np.ndarray, forbidden: int | None = None) -> np.ndarray | None:
     """What is certified is the arg-max of every engine; and no near logit is further off than its bound."""
     near = heads.near(hidden)
-    far = np.abs(near.logits[:, 0, 0] - hidden.astype(np.float64) @ heads.rows.T.astype(np.float64))
+    far = np.abs(near.logits[:, 0, 0] - float64_logits(heads, hidden))
     norms = ([rounded_up(float(norm), hidden.shape[1]) for norm in of.flat] for of in (near.norms, near.errors))
     bounds = np.array([error_bound(heads.head, *both) for both in zip(*norms, strict=True)])
     tokens = certified(heads.head, near, forbidden)
@@ -165,8 +175,10 @@ def test_what_is_certified_is_the_arg_max_of_any_engine(seed: int, sizes: Any, m
         np.ascontiguousarray(m(rng, n, width), np.float32) for m, n in zip(makers, (vocabulary, count), strict=True)
     )
     forbidden = data.draw(st.none() | st.integers(0, vocabulary - 1))
+    biased = data.draw(st.none() | st.sampled_from(MAKERS))
+    bias = None if biased is None else np.ascontiguousarray(biased(rng, vocabulary, 1)[:, 0], np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        tokens = check(Heads(rows), hidden, forbidden)
+        tokens = check(Heads(rows, bias), hidden, forbidden)
     event("not certain" if tokens is None else "certain")
 
 
@@ -261,6 +273,36 @@ def test_a_broken_bound_is_caught(monkeypatch, broken: Callable[..., float]) -> 
         check(*underrated())
 
 
+def test_the_bias_decides_and_forgetting_it_is_caught(monkeypatch) -> None:
+    """A token wins by its bias alone. What a sum may round away decides nothing."""
+    rng = np.random.default_rng(6)
+    rows, hidden = gaussian(rng, 300, 64), gaussian(rng, 1, 64)
+    bias = np.zeros(300, np.float32)
+    bias[5] = 100
+    assert check(Heads(rows, bias), hidden).tolist() == [5] != check(Heads(rows), hidden).tolist()
+    rows[6], bias[6] = rows[5], np.nextafter(bias[5], np.float32(1000))
+    assert check(Heads(rows, bias), hidden) is None
+    bias[6] = 101
+    assert check(Heads(rows, bias), hidden).tolist() == [6]
+    small = Heads(rows, gaussian(rng, 300) * np.float32(0.1))
+    hidden = gaussian(rng, 50, 64)
+    assert check(small, hidden) is not None
+    monkeypatch.setattr(Head, "logits", lambda head, tokens, products: products)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        check(small, hidden)
+
+
+def test_a_bound_that_forgets_how_large_a_bias_is_is_caught(monkeypatch) -> None:
+    """Where all have one of a thousand, logits are rounded far more coarsely than products are."""
+    rng = np.random.default_rng(7)
+    rows = gaussian(rng, 1, 16) + gaussian(rng, 200, 16) * np.float32(1e-5)
+    bias, hidden = np.full(200, 1e3, np.float32), gaussian(rng, 1, 16)
+    assert check(Heads(rows, bias), hidden) is None
+    monkeypatch.setattr(Head, "largest_bias", 0.0)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        check(Heads(rows, bias), hidden)
+
+
 def test_forgetting_what_the_hidden_state_lost_is_caught(monkeypatch) -> None:
     """Its one large number makes all others vanish, and these are what token 0 has."""
     rows = np.zeros((2, 64), dtype=np.float32)
@@ -307,11 +349,6 @@ def test_sums_of_two_products_fit_into_16_bits() -> None:
     assert graphs_shortlist.WIDEST * 255 * LEVELS < 2**31
 
 
-def weights_of(rows: np.ndarray) -> T5Weights:
-    dims = T5Dims(*rows.shape, 2, (1,), (1,), (1,), (4,), (4,), gated=False, tied=False)
-    return T5Weights({"lm_head.weight": rows}, dims, "relu", 1e-6, 32, 128, 1.0, {})
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_head_that_is_not_finite(value: float) -> None:
     rows = np.ones((300, 8), dtype=np.float32)
@@ -331,6 +368,11 @@ def test_which_heads_get_a_shortlist(monkeypatch) -> None:
     refused(partial(head_for, weights_of(rows)), "wanted", True, match="d_model of at most 7")
     refused(partial(head_for, weights_of(rows[:3])), "wanted", True, match="A head of 96 bytes")
     refused(partial(head_for, weights_of(rows)), "wanted", "yes", 2, [], np.ones(3), match="shortlist is")
+    monkeypatch.setattr(graphs_shortlist, "WIDEST", 8)
+    refused(partial(head_for, weights_of(rows, rows[:, 0])), "wanted", True, match="A bias of 1200 bytes")
+    many = np.ones((1024, 8), dtype=np.float32)
+    assert head_for(weights_of(many, many[:, 0]), None) is not None
+    assert head_for(weights_of(many, many[:, 0] * np.float32(np.inf)), None) is None
 
 
 # In an export

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -37,18 +38,29 @@ class Head:
         rows: (V, d_model) float32, the exact weights.
         largest_row: at least the Euclidean norm of every row of the copy.
         largest_error: at least that of every difference between a row and its copy.
+        bias: (V,) float32, what is added to the logits, near ones included; ``None`` if nothing is.
     """
 
     rows: np.ndarray
     largest_row: float
     largest_error: float
+    bias: np.ndarray | None = None
+
+    @cached_property
+    def largest_bias(self) -> float:
+        """The largest absolute value of a bias."""
+        return 0.0 if self.bias is None else float(np.abs(self.bias).max())
+
+    def logits(self, tokens: np.ndarray, products: np.ndarray) -> np.ndarray:
+        """Those of ``tokens`` (n,), from the products (n,) of their rows with a hidden state."""
+        return products if self.bias is None else products + self.bias[tokens]
 
 
 class NearLogits(NamedTuple):
     """What a graph says about some rows, as float32, with any axes in front.
 
     Attributes:
-        logits: (…, V): the copy of the head times the quantised hidden state, summed in integers.
+        logits: (…, V): the copy of the head times the quantised hidden state, summed in integers, plus the bias.
         hidden: (…, d_model), what the head reads.
         norms: (…), the Euclidean norms of ``hidden``.
         errors: (…), those of what was lost when it was quantised.
@@ -73,6 +85,9 @@ def certified(head: Head, near: NearLogits, forbidden: Forbidden = None) -> np.n
     4. Of the others w·h is computed. One that exceeds each other by more than both their n, and by what we rounded off
        ourselves, has the largest logit. If there is none, the order of additions decides, or a tie: then no token is
        certain.
+
+    A bias c of the logits is one more product, c times 1, in all three of w·h, n and the near logit. The copy has it
+    exactly, so b grows only by what its addition rounds, and n by `γ |c|`.
 
     Nor is any where numbers are not finite or near overflow, or more than ``MOST`` tokens are left by step 3.
 
@@ -110,12 +125,12 @@ def _certain(head: Head, logits: np.ndarray, hidden: np.ndarray, norm: float, er
     few, and numbers are Python's.
     """
     norm, error = rounded_up(norm, len(hidden)), rounded_up(error, len(hidden))
-    reach = (head.largest_row + head.largest_error) * norm  # at least |w| |h|
+    reach = (head.largest_row + head.largest_error) * norm + head.largest_bias  # at least |w| |h| + |c|
     bound, noise = error_bound(head, norm, error), rounding(len(hidden)) * reach + TINY
     if not bound + reach < HUGE:
         return None
     favourite = int(logits.argmax())
-    exact = float(np.einsum("d,d->", head.rows[favourite], hidden))
+    exact = float(head.logits(favourite, np.einsum("d,d->", head.rows[favourite], hidden)))
     # That the favourite keeps its bound costs nothing to see, and would not hold on a runtime that counts wrongly.
     if not abs(exact - float(logits[favourite])) <= bound + noise:
         return None
@@ -124,16 +139,17 @@ def _certain(head: Head, logits: np.ndarray, hidden: np.ndarray, norm: float, er
     if len(left) == 1 or len(left) > MOST:
         return favourite if len(left) == 1 else None
     rows = head.rows[left]
-    products = np.einsum("nd,d->n", rows, hidden)
-    best = products.argmax()
-    rivals = (products >= float(products[best]) - 4 * noise).nonzero()[0]
-    return int(left[best]) if len(rivals) == 1 else _largest(left[rivals], rows[rivals], hidden)
+    exact = head.logits(left, np.einsum("nd,d->n", rows, hidden))
+    best = exact.argmax()
+    rivals = (exact >= float(exact[best]) - 4 * noise).nonzero()[0]
+    return int(left[best]) if len(rivals) == 1 else _largest(head, left[rivals], hidden)
 
 
-def _largest(tokens: np.ndarray, rows: np.ndarray, hidden: np.ndarray) -> int | None:
+def _largest(head: Head, tokens: np.ndarray, hidden: np.ndarray) -> int | None:
     """Which of n tokens has the largest logit, by float64 and the sharper n of step 2."""
-    products = rows * hidden.astype(np.float64)  # exact: 24 bits times 24 bits
-    sums, noise = products.sum(axis=1), rounding(len(hidden)) * np.abs(products).sum(axis=1) + TINY
+    products = head.rows[tokens] * hidden.astype(np.float64)  # exact: 24 bits times 24 bits
+    sums, sizes = head.logits(tokens, products.sum(axis=1)), np.abs(products).sum(axis=1) + head.largest_bias
+    noise = rounding(len(hidden)) * sizes + TINY
     best = sums.argmax()
     return int(tokens[best]) if (sums + noise >= sums[best] - noise[best]).sum() == 1 else None
 
@@ -142,7 +158,7 @@ def error_bound(head: Head, norm: float, error: float) -> float:
     """How far a near logit can be from w·h at most: step 1 of `certified`.
 
     Nothing is assumed of how hidden states were quantised: what that lost was computed, in float32, and the rounding
-    of the differences is covered, too, by 8 u in place of 4 u.
+    of the differences is covered, too, and that of a bias that is added, by 8 u in place of 4 u.
 
     Args:
         head: the bounds of `|v|` and `|w - v|`.
@@ -151,7 +167,8 @@ def error_bound(head: Head, norm: float, error: float) -> float:
     >>> error_bound(Head(np.zeros((3, 2), np.float32), largest_row=2.0, largest_error=0.5), norm=3.0, error=0.25)
     2.00000...
     """
-    return head.largest_row * (error + 8 * UNIT * (norm + error)) + head.largest_error * norm + TINY
+    rounded = 8 * UNIT * (head.largest_row * (norm + error) + head.largest_bias)
+    return head.largest_row * error + rounded + head.largest_error * norm + TINY
 
 
 def rounded_up(norm: float, width: int) -> float:
@@ -167,7 +184,7 @@ def rounding(width: int) -> float:
     """What ``width`` products and their sum, in float32 and any order, are off by, as a part of the sum of sizes.
 
     It is the γ of Higham (Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), for two more than there
-    are: so that it also covers what we round off in float64.
+    are: so that it also covers a bias, and what we round off in float64.
 
     >>> rounding(512) * 2**24
     514.0157...

@@ -124,7 +124,7 @@ def add_heads(layers: T5Layers, hidden: str, spec: GraphSpec, head: QuantizedHea
     # Outside of its branch: in there ONNX Runtime would compute the transpose ahead, too, and never let go of it.
     table = layers.head_weight(by_rows=True)
     exact, near = graph.branch("exact"), graph.branch("near")
-    exact.op("MatMul", hidden, table, output="exact_logits")
+    layers.logits(exact, "MatMul", hidden, table, output="exact_logits")
     for name, shape in empty.items():
         exact.op("Identity", exact.constant(np.zeros(shape, dtype=np.float32)), output=f"exact_{name}")
 
@@ -136,7 +136,7 @@ def add_heads(layers: T5Layers, hidden: str, spec: GraphSpec, head: QuantizedHea
         near.op("ReduceL2", value, near.constant([-1]), keepdims=0, output=name)
     sums = near.op("MatMulInteger", integers, near.weight("shortlist.integers", head.integers), zero)
     scales = near.op("Mul", scale, near.weight("shortlist.scales", head.scales))
-    near.op("Mul", near.op("Cast", sums, to=TensorProto.FLOAT), scales, output="near_logits")
+    layers.logits(near, "Mul", near.op("Cast", sums, to=TensorProto.FLOAT), scales, output="near_logits")
 
     for tensor in outputs:
         near.output(f"near_{tensor.name}", tensor.dtype, tensor.shape)
@@ -157,9 +157,10 @@ def leave_one_head(graph: GraphBuilder) -> None:
     """
     (choice,) = (node for node in graph.nodes if node.op_type == "If")
     (exact,) = (branch.g for branch in choice.attribute if branch.name == "then_branch")
-    (product,) = (node for node in exact.node if node.op_type == "MatMul")
     graph.nodes.remove(choice)
-    graph.op("MatMul", *product.input, output="logits")
+    for node in exact.node:
+        if node.op_type != "Identity":  # the product, and its bias
+            graph.op(node.op_type, *node.input, output=node.output[0].removeprefix("exact_"))
     graph.inputs = [tensor for tensor in graph.inputs if tensor.name != "exact"]
     graph.outputs = [tensor for tensor in graph.outputs if tensor.name not in NEAR_ONLY]
     drop_unused(graph)
@@ -170,7 +171,7 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
 
     Raises:
         InputError: ``wanted`` is something else; or it is true, and the head is so small that it lies inside the
-            graphs, or has a bias, of which the bounds know nothing; or as `quantized`.
+            graphs, as may its bias; or as `quantized`.
 
     >>> from types import SimpleNamespace
     >>> rows = np.ones((300, 8), np.float32)
@@ -178,13 +179,13 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
     """
     if wanted is not None and not isinstance(wanted, bool):
         raise InputError(f"shortlist is {wanted!r:.80}; give True, False, or None for where it pays.")
-    if weights.head_bias:
-        if wanted:
-            raise InputError("A head whose logits have a bias has no shortlist: leave it out.")
+    if wanted is False:
         return None
-    rows = weights.array(weights.head)
-    if wanted and rows.nbytes < ALIGNMENT:
-        raise InputError(f"A head of {rows.nbytes} bytes has no rows to map from a file: leave its shortlist out.")
-    if wanted is None and (rows.nbytes < SMALLEST_BYTES or rows.shape[1] > WIDEST or not np.isfinite(rows).all()):
+    parts = [weights.array(name) for name in (weights.head, weights.head_bias) if name]
+    rows, size = parts[0], min(part.nbytes for part in parts)
+    if wanted and size < ALIGNMENT:
+        what = "head" if rows.nbytes == size else "bias"
+        raise InputError(f"A {what} of {size} bytes cannot be mapped from a file: leave the shortlist out.")
+    if not wanted and (rows.nbytes < SMALLEST_BYTES or size < ALIGNMENT or rows.shape[1] > WIDEST):
         return None
-    return None if wanted is False else quantized(rows)
+    return quantized(rows) if wanted or all(np.isfinite(part).all() for part in parts) else None

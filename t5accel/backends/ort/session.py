@@ -96,8 +96,10 @@ def shortlist_of(folder: Path, manifest: Manifest, weights: Mapping[str, onnxrun
 
     place = manifest.shortlist["rows"]
     same = [weights[name].numpy() for name, shared in manifest.shared.items() if shared == place]
-    bounds = {name: manifest.shortlist[name] for name in ("largest_row", "largest_error")}
-    return Shortlist(Head(same[0] if same else mapped(folder, place), **bounds))
+    known = {name: manifest.shortlist[name] for name in ("largest_row", "largest_error")}
+    if bias := manifest.shortlist.get("bias"):
+        known["bias"] = mapped(folder, bias)
+    return Shortlist(Head(same[0] if same else mapped(folder, place), **known))
 
 
 def mapped(folder: Path, place: Mapping[str, Any]) -> np.ndarray:

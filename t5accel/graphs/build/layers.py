@@ -247,10 +247,14 @@ class T5Layers:
 
     def head(self, hidden: str, *, output: str, by_rows: bool = False) -> None:
         """The decoder's output (…, T, d_model), normed and scaled -> logits (…, T, V)."""
+        self.logits(self.graph, "MatMul", hidden, self.head_weight(by_rows=by_rows), output=output)
+
+    def logits(self, graph: GraphBuilder, kind: str, *inputs: str, output: str) -> None:
+        """The node that makes logits, and what is added to them, if anything is, in a graph or in a branch of it."""
         bias = self.weights.head_bias
-        logits = self.graph.op("MatMul", hidden, self.head_weight(by_rows=by_rows), output=None if bias else output)
+        products = graph.op(kind, *inputs, output=None if bias else output)
         if bias:
-            self.graph.op("Add", logits, self.weight(bias), output=output)
+            graph.op("Add", products, graph.weight(bias, self.weights.array(bias)), output=output)
 
     def head_weight(self, *, by_rows: bool = False) -> str:
         """The head's weight as a product takes it: (d_model, V).

@@ -26,12 +26,13 @@ class ExportPlan:
     """What is to be written, known before a file is.
 
     Attributes:
-        manifest: all but ``shared`` and ``files``, which are found out while writing, and the place of ``rows``.
+        manifest: all but ``shared`` and ``files``, which are found out while writing, and the places of ``exact``.
         graphs: by file name.
         threshold: if the weights of a graph are more bytes, those of both graphs lie in one file beside them.
         tokenizer: whether ``add_files`` brings one.
         add_files: puts all else into the folder that it is given.
-        rows: the name of the weight from which a shortlist's exact logits are computed, if there is a shortlist.
+        exact: the names of the weights from which a shortlist's exact logits are computed, by what the manifest calls
+            them; empty if there is no shortlist.
     """
 
     manifest: Manifest
@@ -39,7 +40,7 @@ class ExportPlan:
     threshold: int
     tokenizer: bool
     add_files: Callable[[Path], None]
-    rows: str | None = None
+    exact: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def derived(cls, folder: Path, manifest: Manifest, graphs: Mapping[str, GraphBuilder]) -> ExportPlan:
@@ -82,8 +83,8 @@ def write_export(target: Path, plan: ExportPlan, *, overwrite: bool, progress: b
     """
     layout = WeightsFile.plan(plan.graphs, plan.threshold)
     manifest = replace(plan.manifest, shared=layout.shared(plan.graphs))
-    if plan.rows:
-        manifest = replace(manifest, shortlist={**manifest.shortlist, "rows": layout.place(plan.rows)})
+    places = {part: layout.place(name) for part, name in plan.exact.items()}
+    manifest = replace(manifest, shortlist={**manifest.shortlist, **places})
     with locked(target):
         if is_occupied(target):
             if _same(target, manifest, external=bool(layout.places), tokenizer=plan.tokenizer):

@@ -62,8 +62,9 @@ class Manifest:
         optimized: how the graphs were optimised after they were built, and where that may run: see `portability`.
             Empty if they were not, as in manifests from before there was such an entry.
         shortlist: what goes into ``decoder_shortlist.onnx`` and out of it, ``"inputs"`` and ``"outputs"``; where in
-            ``weights.data`` the head's ``"rows"`` lie, as in ``shared``; and the ``"largest_row"`` and
-            ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph, as in manifests from before.
+            ``weights.data`` the head's ``"rows"`` lie, and its ``"bias"`` if it has one, as in ``shared``; and the
+            ``"largest_row"`` and ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph, as in
+            manifests from before.
         step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
         family: of a model that is not T5-shaped, its ``"model_type"``, for how many ``"positions"`` it is made, and the
             ``"source_vocab_size"``, which may be another than that of the logits. Empty likewise.
@@ -223,10 +224,12 @@ def _require_shortlist(entry: Any, dims: T5Dims, files: Mapping[str, Any]) -> No
     if not entry:
         return
     _require({"rows": dict, "largest_row": float, "largest_error": float}, entry)
-    _require_place(entry["rows"], files)
+    shapes = {"rows": [dims.vocab_size, dims.d_model], "bias": [dims.vocab_size]}
+    for part in shapes.keys() & entry.keys():
+        _require_place(entry[part], files)
+        if entry[part]["shape"] != shapes[part] or entry[part]["dtype"] != "float32":
+            raise ValueError(f"the {part} of its shortlist is described by {entry[part]}")
     bounds = entry["largest_row"], entry["largest_error"]
-    if entry["rows"]["shape"] != [dims.vocab_size, dims.d_model] or entry["rows"]["dtype"] != "float32":
-        raise ValueError(f"the rows of its shortlist are described by {entry['rows']}")
     if SHORTLIST not in files or not all(math.isfinite(bound) and bound >= 0 for bound in bounds):
         raise ValueError(f"its shortlist has no {SHORTLIST}, or the bounds {bounds}")
     if _graph(entry) != shortlist_spec(dims):

@@ -107,12 +107,13 @@ def export_t5(
         recipe=FP32, opset=OPSET, versions=machine.versions(), rules=rules_of(model).to_json(),
         family=_family_entry(weights),
     )  # fmt: skip
-    rows = None
+    exact: dict[str, str] = {}
     if step:
         graphs[STEP], threshold = shortlist_graph(weights, head, step=True) if head else step_graph(weights), 0
         manifest = replace(manifest, step=asdict(step_spec(weights.dims, shortlist=head is not None)))
     if head:
-        graphs[SHORTLIST], threshold, rows = shortlist_graph(weights, head), 0, weights.head
+        graphs[SHORTLIST], threshold = shortlist_graph(weights, head), 0
+        exact = {"rows": weights.head} | ({"bias": weights.head_bias} if weights.head_bias else {})
         manifest = replace(manifest, shortlist={**asdict(shortlist_spec(weights.dims)), **head.bounds})
 
     def add_files(partial: Path) -> None:
@@ -122,7 +123,7 @@ def export_t5(
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial)
 
-    plan = ExportPlan(manifest, graphs, threshold, tokenizer is not None, add_files, rows)
+    plan = ExportPlan(manifest, graphs, threshold, tokenizer is not None, add_files, exact)
     return write_export(target, plan, overwrite=overwrite, progress=progress)
 
 
