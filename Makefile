@@ -11,7 +11,7 @@ VENV := .venv/bin/python
 VENV_V5 := .venv-v5/bin/python
 BROWSER := build/browser-site
 TENSORRT := build/tensorrt-site
-TRITON := build/triton-site
+KERNEL := build/kernel-site
 SITE := build/site-tools
 
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
@@ -19,6 +19,8 @@ ON_COLAB := torch transformers numpy ipykernel
 
 # Each peer's environment: what lies in requirements/peers/NAME.txt. Ours is .venv.
 PEERS := transformers4 transformers5 optimum openvino ctranslate2
+# And of each server that brings its own: requirements/servers/NAME.txt.
+SERVERS := triton ray
 QUICK :=
 
 # Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
@@ -36,8 +38,8 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-triton \
-	release-check lab bench peers gpu-bundle lint format site \
+.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-kernel test-triton \
+	release-check lab bench peers serving gpu-bundle lint format site \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -71,6 +73,9 @@ bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in bui
 
 peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1]
 	@$(VENV) scripts/peers.py $(if $(QUICK),--quick)
+
+serving: .venv/.stamp $(SERVERS:%=build/servers/%/.stamp) ## Put load on our server and on others, half an hour; goes on where it stopped [QUICK=1]
+	@$(VENV) scripts/serving.py $(if $(QUICK),--quick)
 
 gpu-bundle: .venv/.stamp ## Gather in build/gpu/ what the GPU suite needs on a machine without a network
 	@$(VENV) scripts/gpu_bundle.py build/gpu
@@ -117,14 +122,17 @@ test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a rea
 test-tensorrt: .venv/.stamp $(TENSORRT)/.stamp ## Build TensorRT engines of the bundled model, which needs no GPU
 	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests/with_tensorrt
 
-test-triton: .venv/.stamp $(TRITON)/.stamp ## Interpret our GPU kernel on the CPU, and compile it for GPUs that are not here
-	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests/with_triton
-	@PYTHONPATH=$(TRITON) $(VENV) -m pytest -q tests/with_triton
+test-kernel: .venv/.stamp $(KERNEL)/.stamp ## Interpret our GPU kernel on the CPU, and compile it for GPUs that are not here
+	@PYTHONPATH=$(KERNEL) TRITON_INTERPRET=1 $(VENV) -m pytest -q tests/with_kernel
+	@PYTHONPATH=$(KERNEL) $(VENV) -m pytest -q tests/with_kernel
+
+test-triton: .venv/.stamp build/servers/triton/.stamp ## Start NVIDIA's Triton server on a repository of ours, and compare its answers
+	@$(VENV) -m pytest -q tests/with_triton
 
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run
 	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long"
-	@for target in test-long test-binder test-colab course-v5 test-browser test-tensorrt test-triton; do \
+	@for target in test-long test-binder test-colab course-v5 test-browser test-tensorrt test-kernel test-triton; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 
 wheelhouse: EXTRAS := cpu,course,optimum
@@ -163,8 +171,8 @@ $(TENSORRT)/.stamp: pyproject.toml | .venv/.stamp
 		touch $@
 
 # Beside .venv, where torch would find it and compile with it. Linux only.
-$(TRITON)/.stamp: pyproject.toml | .venv/.stamp
-	@rm -rf $(@D) && echo "Installing Triton into $(@D)." && \
+$(KERNEL)/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && echo "Installing Triton, the language, into $(@D)." && \
 		$(VENV) -m pip --disable-pip-version-check install -qq --target $(@D) $(call extra,triton) && \
 		touch $@
 
@@ -179,6 +187,11 @@ build/peers/%/.stamp: requirements/peers/%.txt
 	@rm -rf $(@D) && echo "Installing the peer $* into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
 		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< && \
 		$(@D)/bin/python -m pip --disable-pip-version-check uninstall -qq --yes torchvision 2> /dev/null && \
+		touch $@
+
+build/servers/%/.stamp: requirements/servers/%.txt
+	@rm -rf $(@D) && echo "Installing the server $* into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
+		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< && \
 		touch $@
 
 build/binder/.stamp: pyproject.toml | .venv/.stamp

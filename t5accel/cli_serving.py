@@ -87,3 +87,30 @@ def load(
     least = max_new_tokens if forced else 0
     bodies = [dict(text=one, max_new_tokens=max_new_tokens, min_new_tokens=least, stream=stream) for one in texts]
     typer.echo(str(asyncio.run(offer(Load(url, bodies, rate, seconds, clients, seed)))))
+
+
+@serving.command()
+def triton(
+    folder: Annotated[str, typer.Argument(help="Of the model repository; made if it is missing.")],
+    model: Annotated[str, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id.")] = "mini",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, int8 or int4. Versions may differ in it.")] = "fp32",
+    name: Annotated[str | None, typer.Option(help="Of the model in Triton. Default: --model.")] = None,
+    version: Annotated[int, typer.Option(help="Written or replaced; the others stay.")] = 1,
+    rows: Annotated[int, typer.Option(help="Of a batch, at most.")] = 32,
+    window_ms: Annotated[float, typer.Option(help="For which Triton collects a batch.")] = 20.0,
+    instances: Annotated[int, typer.Option(help="Processes that each hold the model.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Of each. Default: the cores that there are, shared.")] = None,
+) -> None:
+    """Write a model repository for NVIDIA's Triton Inference Server, whose models run our ONNX sessions."""
+    from pathlib import Path
+
+    from t5accel.lab.triton import write_repository
+
+    where = write_repository(
+        folder, model, precision=precision, name=name, version=version, rows=rows, window_ms=window_ms,
+        instances=instances, threads=threads, progress=True,
+    )  # fmt: skip
+    for path in sorted(Path(where).glob("*/config.pbtxt")):
+        typer.echo(f"{path.parent.name}: POST /v2/models/{path.parent.name}/"
+                   f"{'generate_stream' if 'iterative' in path.read_text() else 'generate'}")  # fmt: skip
+    typer.echo(f"tritonserver --model-repository={where} --disable-auto-complete-config")

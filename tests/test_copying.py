@@ -21,12 +21,13 @@ WITHOUT_EXAMPLE = {
     "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
     "t5accel.cli": "its functions are commands; their tests run them",
     "t5accel.cli_serving": "the same",
+    "t5accel.lab.triton_model": "Triton calls it; tests put a stand-in in its place",
     "t5accel.lab.course": "it starts kernels and runs whole notebooks",
 }
 NOT_COPIED = {
     "t5accel",  # the lazy front door
     "t5accel.__main__",  # a script that runs when it is imported
-    "t5accel.backends.triton_attention",  # its kernels need Triton: make test-triton
+    "t5accel.backends.triton_attention",  # its kernels need Triton: make test-kernel
 }
 COPIED = [name for name, path in MODULES.items() if path.name != "__init__.py" and name not in NOT_COPIED]
 

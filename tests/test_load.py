@@ -16,10 +16,10 @@ import uvicorn
 from test_cli import call, refused
 
 from t5accel.errors import InputError
-from t5accel.lab.load import Load, Outcome, offer
+from t5accel.lab.load import Load, Outcome, ask, offer
 
 BODY = {"text": "a"}
-ANSWER = b'{"answers": [{"tokens": [3]}, {"tokens": [1, 1]}]}'
+ANSWER = b'{"answers": [{"texts": ["a"], "tokens": [3]}, {"texts": ["b", "c"], "tokens": [1, 1]}]}'
 EVENTS = b'data: {"text": "a"}\n\ndata: {"text": "b", "tokens": 2}\n\n'
 
 
@@ -38,8 +38,10 @@ class Stalling:
             if time.perf_counter() > self.stalls_at:
                 self.stalls_at = float("inf")
                 time.sleep(1)  # of the whole server
-            await send({"type": "http.response.start", "status": self.status, "headers": []})
-            await send({"type": "http.response.body", "body": EVENTS if b"true" in body else ANSWER})
+            streams = b"true" in body
+            kind = [(b"content-type", b"text/event-stream" if streams else b"application/json")]
+            await send({"type": "http.response.start", "status": self.status, "headers": kind})
+            await send({"type": "http.response.body", "body": EVENTS if streams else ANSWER})
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,18 @@ def test_refusals_are_no_answers(stalling) -> None:
     outcome = asyncio.run(offer(Load(url, [BODY], rate_per_s=40.0, seconds=0.3)))
     app.status = 200
     assert outcome.statuses.keys() == {429} and not outcome.latency_s and np.isnan(outcome.percentile_s(99))
+
+
+def test_one_question_and_its_answer(stalling) -> None:
+    url = f"{stalling[0]}/generate"
+    assert ask(url, BODY) == ("a b c", 5) and ask(url, {**BODY, "stream": True}) == ("ab", 2)
+
+
+def test_percentiles_of_some_requests(stalling) -> None:
+    outcome = asyncio.run(offer(Load(stalling[0], [BODY, {"text": "b"}], rate_per_s=60.0, seconds=0.5)))
+    assert {*outcome.asked} == {0, 1} and len(outcome.asked) == len(outcome.latency_s)
+    assert max(outcome.percentile_s(100, among={number}) for number in (0, 1)) == max(outcome.latency_s)
+    assert np.isnan(outcome.percentile_s(50, among={7}))
 
 
 def test_equal_loads_are_equal(stalling) -> None:

@@ -246,7 +246,7 @@ def test_dependencies_are_listed_once() -> None:
         "--target $(@D) $(call extra,tensorrt)",
         "--target $(@D) $(call extra,triton)",
         "-c requirements/constraints.txt $(call extra,site)",
-        "-r $<",  # a peer's own list, which nothing of ours reads: see tests/test_peers.py
+        "-r $<",  # a peer's or a server's own list, which nothing of ours reads: see tests/test_peers.py
     }
     for arguments in re.findall(r"pip\b.*? install (.*)", MAKEFILE):
         assert arguments.removeprefix("-qq ").split(" && ")[0] in ours, f"the Makefile installs {arguments!r}"

@@ -15,10 +15,11 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -36,11 +37,12 @@ class Load:
 
     Attributes:
         url: of a server on this machine, such as ``"http://127.0.0.1:8000"``.
-        requests: JSON bodies of ``POST /generate``; which one comes when is drawn.
+        requests: JSON bodies; which one comes when is drawn.
         rate_per_s: of the open loop, on average; its gaps are exponential (a Poisson process).
         seconds: during which requests are sent.
         clients: in place of a rate: so many that each wait for their answers, the closed loop.
         seed: of what is drawn. Two systems under equal loads get the same requests at the same moments.
+        path: where they are posted, below the URL.
 
     Raises:
         InputError: another machine's server, a rate and clients or neither, more than 100,000 requests.
@@ -55,6 +57,7 @@ class Load:
     seconds: float = 10.0
     clients: int | None = None
     seed: int = 0
+    path: str = "/generate"
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or urlsplit(self.url).hostname not in HERE:
@@ -87,6 +90,7 @@ class Outcome:
 
     Attributes:
         latency_s: of the answers, from the intended moment to the last byte.
+        asked: for each of these, which of the requests it answers.
         first_s: of answers that stream, to the first event.
         statuses: how many requests ended so; 0 for those that got no answer.
         tokens: in all answers.
@@ -96,6 +100,7 @@ class Outcome:
     """
 
     latency_s: list[float] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     tokens: int = 0
@@ -103,13 +108,17 @@ class Outcome:
     generator_cpu: float = 0.0
     sent_late_s: float = 0.0
 
-    def percentile_s(self, percent: float) -> float:
-        """Of the latencies; NaN without any.
+    def percentile_s(self, percent: float, among: Collection[int] | None = None) -> float:
+        """Of the latencies, or of those of some requests; NaN without any.
 
-        >>> Outcome(latency_s=[0.1, 0.2, 0.9]).percentile_s(50)
-        0.2
+        >>> outcome = Outcome(latency_s=[0.1, 0.2, 0.9], asked=[0, 0, 1])
+        >>> outcome.percentile_s(50), outcome.percentile_s(50, among={1})
+        (0.2, 0.9)
         """
-        return float(np.percentile(self.latency_s, percent)) if self.latency_s else math.nan
+        found = self.latency_s if among is None else [
+            latency for latency, number in zip(self.latency_s, self.asked, strict=True) if number in among
+        ]  # fmt: skip
+        return float(np.percentile(found, percent)) if found else math.nan
 
     def goodput_per_s(self, limit_s: float) -> float:
         """Answers a second that came within a limit."""
@@ -143,32 +152,32 @@ async def offer(load: Load) -> Outcome:
     timeout = aiohttp.ClientTimeout(total=load.seconds + LATE_S)
     started, cpu = time.perf_counter(), time.process_time()
 
-    async def send(session: aiohttp.ClientSession, body: dict[str, Any], intended: float) -> None:
+    async def send(session: aiohttp.ClientSession, number: int, intended: float) -> None:
         outcome.sent_late_s = max(outcome.sent_late_s, time.perf_counter() - started - intended)
         try:
-            async with session.post(f"{load.url}/generate", json=body) as response:
+            async with session.post(load.url + load.path, json=load.requests[number]) as response:
                 status = response.status
-                if status == 200 and body.get("stream"):
+                if status == 200 and response.content_type == "text/event-stream":
                     last = await _last_event(response, outcome.first_s, started + intended)
                     if "error" in last:
                         status = 0
                     tokens = last.get("tokens", 0)
                 else:
-                    content = json.loads(await response.read())
-                    tokens = sum(sum(answer["tokens"]) for answer in content.get("answers", []))
+                    tokens = _said(json.loads(await response.read()))[1]
         except (aiohttp.ClientError, TimeoutError, ValueError):
             status, tokens = 0, 0
         outcome.statuses[status] += 1
         if status == 200:
             outcome.latency_s.append(time.perf_counter() - started - intended)
+            outcome.asked.append(number)
             outcome.tokens += tokens
 
-    def body() -> dict[str, Any]:
-        return load.requests[rng.integers(len(load.requests))]
+    def drawn() -> int:
+        return int(rng.integers(len(load.requests)))
 
     async def ask_again_and_again(session: aiohttp.ClientSession) -> None:
         while (now := time.perf_counter() - started) < load.seconds and outcome.statuses.total() < MOST_REQUESTS:
-            await send(session, body(), now)
+            await send(session, drawn(), now)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         if load.clients is not None:
@@ -177,7 +186,7 @@ async def offer(load: Load) -> Outcome:
             async with asyncio.TaskGroup() as group:
                 for moment in load.moments().tolist():
                     await asyncio.sleep(max(0.0, started + moment - time.perf_counter()))
-                    group.create_task(send(session, body(), moment))
+                    group.create_task(send(session, drawn(), moment))
     outcome.wall_s = time.perf_counter() - started
     outcome.generator_cpu = (time.process_time() - cpu) / outcome.wall_s
     return outcome
@@ -192,3 +201,32 @@ async def _last_event(response: Any, first_s: list[float], intended: float) -> d
                 first_s.append(time.perf_counter() - intended)
             last = json.loads(line[6:])
     return last
+
+
+def ask(url: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> tuple[str, int]:
+    """One request, and the text and the number of tokens that it is answered with; of streams, all pieces joined.
+
+    Args:
+        url: with the path.
+        body: as JSON.
+        timeout_s: without a byte.
+
+    Raises:
+        OSError: nobody answers, or with an error (``HTTPError``).
+
+    >>> ask("http://127.0.0.1:9/generate", {})
+    Traceback (most recent call last):
+    urllib.error.URLError: ...
+    """
+    asked = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(asked, timeout=timeout_s) as response:
+        if response.headers.get_content_type() != "text/event-stream":
+            return _said(json.load(response))
+        events = [json.loads(line[6:]) for line in response if line.startswith(b"data: ")]
+    return "".join(event.get("text", "") for event in events), _said(events[-1])[1]
+
+
+def _said(content: dict[str, Any]) -> tuple[str, int]:
+    """Text and tokens of an answer: of ours, which has one for each text, or of Triton's."""
+    answers = content.get("answers") or [{"texts": [content.get("text", "")], "tokens": [content.get("tokens", 0)]}]
+    return " ".join(text for one in answers for text in one["texts"]), sum(sum(one["tokens"]) for one in answers)

@@ -1,4 +1,4 @@
-"""Our attention kernel, interpreted on the CPU and compiled for GPUs that are not here: `make test-triton`."""
+"""Our attention kernel, interpreted on the CPU and compiled for GPUs that are not here: `make test-kernel`."""
 
 from __future__ import annotations
 
