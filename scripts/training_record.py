@@ -33,12 +33,14 @@ def joined(logs: list[Path]) -> list[Row]:
 
 
 def quality_rows(report: dict[str, Any]) -> list[Row]:
-    """The scores on the bundled sets, and those on held-out sentences."""
+    """The scores on the bundled sets, and those on held-out sentences, of any length and long."""
     about = {"measured": "quality", "model": report["model"], "precision": "fp32"}
-    held_out = report["held_out"]
-    of_pairs = {"task": "held-out translation", "texts": held_out["sentences"], "bleu": held_out["bleu"],
-                "chrf": held_out["chrf"], "settings": {"references": held_out["references"]}}  # fmt: skip
-    return [{**about, **scores(report)}, {**about, **of_pairs}]
+    rows = [{**about, **scores(report)}]
+    for task, name in (("held-out translation", "held_out"), ("held-out long translation", "held_out_long")):
+        if kept_out := report.get(name):
+            rows.append({**about, "task": task, "texts": kept_out["sentences"], "bleu": kept_out["bleu"],
+                         "chrf": kept_out["chrf"], "settings": {"references": kept_out["references"]}})  # fmt: skip
+    return rows
 
 
 def main() -> None:

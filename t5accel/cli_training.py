@@ -267,7 +267,7 @@ def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
 @training.command()
 def evaluate(
     model: Annotated[str, typer.Option(help="mini, a folder, or a hub id.")] = "mini",
-    pairs: Annotated[Path | None, typer.Option(help="Score the sentences held out of this file, too.")] = None,
+    pairs: Annotated[Path | None, typer.Option(help="Score what is held out of this file, too.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     limit: Annotated[int | None, typer.Option(help="Rows per length bucket or half. Default: all.")] = None,
 ) -> None:
@@ -284,12 +284,17 @@ def evaluate(
     t5, tokenizer = load_t5(model)
     backend = TorchEager(t5)
     generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask).sequences)
-    held_out = held_out_quality(generate, pairs) if held_out_quality else None
+    held_out, held_out_long = held_out_quality(generate, pairs) if held_out_quality else (None, None)
     report = quality.evaluate(generate, limit=limit)
     typer.echo(report)
-    if held_out:
-        typer.echo(f"held-out pairs   {held_out.sentences}  BLEU {held_out.bleu:.1f}  chrF {held_out.chrf:.1f}")
+    for part, scores in (("all", held_out), ("9-20 words", held_out_long)):
+        if scores:
+            typer.echo(
+                f"held-out     {part:11s} {scores.sentences:4d}  BLEU {scores.bleu:5.1f}  chrF {scores.chrf:5.1f}"
+            )
     if json:
         json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"model": model, **report.to_json(), "held_out": held_out.to_json() if held_out else None}
+        document = {"model": model, **report.to_json()}
+        for name, scores in (("held_out", held_out), ("held_out_long", held_out_long)):
+            document[name] = scores.to_json() if scores else None
         json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

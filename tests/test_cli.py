@@ -527,15 +527,18 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
 
 
 def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path, monkeypatch):
-    held_out = HeldOutQuality(sentences=1000, references=1234, bleu=12.34, chrf=45.6)
+    held_out = (HeldOutQuality(1000, 1234, 12.34, 45.6), HeldOutQuality(77, 88, 9.87, 23.4))
     calls = []
     monkeypatch.setattr(validate, "held_out_quality", lambda generate, pairs: calls.append(pairs) or held_out)
     file = tmp_path / "new" / "quality.json"
     result = call("evaluate", "--limit", 1, "--pairs", tmp_path / "pairs.tsv", "--json", file)
     assert result.exit_code == 0 and calls == [tmp_path / "pairs.tsv"]
-    assert result.stdout.startswith("LIMITED") and "BLEU 12.3  chrF 45.6" in result.stdout
+    assert result.stdout.startswith("LIMITED")
+    assert "held-out     all         1000  BLEU  12.3  chrF  45.6" in result.stdout
+    assert "held-out     9-20 words    77  BLEU   9.9  chrF  23.4" in result.stdout
     document = json.loads(file.read_text(encoding="utf-8"))
     assert (document["model"], document["limit"], document["held_out"]["bleu"]) == ("mini", 1, 12.34)
+    assert document["held_out_long"] == {"sentences": 77, "references": 88, "bleu": 9.87, "chrf": 23.4}
     assert document["translation"]["rows"] == 3 and document["questions"]["all"]["rows"] == 2
 
 

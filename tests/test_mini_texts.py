@@ -244,7 +244,8 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
         read_pairs(path)
 
 
-sentences = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=3)
+words = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=3)
+sentences = words | st.integers(8, 21).flatmap(lambda n: words.map(lambda word: " ".join([word] * n)))
 
 
 @settings(deadline=None)
@@ -253,10 +254,13 @@ def test_no_held_out_sentence_is_trained_on_and_no_pair_is_lost(pairs, data):
     different = len({english for english, _ in pairs})
     count = data.draw(st.integers(0, different - 1))
     split = split_pairs(pairs, count)
-    held_out = dict(split.held_out)
+    held_out, long = dict(split.held_out), dict(split.held_out_long)
     assert len(held_out) == count
-    assert not held_out.keys() & {english for english, _ in split.train}
-    again = [(english, french) for english, references in split.held_out for french in references]
+    assert not (held_out.keys() | long.keys()) & {english for english, _ in split.train}
+    left = sum(9 <= len(english.split()) <= 20 for english in {english for english, _ in pairs} - held_out.keys())
+    assert len(long) == min(count, left // 2) and not held_out.keys() & long.keys()
+    assert all(9 <= len(english.split()) <= 20 for english in long)
+    again = [(english, french) for part in (held_out, long) for english in part for french in part[english]]
     assert sorted([*split.train, *again]) == sorted(pairs)
 
 
@@ -265,7 +269,7 @@ def test_what_is_held_out_depends_on_the_sentences_and_not_on_their_order():
     assert split == split_pairs(PAIRS, 10)
     shuffled = list(PAIRS)
     random.Random(0).shuffle(shuffled)
-    assert split_pairs(shuffled, 10).held_out == split.held_out
+    assert replace(split_pairs(shuffled, 10), train=split.train) == split
     assert split_pairs(PAIRS, 20).held_out[:10] == split.held_out  # a larger hold-out contains the smaller one
     assert [english for english, _ in split.held_out] != [english for english, _ in PAIRS[:10]]  # by hash, not position
 

@@ -37,8 +37,14 @@ def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> N
 def test_quality_is_recorded_as_rows() -> None:
     held_out = {"sentences": 5, "references": 9, "bleu": 20.0, "chrf": 40.0}
     report = {"model": "mini", "questions": {"all": {"exact_match": 49.5, "f1": 50.0}, "seen": None}, "limit": None}
-    rows = load_script("training_record").quality_rows({**report, "held_out": held_out})
-    assert [checked(row)["measured"] for row in rows] == ["quality", "quality"]
-    assert rows[0]["exact_match"] == 49.5 and (rows[1]["texts"], rows[1]["bleu"]) == (5, 20.0)
-    kept = [row for row in recorded("training-mini.json")["rows"] if row["measured"] == "quality"]
-    assert [row.get("task") for row in kept] == [row.get("task") for row in rows]
+    quality_rows = load_script("training_record").quality_rows
+    rows = quality_rows({**report, "held_out": held_out, "held_out_long": {**held_out, "sentences": 3, "bleu": 10.0}})
+    assert [checked(row)["measured"] for row in rows] == ["quality"] * 3
+    assert rows[0]["exact_match"] == 49.5
+    assert [(row["task"], row["texts"], row["bleu"]) for row in rows[1:]] == [
+        ("held-out translation", 5, 20.0), ("held-out long translation", 3, 10.0),
+    ]  # fmt: skip
+    assert quality_rows({**report, "held_out": held_out}) == rows[:2]
+    assert quality_rows({**report, "held_out": None, "held_out_long": None}) == rows[:1]
+    kept = [row.get("task") for row in recorded("training-mini.json")["rows"] if row["measured"] == "quality"]
+    assert kept == [row.get("task") for row in rows][: len(kept)]  # a file of short pairs has no long ones

@@ -1,7 +1,7 @@
-"""Translation pairs: read a tab-separated file, hold sentences out by a hash, join short ones into long ones.
+"""Translation pairs: read a tab-separated file, hold sentences out, join short ones into long ones.
 
-The hold-out is decided by the English sentence alone and not by chance, so that every run, machine and later
-student agrees on which sentences no model has ever been trained on.
+What is held out follows from the English sentences alone, in whatever order they come, so that every run, machine and
+later student agrees on which sentences no model has ever been trained on.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ WHERE_TO_GET_PAIRS = (
 )
 
 
+LONG = range(9, 21)  # words of an English sentence that is long
+
+HeldOut = tuple[tuple[str, tuple[str, ...]], ...]  # English sentences, each with all its French references
+
+
 @dataclass(frozen=True)
 class PairSplit:
-    """Training pairs and, apart from them, held-out English sentences with all their French references."""
+    """Training pairs and, apart from them, sentences held out: of any length, and others that are all long."""
 
     train: tuple[Pair, ...]
-    held_out: tuple[tuple[str, tuple[str, ...]], ...]
+    held_out: HeldOut
+    held_out_long: HeldOut
 
 
 def tidy(text: str) -> str:
@@ -60,7 +66,9 @@ def read_pairs(path: str | Path) -> list[Pair]:
 
 
 def split_pairs(pairs: Iterable[Pair], held_out: int = 1000) -> PairSplit:
-    """Hold out the ``held_out`` English sentences with the smallest SHA-256, with all their references.
+    """Hold out the ``held_out`` English sentences with the smallest SHA-256, and as many long ones among the others.
+
+    The long ones, of 9 to 20 words, are drawn with a fixed seed; of fewer than twice as many, half are held out.
 
     >>> split = split_pairs([("Go.", "Va !"), ("Go.", "Allez !"), ("Run!", "Cours !")], held_out=1)
     >>> len(split.held_out), all(english != split.held_out[0][0] for english, _ in split.train)
@@ -73,13 +81,20 @@ def split_pairs(pairs: Iterable[Pair], held_out: int = 1000) -> PairSplit:
         raise InputError(
             f"Cannot hold out {held_out} of {len(by_source)} English sentences: give more pairs or hold out fewer."
         )
-    ranked = sorted(by_source, key=lambda english: hashlib.sha256(english.lower().encode()).hexdigest())
-    chosen = set(ranked[:held_out])
+    first = sorted(by_source, key=lambda english: hashlib.sha256(english.lower().encode()).hexdigest())[:held_out]
+    long = sorted(english for english in by_source.keys() - set(first) if len(english.split()) in LONG)
+    second = random.Random("long").sample(long, min(held_out, len(long) // 2))
+    chosen = {*first, *second}
+
+    def with_references(sentences: list[str]) -> HeldOut:
+        return tuple((english, tuple(by_source[english])) for english in sentences)
+
     return PairSplit(
         train=tuple(
             (english, french) for english, frenches in by_source.items() if english not in chosen for french in frenches
         ),
-        held_out=tuple((english, tuple(by_source[english])) for english in ranked[:held_out]),
+        held_out=with_references(first),
+        held_out_long=with_references(second),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.metrics import bleu, chrf
-from t5accel.mini.pairs import read_pairs, split_pairs
+from t5accel.mini.pairs import HeldOut, read_pairs, split_pairs
 from t5accel.tasks import TRANSLATE
 
 
@@ -28,12 +28,12 @@ class HeldOutQuality:
 
 def held_out_quality(
     generate: Callable[[list[str]], list[str]], pairs_file: str | Path, *, held_out: int = 1000, batch_size: int = 64
-) -> HeldOutQuality:
-    """Translate the ``held_out`` sentences that `pairs.split_pairs` keeps out of training, and score them.
+) -> tuple[HeldOutQuality, HeldOutQuality | None]:
+    """Translate what `pairs.split_pairs` keeps out of training, and score it: sentences of any length, and long ones.
 
     Args:
         generate: from texts with T5's prefix to translations.
-        pairs_file: the file that the model was trained on.
+        pairs_file: the file that the model was trained on; the second score is ``None`` if it has no long sentences.
 
     Raises:
         FileNotFoundError, InputError: as `pairs.read_pairs`.
@@ -41,10 +41,15 @@ def held_out_quality(
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".tsv", delete=False) as file:
     ...     _ = file.write("A b c d e.\\tF g h i j.\\nK l m n o.\\tP q r s t.\\n")
-    >>> held_out_quality(lambda texts: ["nothing"], file.name, held_out=1).bleu
-    0.0
+    >>> held_out_quality(lambda texts: ["nothing"], file.name, held_out=1)
+    (HeldOutQuality(sentences=1, references=1, bleu=0.0, chrf=11.27), None)
     """
-    rows = split_pairs(read_pairs(pairs_file), held_out).held_out
+    split = split_pairs(read_pairs(pairs_file), held_out)
+    long = _scored(generate, split.held_out_long, batch_size) if split.held_out_long else None
+    return _scored(generate, split.held_out, batch_size), long
+
+
+def _scored(generate: Callable[[list[str]], list[str]], rows: HeldOut, batch_size: int) -> HeldOutQuality:
     sources = sorted((TRANSLATE + english for english, _ in rows), key=len)  # batches of alike length waste no padding
     references = {TRANSLATE + english: list(frenches) for english, frenches in rows}
     predictions: list[str] = []
