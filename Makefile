@@ -18,8 +18,9 @@ SITE := build/site-tools
 ON_COLAB := torch transformers numpy ipykernel
 
 # Each peer's environment: what lies in requirements/peers/NAME.txt. Ours is .venv.
-PEERS := transformers4 transformers5 optimum openvino ctranslate2
+PEERS := transformers4 transformers5 optimum openvino openvino4 ctranslate2
 QUICK :=
+GRID :=
 
 TEXT := Where is my bag?
 
@@ -66,8 +67,8 @@ bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in bui
 	@$(VENV) -m t5accel bench --model random:t5-small --json build/bench.json
 	@$(VENV) scripts/engine.py --json build/engine.json
 
-peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1]
-	@$(VENV) scripts/peers.py $(if $(QUICK),--quick)
+peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1] [GRID=families]
+	@$(VENV) scripts/peers.py $(if $(GRID),--grid $(GRID)) $(if $(QUICK),--quick)
 
 gpu-bundle: .venv/.stamp ## Gather in build/gpu/ what the GPU suite needs on a machine without a network
 	@$(VENV) scripts/gpu_bundle.py build/gpu

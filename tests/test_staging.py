@@ -281,7 +281,7 @@ def check_reading(folder: Path, data: bytes) -> None:
         return
     finally:
         path.write_bytes(before)
-    content = {"optimized": {}, "shortlist": {}, "step": {}} | json.loads(data)
+    content = dict.fromkeys(("optimized", "shortlist", "step", "family", "rules"), {}) | json.loads(data)
     says = json.loads(json.dumps(asdict(manifest)))
     assert content["format"] == 1 and content["layout"] == "two graphs"
     assert says == {field.name: content[field.name] for field in fields(Manifest)}
