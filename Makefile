@@ -18,10 +18,11 @@ SITE := build/site-tools
 ON_COLAB := torch transformers numpy ipykernel
 
 # Each peer's environment: what lies in requirements/peers/NAME.txt. Ours is .venv.
-PEERS := transformers4 transformers5 optimum openvino ctranslate2
+PEERS := transformers4 transformers5 optimum openvino openvino4 ctranslate2
 # And of each server that brings its own: requirements/servers/NAME.txt.
 SERVERS := triton ray
 QUICK :=
+GRID :=
 
 # Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
 ONLY := not long
@@ -71,8 +72,8 @@ bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in bui
 	@$(VENV) -m t5accel bench --model random:t5-small --json build/bench.json
 	@$(VENV) scripts/engine.py --json build/engine.json
 
-peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1]
-	@$(VENV) scripts/peers.py $(if $(QUICK),--quick)
+peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1] [GRID=families]
+	@$(VENV) scripts/peers.py $(if $(GRID),--grid $(GRID)) $(if $(QUICK),--quick)
 
 serving: .venv/.stamp $(SERVERS:%=build/servers/%/.stamp) ## Put load on our server and on others, half an hour; goes on where it stopped [QUICK=1]
 	@$(VENV) scripts/serving.py $(if $(QUICK),--quick)

@@ -1,9 +1,9 @@
-"""Run one engine in its own environment: load a saved T5, then generate whatever standard input asks for.
+"""Run one engine in its own environment: load a saved model, then generate whatever standard input asks for.
 
 Started by ``scripts/peers.py`` with the Python of that engine's environment, so it imports nothing of t5accel unless
-the engine is ours. It first answers ``{"versions"}``. Each line on standard input then is ``{"ids": [[…]],
-"new_tokens": n, "beams": k}``, and its answer ``{"tokens"}``; if anything fails, ``{"error"}``. The sources of a batch
-are equally long, so that none needs padding.
+the engine is ours. It first answers ``{"versions"}``; the engine ``none`` is there for nothing else. Each line on
+standard input then is ``{"ids": [[…]], "new_tokens": n, "beams": k}``, and its answer ``{"tokens"}``; if anything
+fails, ``{"error"}``. The sources of a batch are equally long, so that none needs padding.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _transformers(model: Any) -> Generate:
 
 
 def _model(folder: Path) -> Any:
-    from transformers import T5ForConditionalGeneration
+    from transformers import AutoModelForSeq2SeqLM
 
-    return T5ForConditionalGeneration.from_pretrained(folder).eval()
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
 
 
 def _eager(folder: Path, scratch: Path, threads: int) -> Generate:
@@ -145,21 +145,24 @@ def _ctranslate2(compute_type: str) -> Callable[[Path, Path, int], Generate]:
 
 def _convert_to_ctranslate2(folder: Path, scratch: Path) -> None:
     """It knows tokens as texts only, and this model has no tokenizer: each id gets a made-up one."""
-    from ctranslate2.converters.transformers import T5Loader
+    from ctranslate2.converters.transformers import _MODEL_LOADERS
 
-    model, loader = _model(folder), T5Loader()
+    model = _model(folder)
+    config, loader = model.config, _MODEL_LOADERS[type(model.config).__name__]
+    ids = {"pad": config.pad_token_id, "eos": config.eos_token_id, "bos": config.bos_token_id, "unk": 2}
 
     class Tokens:
         """As much of a tokenizer as the loader asks for."""
 
-        pad_token, eos_token, unk_token = "t0", "t1", "t2"
+        pad_token, eos_token, bos_token, unk_token = (f"t{ids[name] or 0}" for name in ("pad", "eos", "bos", "unk"))
 
         def convert_ids_to_tokens(self, token: int) -> str:
             return f"t{token}"
 
     spec = loader.get_model_spec(model)
     loader.set_config(spec.config, model, Tokens())
-    loader.set_vocabulary(spec, [f"t{i}" for i in range(model.config.vocab_size)])
+    embedding = spec.encoder.embeddings[0].weight  # of a Marian without the padding token, the last one
+    loader.set_vocabulary(spec, [f"t{i}" for i in range(len(embedding))])
     spec.validate()
     spec.optimize(quantization="float32")
     scratch.mkdir(parents=True, exist_ok=True)
@@ -199,6 +202,7 @@ def _ours_generate(folder: Path, scratch: Path, threads: int) -> Generate:
 
 
 ENGINES = {
+    "none": lambda *_: None,
     "eager": _eager, "compiled": _compiled, "dynamic-int8": _dynamic_int8, "optimum-onnx": _optimum_onnx,
     "optimum-onnx-int8": _optimum_onnx_int8, "openvino": _openvino(32), "openvino-int8": _openvino(8),
     "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),

@@ -146,6 +146,9 @@ def test_a_heat_map_shows_every_cell_of_every_board(tmp_path: Path):
     assert len(texts) == 36 and "0.80x\nOpenVINO" in texts and texts.count("not measured") == 1
     assert (tmp_path / "there/map.png").stat().st_size > 10_000
     greedy = [standing for standing in standings if standing.cell.beams == 1]
+    several = [Standing(cell, "OpenVINO", 1.5, model) for model in ("b", "a") for cell in GRID[:13:6]]
+    (axes,) = plot_standings({"models": several}).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "a"] and axes.get_xlabel() == "batch"
     empty = plot_standings({"all": standings, "greedy alone": greedy}).axes[3]
     assert not empty.texts and not empty.axison
     with pytest.raises(InputError, match="make peers"):

@@ -15,10 +15,13 @@ import pytest
 from script import load_script
 
 from t5accel.errors import InputError, PeerError
+from t5accel.families.lively import random_model
+from t5accel.families.registry import BEYOND_T5
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.harness import pairwise
 from t5accel.lab.peers import (
     GRID,
+    GRIDS,
     OPTIMUM,
     OURS,
     OURS_EXACT,
@@ -33,6 +36,7 @@ from t5accel.lab.peers import (
     cell_of,
     int8_for,
     measure_cell,
+    place_of,
     standings,
     table,
 )
@@ -101,8 +105,9 @@ def test_a_system_that_fails_or_does_less_is_a_row_that_says_why():
 
 
 def row(name: str, seconds: list[float], cell: Work = CELL, precision: str = "fp32") -> dict[str, Any]:
-    about = {"system": name, "precision": precision, "batch": cell.batch, "source_tokens": cell.source_tokens,
-             "beams": cell.beams, "new_tokens": cell.new_tokens, "equal": 1, "of": 1}  # fmt: skip
+    about = {"system": name, "precision": precision, "model": "random:toy", "batch": cell.batch,
+             "source_tokens": cell.source_tokens, "beams": cell.beams, "new_tokens": cell.new_tokens,
+             "equal": 1, "of": 1}  # fmt: skip
     return about | ({"latency_s": seconds} if seconds else {"failed": "no memory"})
 
 
@@ -111,9 +116,12 @@ def test_we_stand_beside_the_best_peer_of_our_precision():
     rows = [row(OURS, [1, 1, 1]), row(OURS_GENERATE, [0.5] * 3), row(REFERENCE, [3, 3, 3]), row(OPTIMUM, [2, 1.5, 9]),
             row("tiny", [0.1] * 3, precision="int8"), row("broken", []), row(OURS, [2.0], other),
             row(OPTIMUM, [1.0], other)]  # fmt: skip
-    assert list(standings(rows)) == [Standing(CELL, OPTIMUM, 2), Standing(other, OPTIMUM, 0.5)]
-    assert list(standings(rows, precision="int8")) == [Standing(CELL, "tiny", 0.1)]
-    assert list(standings(rows, ours=OURS_GENERATE, peers=[REFERENCE])) == [Standing(CELL, REFERENCE, 6)]
+    assert list(standings(rows)) == [Standing(CELL, OPTIMUM, 2, "toy"), Standing(other, OPTIMUM, 0.5, "toy")]
+    assert list(standings(rows, precision="int8")) == [Standing(CELL, "tiny", 0.1, "toy")]
+    assert list(standings(rows, ours=OURS_GENERATE, peers=[REFERENCE])) == [Standing(CELL, REFERENCE, 6, "toy")]
+    rows += [entry | {"model": "random:another", "latency_s": [4.0]} for entry in rows if entry["system"] == OPTIMUM]
+    rows += [row(OURS, [1]) | {"model": "random:another"}]
+    assert [(one.model, one.ratio) for one in standings(rows)] == [("toy", 2), ("toy", 0.5), ("another", 4)]
 
 
 def test_the_grid_is_that_of_the_protocol():
@@ -133,7 +141,8 @@ def test_the_grid_is_that_of_the_protocol():
 
 
 def test_every_environment_has_its_list_with_exact_versions():
-    wanted = {s.environment for s in SYSTEMS if not s.ours}
+    systems = [s for grid in GRIDS.values() for group in grid.systems() for s in group]
+    wanted = {s.environment for s in systems if not s.ours}
     lists = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "requirements/peers").glob("*.txt")}
     assert lists.keys() == wanted
     for text in lists.values():
@@ -141,7 +150,8 @@ def test_every_environment_has_its_list_with_exact_versions():
         assert lines and all(line.count("==") == 1 for line in lines)
         assert any(line.startswith("torch==2.13.0") for line in lines)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert f"PEERS := {' '.join(dict.fromkeys(s.environment for s in SYSTEMS if not s.ours))}\n" in makefile
+    (made,) = [line for line in makefile.splitlines() if line.startswith("PEERS := ")]
+    assert {*made.split()[2:]} == wanted
 
 
 # Workers: the real script, with the engines that the test environment has.
@@ -197,11 +207,59 @@ def script() -> Any:
     return load_script("peers")
 
 
+def test_each_group_of_systems_has_the_reference_in_front():
+    (everything,) = GRIDS["cpu"].systems()
+    assert everything == list(SYSTEMS)
+    groups = GRIDS["families"].systems()
+    assert [group[0].name for group in groups] == [REFERENCE] * 2
+    assert [{s.precision.removesuffix("-dynamic") for s in group[1:]} for group in groups] == [{"fp32"}, {"int8"}]
+    assert {s.environment for group in groups for s in group} == {
+        "transformers4", "optimum", "openvino4", "ctranslate2", "ours"
+    }  # fmt: skip
+    named = {int8_for(cell) for cell in GRIDS["families"].cells} | {
+        name for part in GRIDS["families"].groups for name in part
+    }
+    assert named <= {s.name for group in groups for s in group}
+    ((only,),) = [[s.name for s in group[1:]] for group in GRIDS["families"].systems([OPTIMUM])]
+    assert only == OPTIMUM
+
+
 def test_an_interrupted_grid_goes_on_in_its_order(script: Any, tmp_path: Path):
     path, conditions = tmp_path / "rows.json", {"commit": "abc", "rounds": 3}
-    script.write(path, conditions, [row(OURS, [1], GRID[1]), row(OURS, [1], GRID[0])])
+    first, second = GRIDS["families"].models[:2]
+    rows = [
+        row(OURS, [1], cell) | {"model": model} for cell in GRIDS["families"].cells[::-1] for model in (second, first)
+    ]
+    script.write(path, conditions, rows)
+    places = [place_of(entry) for entry in script.rows_so_far(path, conditions)]
+    assert places == [(model, cell) for model in (first, second) for cell in GRIDS["families"].cells]
+    (small,) = GRIDS["cpu"].models
+    script.write(path, conditions, [row(OURS, [1], GRID[number]) | {"model": small} for number in (1, 0)])
     assert [cell_of(entry) for entry in script.rows_so_far(path, conditions)] == [GRID[0], GRID[1]]
     assert {"date", "command", "rows"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+
+
+def test_families_are_measured_as_they_are_published(script: Any, tmp_path: Path, monkeypatch):
+    """A zero pad, from which CTranslate2 starts Marian, and no forced end; ours then says what transformers says."""
+    sizes = dict(
+        vocab_size=90, d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, pad_token_id=89,
+        decoder_attention_heads=2, eos_token_id=0, decoder_start_token_id=89, scale_embedding=True, encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+    )  # fmt: skip
+    monkeypatch.setattr(script, "load_t5", lambda name: (random_model(BEYOND_T5["marian"], sizes), None))
+    script.save_model("random:tiny", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
+    assert (config["normalize_before"], config["normalize_embedding"]) == (False, False)
+    started = [start(engine, tmp_path, tmp_path / "model") for engine in ("eager", "ours")]
+    try:
+        for beams in (1, 4):
+            ids = np.random.default_rng(0).integers(3, 80, (2, 6))
+            theirs, ours = (worker(ids, Work(2, 6, 7, beams)) for worker in started)
+            assert len(np.unique(theirs)) > 3 and 0 not in theirs
+            np.testing.assert_array_equal(ours, theirs)
+    finally:
+        for worker in started:
+            worker.close()
 
 
 def test_a_missing_environment_is_named(tmp_path: Path):

@@ -257,7 +257,8 @@ def _ladder(axes: Axes, rows: Rows) -> dict[str, Any]:
 
 def plot_standings(boards: Mapping[str, Sequence[Standing]], path: str | os.PathLike[str] | None = None) -> Figure:
     """How we stand against our peers: for each titled board batches down, sources across, a panel for each number of
-    beams. Blue cells are ours, red ones the peer's, each with ratio and peer.
+    beams; of several models, models down and batches across. Blue cells are ours, red ones the peer's, each with ratio
+    and peer.
 
     Raises ``InputError`` without any standings.
 
@@ -271,7 +272,8 @@ def plot_standings(boards: Mapping[str, Sequence[Standing]], path: str | os.Path
     if not boards:
         raise InputError("There are no standings to draw: measure peers first (`make peers`).")
     beams = sorted({standing.cell.beams for standings in boards.values() for standing in standings})
-    figure = _figure(4.4 * len(beams) + 0.6, 2.9 * len(boards) + 0.3)
+    models = len({standing.model for standings in boards.values() for standing in standings})
+    figure = _figure(4.4 * len(beams) + 0.6, (2.9 + 0.3 * (models - 1)) * len(boards) + 0.3)
     panels = figure.subplots(len(boards), len(beams), squeeze=False)
     for panel, (title, standings) in zip(panels, boards.items(), strict=True):
         for axes, number in zip(panel, beams, strict=True):
@@ -284,21 +286,23 @@ def plot_standings(boards: Mapping[str, Sequence[Standing]], path: str | os.Path
 
 
 def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
-    batches = sorted({standing.cell.batch for standing in standings})
-    sources = sorted({standing.cell.source_tokens for standing in standings})
-    found = {(standing.cell.batch, standing.cell.source_tokens): standing for standing in standings}
-    logs = [[nan] * len(sources) for _ in batches]
-    for y, batch in enumerate(batches):
-        for x, source in enumerate(sources):
-            if one := found.get((batch, source)):
+    by_model = len({standing.model for standing in standings}) > 1
+    found = {
+        (one.model, one.cell.batch) if by_model else (one.cell.batch, one.cell.source_tokens): one for one in standings
+    }
+    down, across = list(dict.fromkeys(row for row, _ in found)), sorted({column for _, column in found})
+    logs = [[nan] * len(across) for _ in down]
+    for y, row in enumerate(down):
+        for x, column in enumerate(across):
+            if one := found.get((row, column)):
                 logs[y][x] = log(one.ratio) / log(WIDEST)
             text = f"{one.ratio:.2f}x\n{one.peer}" if one else "not measured"
             axes.text(x, y, text, ha="center", va="center", fontsize=9, color="black" if one else "0.4")
     axes.imshow(logs, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.75)
-    axes.set_xticks(range(len(sources)), sources)
-    axes.set_yticks(range(len(batches)), batches)
-    axes.set_xlabel("source tokens")
-    axes.set_ylabel("batch")
+    axes.set_xticks(range(len(across)), across)
+    axes.set_yticks(range(len(down)), down)
+    axes.set_xlabel("batch" if by_model else "source tokens")
+    axes.set_ylabel("" if by_model else "batch")
 
 
 def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,45 @@ SYSTEMS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Grid:
+    """What is measured: models times cells, by systems.
+
+    Attributes:
+        models: names that `checkpoints.load_t5` knows.
+        cells: of each model, but for those that a system leaves out.
+        quick: a corner of it, for a few minutes.
+        groups: of systems by name. Those of one group are loaded and interleaved together, each with the reference in
+            front: as many as the largest model leaves memory for. By default all systems are one group.
+        environments: in place of those that systems have elsewhere.
+    """
+
+    models: tuple[str, ...]
+    cells: tuple[Work, ...]
+    quick: tuple[Work, ...]
+    groups: tuple[tuple[str, ...], ...] = ((),)
+    environments: Mapping[str, str] = field(default_factory=dict)
+
+    def systems(self, wanted: Sequence[str] | None = None) -> list[list[System]]:
+        """The systems of each group, or of these the ``wanted`` ones; the reference is the first in any case."""
+        groups = [group or tuple(system.name for system in SYSTEMS) for group in self.groups]
+        chosen = [{name for name in group if not wanted or name in wanted} - {REFERENCE} for group in groups]
+        moved = [replace(one, environment=self.environments.get(one.environment, one.environment)) for one in SYSTEMS]
+        return [[system for system in moved if system.name in (REFERENCE, *names)] for names in chosen if names]
+
+
+GRIDS = {
+    "cpu": Grid(("random:t5-small",), GRID, QUICK),
+    "families": Grid(
+        tuple(f"random:{size}" for size in ("opus-mt", "bart-base", "mt5-small", "pegasus-large",
+                                            "nllb-200-distilled-600M")),
+        tuple(Work(batch, 128, tokens, beams) for batch, tokens in ((1, 64), (8, 32)) for beams in (1, 4)),
+        (Work(1, 128, 64),),
+        ((OPTIMUM, "OpenVINO", "CTranslate2", OURS, OURS_EXACT),
+         ("optimum-onnx int8", "OpenVINO int8", "CTranslate2 int8", OURS_INT8, OURS_INT8_THROUGHPUT)),
+        {"openvino": "openvino4"},
+    ),
+}  # fmt: skip
 Generate = Callable[[np.ndarray, Work], np.ndarray]  # from input_ids (B, S) to the new tokens (B, L)
 
 
@@ -168,6 +207,11 @@ def cell_of(row: Mapping[str, Any]) -> Work:
     return Work(*(row[name] for name in ("batch", "source_tokens", "new_tokens", "beams")))
 
 
+def place_of(row: Mapping[str, Any]) -> tuple[str, Work]:
+    """The model and the cell that a row was measured in."""
+    return row["model"], cell_of(row)
+
+
 @dataclass(frozen=True)
 class Standing:
     """How we stand in a cell: the peer that comes nearest, and its time over ours (above 1 we are faster)."""
@@ -175,6 +219,7 @@ class Standing:
     cell: Work
     peer: str
     ratio: float
+    model: str = ""
 
 
 def standings(
@@ -184,18 +229,19 @@ def standings(
     precision: str = "fp32",
     peers: Sequence[str] | None = None,
 ) -> Iterator[Standing]:
-    """For each measured cell the best peer of this precision, whether it is behind us or ahead.
+    """For each measured cell of each model the best peer of this precision, whether it is behind us or ahead.
 
     ``ours`` stands for us, in all cells or by cell; ``peers`` are by default all systems that are not ours.
     """
     mine = {system.name for system in SYSTEMS if system.ours}
-    for cell in dict.fromkeys(map(cell_of, rows)):
-        here = [row for row in rows if cell_of(row) == cell]
+    for model, cell in dict.fromkeys(map(place_of, rows)):
+        here = [row for row in rows if place_of(row) == (model, cell)]
         names = [row["system"] for row in here if row["precision"] == precision and row["system"] not in mine]
         own = ours if isinstance(ours, str) else ours(cell)
         ratios = {name: pairwise(here, own, name) for name in names if peers is None or name in peers}
         if found := {name: ratio for name, ratio in ratios.items() if ratio is not None}:
-            yield Standing(cell, *min(found.items(), key=lambda pair: pair[1]))
+            peer, ratio = min(found.items(), key=lambda pair: pair[1])
+            yield Standing(cell, peer, ratio, model.removeprefix("random:"))
 
 
 def int8_for(cell: Work) -> str:
