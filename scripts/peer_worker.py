@@ -103,13 +103,16 @@ def _openvino(bits: int) -> Callable[[Path, Path, int], Generate]:
     def load(folder: Path, scratch: Path, threads: int) -> Generate:
         from optimum.intel import OVModelForSeq2SeqLM
 
+        # By itself it would compute in bf16 where it can, and keep the cache in 8 bits, of which beams' logits are NaN
+        # behind 32 tokens; their answers then end there.
         config = {
             "INFERENCE_PRECISION_HINT": "f32",
             "INFERENCE_NUM_THREADS": str(threads),
             "PERFORMANCE_HINT": "LATENCY",
+            "KV_CACHE_PRECISION": "f32",
         }
-        if bits == 32:  # by itself it would compute in bf16 where it can, and keep the cache in int8
-            config |= {"KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+        if bits == 32:
+            config |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
         else:
             scratch = scratch.with_name(f"{scratch.name}-int8")
         if not (scratch / "config.json").exists():
