@@ -67,6 +67,24 @@ class Row(TypedDict, total=False):
     us_per_token: float
     share: float  # of a whole call
 
+    # Servers under load. Latencies count from the moment at which a request should have been sent.
+    rate_per_s: float  # offered
+    clients: int  # in place of a rate: so many, each of which waits for its answer
+    answered: int
+    unanswered: int  # refused, failed or given up
+    answers_per_s: float
+    goodput_per_s: float  # answers within …
+    limit_s: float  # … this
+    p50_s: float
+    p99_s: float
+    short_p99_s: float  # of the requests for short answers alone
+    first_p50_s: float  # to the first token
+    first_p99_s: float
+    mean_s: float
+    deviation_s: float
+    generator_cpu: float  # share of one core that the load generator took
+    sent_late_s: float  # at most
+
     # Equality with the reference.
     equal: int  # tokens (answers, where their length is natural) that are the reference's …
     of: int  # … of so many

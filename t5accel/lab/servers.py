@@ -39,8 +39,7 @@ class Server:
         path: where requests are posted, behind that; and ``ready`` is where it says that it is ready.
         streams: whether it can hand out a token before the answer is complete.
         environment: what the process has beyond ours; ``None`` takes away.
-        exact: whether its answers have to be those of our engine.
-        settings: what a row says of it.
+        precision: of the weights. In fp32 its answers have to be those of our engine.
     """
 
     name: str
@@ -50,8 +49,7 @@ class Server:
     ready: str = "/health/ready"
     streams: bool = False
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    exact: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
 
 
 def ours(model: str, *, precision: str = "fp32", name: str | None = None, **flags: Any) -> Server:
@@ -70,16 +68,13 @@ def ours(model: str, *, precision: str = "fp32", name: str | None = None, **flag
         f"--precision={precision}",
         "--port={port}",
     ]
-    return Server(
-        name or "t5accel serve", [*command, *given], streams=True, exact=precision == "fp32",
-        settings={"precision": precision, **flags},
-    )  # fmt: skip
+    return Server(name or "t5accel serve", [*command, *given], streams=True, precision=precision)
 
 
 def other(kind: str, model: str, *, name: str, threads: int) -> Server:
     """One of `other_servers`."""
     command = [sys.executable, "-m", "t5accel.lab.other_servers", kind, model, "--port={port}", f"--threads={threads}"]
-    return Server(name, command, settings={"precision": "fp32"})
+    return Server(name, command)
 
 
 class Running:

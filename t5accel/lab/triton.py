@@ -146,7 +146,7 @@ def triton_server(environment: Path, repository: Path, name: str, *, in_flight: 
     return Server(
         "Triton, iterative sequences" if in_flight else "Triton, dynamic batching", command,
         base=f"/v2/models/{served}", path="/generate_stream" if in_flight else "/generate", ready="/v2/health/ready",
-        streams=in_flight, settings={"precision": "fp32", "triton": "2.51.0"},
+        streams=in_flight,
         environment={"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": None,
                      "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))},
     )  # fmt: skip

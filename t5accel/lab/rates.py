@@ -1,0 +1,168 @@
+"""How servers do at which rate: loads that ask for short and long answers, rows of what came of them, and knees.
+
+The **knee** is the highest rate at which 99 of 100 answers still come within a limit. Beyond it waiting times grow as
+long as the load lasts, and say more about that than about the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5accel.errors import InputError
+from t5accel.lab.load import Load, Outcome, offer
+from t5accel.lab.rows import Row, chosen
+from t5accel.lab.servers import Running
+
+SHORT, LONG, SHARE_LONG = (4, 8), 128, 10  # new tokens; one request in so many is long
+STEP = 1.25  # from one rate to the next
+MOST_POINTS = 8
+FEWEST_ANSWERS = 120  # of a point, if that takes no more than …
+MOST_SECONDS = 15.0  # … this, or the seconds that were asked for
+
+Text = Callable[[np.random.Generator, int], str]  # a source of exactly so many tokens
+
+
+def mixed_bodies(text: Text, count: int = 400, *, longest_source: int = 40, seed: int = 0) -> list[dict[str, Any]]:
+    """Requests of which nine in ten want 4 to 8 tokens, and one wants 128; sources have 8 to 40. Lengths are forced.
+
+    >>> [body["max_new_tokens"] > 8 for body in mixed_bodies(lambda rng, tokens: "a", 10)].count(True)
+    1
+    """
+    rng, bodies = np.random.default_rng(seed), []
+    for number in range(count):
+        new = LONG if number % SHARE_LONG == 0 else int(rng.integers(SHORT[0], SHORT[1] + 1))
+        source = text(rng, int(rng.integers(8, longest_source + 1)))
+        bodies.append({"text": source, "max_new_tokens": new, "min_new_tokens": new})
+    return bodies
+
+
+def load_row(load: Load, outcome: Outcome, *, limit_s: float, **facts: Any) -> Row:
+    """What came of a load.
+
+    >>> load = Load("http://127.0.0.1:1", [{"max_new_tokens": 4}], rate_per_s=2.0, seconds=2.0)
+    >>> row = load_row(load, Outcome([0.1, 0.4], asked=[0, 0], tokens=8, wall_s=2.0), limit_s=0.2)
+    >>> row["answers_per_s"], row["goodput_per_s"], row["tokens_per_s"]
+    (1.0, 0.5, 4.0)
+    """
+    short = {number for number, body in enumerate(load.requests) if body["max_new_tokens"] <= SHORT[1]}
+    answered = len(outcome.latency_s)
+    row: dict[str, Any] = {
+        **facts, "forced": False, "seconds": load.seconds, "answered": answered,
+        "unanswered": outcome.statuses.total() - answered, "answers_per_s": answered / outcome.wall_s,
+        "goodput_per_s": outcome.goodput_per_s(limit_s), "limit_s": limit_s,
+        "tokens_per_s": outcome.tokens / outcome.wall_s, "generator_cpu": outcome.generator_cpu,
+        "sent_late_s": outcome.sent_late_s,
+    }  # fmt: skip
+    row |= {"rate_per_s": load.rate_per_s} if load.clients is None else {"clients": load.clients}
+    if answered:
+        row |= {"p50_s": outcome.percentile_s(50), "p99_s": outcome.percentile_s(99)}
+        if short & {*outcome.asked}:
+            row["short_p99_s"] = outcome.percentile_s(99, among=short)
+    if outcome.first_s and load.requests[0].get("stream"):
+        row |= {"first_p50_s": float(np.percentile(outcome.first_s, 50)),
+                "first_p99_s": float(np.percentile(outcome.first_s, 99))}  # fmt: skip
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def keeps_up(row: Mapping[str, Any]) -> bool:
+    """Whether 99 of 100 were answered, and within the limit."""
+    return row["unanswered"] <= row["answered"] // 99 and row.get("p99_s", np.inf) <= row["limit_s"]
+
+
+def knee(rows: Iterable[Mapping[str, Any]]) -> float:
+    """The highest rate of these points at which a server kept up, with all below it; 0 if there is none.
+
+    >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
+    >>> knee([point(30.0, 9.0), point(10.0, 0.1), point(20.0, 0.9), point(40.0, 0.9)])
+    20.0
+    """
+    found = 0.0
+    for row in sorted(rows, key=lambda row: row["rate_per_s"]):
+        if not keeps_up(row):
+            break
+        found = row["rate_per_s"]
+    return found
+
+
+def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, most: int = MOST_POINTS) -> Iterator[Row]:
+    """Points of a curve up to just beyond the knee: upward while the server keeps up, else downward until it does.
+
+    >>> rates = []
+    >>> def point(rate: float) -> Row:
+    ...     rates.append(rate)
+    ...     return dict(rate_per_s=rate, p99_s=rate / 10, limit_s=1.0, answered=100, unanswered=0)
+    >>> [row["rate_per_s"] for row in swept(point, 20.0, step=2.0)], [*swept(point, 4.0, step=2.0)] and rates[2:]
+    ([20.0, 10.0], [4.0, 8.0, 16.0])
+    """
+    row = point(start)
+    yield row
+    factor = step if (first := keeps_up(row)) else 1 / step
+    for number in range(1, most):
+        row = point(start * factor**number)
+        yield row
+        if keeps_up(row) != first:
+            return
+
+
+def curve(
+    running: Running, bodies: Sequence[Mapping[str, Any]], *, limit_s: float, seconds: float = 8.0, clients: int = 16,
+    most: int = MOST_POINTS, fewest: int = FEWEST_ANSWERS, **facts: Any,
+) -> Iterator[Row]:  # fmt: skip
+    """A server under the closed loop, and at rising rates of the open one, up to its knee.
+
+    Args:
+        running: the server.
+        bodies: what is asked.
+        limit_s: by which the knee is told.
+        seconds: of each point, and longer where few requests come.
+        clients: of the closed loop, whose throughput is where the sweep begins, halved.
+        most: points of the curve.
+        fewest: answers of each, for which it may take longer.
+        facts: what all rows say.
+    """
+
+    def sent(kind: str, **how: Any) -> Row:
+        load = Load(running.url, bodies, path=running.server.path, **how)
+        return load_row(load, asyncio.run(offer(load)), limit_s=limit_s, measured=kind, **facts)
+
+    closed = sent("closed loop", clients=clients, seconds=seconds)
+    yield closed
+    if not closed["answered"]:
+        raise InputError(f"{running.server.name} answered nothing: {closed}")
+
+    def point(rate: float) -> Row:
+        return sent("open loop", rate_per_s=rate, seconds=max(seconds, min(fewest / rate, MOST_SECONDS)))
+
+    yield from swept(point, closed["answers_per_s"] / 2, most=most)
+
+
+def knees(rows: Sequence[Mapping[str, Any]], model: str) -> dict[str, float]:
+    """By system, in the order of the rows."""
+    points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
+    return {name: knee(chosen(points, system=name)) for name in dict.fromkeys(row["system"] for row in points)}
+
+
+def plot_rates(rows: Sequence[Mapping[str, Any]], model: str, *, key: str = "p99_s", ax: Any = None) -> Any:
+    """A line for each server: seconds over the offered rate, both in powers; the limit is dashed.
+
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> point = dict(measured="open loop", cell="curve", model="mini", system="a", p99_s=0.1, limit_s=1.0)
+    >>> len(plot_rates([{**point, "rate_per_s": 5.0}, {**point, "rate_per_s": 9.0}], "mini").lines)
+    2
+    """
+    import matplotlib.pyplot as plt
+
+    ax = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
+    points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
+    for name in dict.fromkeys(row["system"] for row in points):
+        line = sorted((row["rate_per_s"], row[key]) for row in chosen(points, system=name) if key in row)
+        ax.plot(*zip(*line, strict=True), marker="o", label=name)
+    ax.axhline(points[0]["limit_s"], color="grey", linestyle="--", linewidth=1)
+    ax.set(xscale="log", yscale="log", xlabel="requests offered a second", ylabel=f"{key.removesuffix('_s')} in s",
+           title=f"{model}: {points[0]['limit_s']:g} s allowed")  # fmt: skip
+    ax.legend(fontsize=8)
+    return ax
