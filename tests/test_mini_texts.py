@@ -22,6 +22,7 @@ from t5accel import tasks
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.mini import mixture, practice, report_templates, story_templates, vocabulary
+from t5accel.mini.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
 from t5accel.mini.mixture import (
     CONTEXT,
     HIDE_WHAT_IS_ASKED,
@@ -53,6 +54,12 @@ def some_reports(held_out: bool) -> list[Report]:
 @cache
 def some_questions(held_out: bool) -> list[Question]:
     return list(questions(2000, 3, held_out=held_out))
+
+
+@cache
+def composed_questions() -> list[Question]:
+    rng = random.Random(3)
+    return [make(rng) for make in (make_composed_question, make_composed_crowd) for _ in range(1000)]
 
 
 def combined(*parts: Iterable[str]) -> set[str]:
@@ -202,6 +209,74 @@ def test_the_seed_decides_everything() -> None:
         assert [one(rng, held_out=held_out) for _ in range(30)] == expected
         assert len(set(expected)) == 30 and list(many(30, 12, held_out=held_out)) != expected
     assert random.getstate() == state, "drew from the global generator"
+
+
+# --- what is composed, for training alone
+
+
+def wordings(family: story_templates.Family) -> set[str]:
+    """Every sentence and question of a family, its choices made and its slots empty."""
+    found = set()
+    for text in " // ".join((*family.sentences, *family.questions.values())).split(" // "):
+        parts = [part.split("|") if i % 2 else [part] for i, part in enumerate(re.split(r"\[([^\]]*)\]", text))]
+        found |= {re.sub(r"\{\w+\}", "{}", wording)[1:] for wording in map("".join, product(*parts))}
+    return found
+
+
+def test_no_wording_of_a_composed_family_is_one_of_the_held_out_half() -> None:
+    held_out = set().union(*(wordings(family) for family in story_templates.HALVES[True].families))
+    rng = random.Random(5)
+    composed = [family for _ in range(1000) for family in composed_family(rng).families]
+    found = [wordings(family) for family in composed]
+    assert len(held_out) > 150 and len(set().union(*found)) > 8000
+    assert not set().union(*found) & held_out
+    assert len({family.name for family in composed}) > 250
+
+
+def held_out_words() -> set[str]:
+    """Names, towns, things, colours, months and reasons of the held-out halves of stories and reports."""
+    stories, (first, surname, town) = story_templates.HALVES[True], report_templates.NAMES_HELD_OUT
+    pools = [*stories.pools.values(), *(pool for family in stories.families for pool in family.pools.values())]
+    found = {word.strip() for pool in pools for word in pool.split(",")}
+    found |= {
+        word for family in report_templates.HELD_OUT for words in family.words.values() for word in words.split("|")
+    }
+    parts = (stories.parts["town"], stories.parts["surname"], surname, town)
+    return found.union(stories.names, first, *(combined(*part) for part in parts))
+
+
+def test_nothing_of_the_held_out_half_stands_in_a_composed_story() -> None:
+    words = held_out_words()
+    longer = {word for word in words if " " in word}
+    assert {"waterfall", "purple", "May", "Agatha", "Oxport", "Abrberg", "the fog was thick", "Vosrossi"} <= words
+    for one in composed_questions():
+        text = f" {re.sub(r'[^a-zA-Z0-9:]+', ' ', f'{one.question} {one.context}')} "
+        assert not set(text.split()) & words, one
+        assert not [word for word in longer if f" {word} " in text], one
+        for number in numbers(text):
+            first = int(number.split(":")[0])
+            assert first >= 6 if ":" in number else not (60 <= first < 100 or 1950 <= first < 2025), one
+
+
+def test_composed_questions_are_answered_by_their_stories_alone() -> None:
+    single, crowds = composed_questions()[:1000], composed_questions()[1000:]
+    assert {q.template.split("/")[-1] for q in single if not q.answers} == {"missing", "fresh", "mixed"}
+    assert {q.template.split("/")[-1] for q in crowds if not q.answers} == {"fresh", "mixed"}
+    for asked, sentences in ((single, range(2, 8)), (crowds, range(3, 13))):
+        assert 0.2 <= sum(not one.answers for one in asked) / len(asked) <= 0.3
+        for one in asked:
+            assert one.question.endswith("?") and len(one.context.split(". ")) in sentences, one
+            assert not re.search(r"[{}<>\[\]|_]|  |\bthe the\b| \.|\d[a-z]", one.question + one.context), one
+            assert bool(one.answers) == (one.template.count("/") == 1), one
+            for answer in one.answers:
+                assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", one.context), one
+
+
+def test_composed_stories_have_thousands_of_names_and_each_seed_its_own() -> None:
+    real, invented = training_names()
+    assert len(real) > 200 and len(invented) > 4000 and not set(real) & set(invented)
+    assert composed_questions()[:20] == [make_composed_question(rng) for rng in [random.Random(3)] for _ in range(20)]
+    assert len(set(composed_questions())) == 2000
 
 
 @pytest.fixture

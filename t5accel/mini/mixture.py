@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from t5accel.errors import InputError
+from t5accel.mini.composed_stories import make_composed_crowd, make_composed_question
 from t5accel.mini.pairs import Pair, joined, read_pairs, split_pairs
 from t5accel.mini.practice import common_words, matching_example, recall_example, repetition_example
 from t5accel.mini.reports import make_report
@@ -64,7 +65,7 @@ STUDENTS_MIXTURE = (
 
 # In these exercises the decoder does not see what is asked for, so that the encoder learns to mark the answer. Else the
 # decoder looks up first what is asked and then where that is, for which it needs layers that a student of one has not.
-HIDE_WHAT_IS_ASKED = frozenset({"near recall", "recall", "crowds"})
+HIDE_WHAT_IS_ASKED = frozenset({"near recall", "recall", "crowds", "composed crowds"})
 CONTEXT = "▁context"  # the token between what is asked and where it is told
 
 
@@ -91,6 +92,11 @@ def question_example(rng: random.Random, *, short: bool = False) -> Example:
 def crowd_example(rng: random.Random) -> Example:
     """A freshly generated question on a story about many; its first answer, or "unanswerable"."""
     return _asked(make_crowd(rng))
+
+
+def composed_question_example(rng: random.Random, *, short: bool = False) -> Example:
+    """A question on a story whose topic was composed; its first answer, or "unanswerable"."""
+    return _asked(make_composed_question(rng, short=short))
 
 
 def _asked(question: Question) -> Example:
@@ -121,6 +127,9 @@ def mini_examples(pairs: tuple[Pair, ...] = (), *, joined_share: float = 0.2) ->
         "questions": question_example,
         "short questions": lambda rng: question_example(rng, short=True),
         "crowds": crowd_example,
+        "composed questions": composed_question_example,
+        "short composed questions": lambda rng: composed_question_example(rng, short=True),
+        "composed crowds": lambda rng: _asked(make_composed_crowd(rng)),
         "repetition": lambda rng: repetition_example(pairs, rng),
         "matching": lambda rng: matching_example(pairs, rng),
         "near recall": lambda rng: recall_example(words(), rng, distance=2),

@@ -99,7 +99,7 @@ def _answered(question: str, context: str, answer: str, template: str) -> Questi
     return Question(question, context, (answer, found[0]) if found else (answer,), template)
 
 
-def _attempt(rng: random.Random, half: Half, kind: str, short: bool) -> Question | None:
+def attempt(rng: random.Random, half: Half, kind: str, short: bool) -> Question | None:
     """One story and a question of that kind about it, or None where this story has no such question."""
     family = rng.choice(half.families)
     surnames = rng.random() < 0.3
@@ -158,12 +158,12 @@ def make_question(rng: random.Random, *, held_out: bool = False, short: bool = F
     True
     """
     kind = rng.choices(("", "missing", "fresh", "mixed"), (75, 12, 7, 6))[0]
-    while (made := _attempt(rng, HALVES[held_out], kind, short)) is None:
+    while (made := attempt(rng, HALVES[held_out], kind, short)) is None:
         pass
     return made
 
 
-def _crowd(rng: random.Random, half: Half, kind: str) -> Question | None:
+def crowd(rng: random.Random, half: Half, kind: str) -> Question | None:
     """A story about many, who are told alike, and a question of that kind, or None where it has none."""
     family = rng.choice(half.families)
     facts = [family.sentences[0], *rng.sample(family.sentences[1:], rng.choice((0, 1)))]
@@ -205,7 +205,7 @@ def make_crowd(rng: random.Random) -> Question:
     True
     """
     kind = rng.choices(("", "fresh", "mixed"), (75, 10, 15))[0]
-    while (made := _crowd(rng, HALVES[False], kind)) is None:
+    while (made := crowd(rng, HALVES[False], kind)) is None:
         pass
     return made
 
