@@ -32,8 +32,8 @@ from t5accel.checkpoints import BUNDLED, data_folder, load_t5
 from t5accel.errors import MissingPackageError
 from t5accel.graphs.export.cache import cached_export
 from t5accel.lab.load import Load, ask, offer
-from t5accel.lab.rates import FEWEST_ANSWERS, MOST_POINTS, Text, curve, knee, load_row, mixed_bodies
-from t5accel.lab.rows import Row, aligned, chosen, here, rows_so_far, write_rows
+from t5accel.lab.rates import FEWEST_ANSWERS, MOST_POINTS, Text, curve, knee, load_row, mixed_bodies, table
+from t5accel.lab.rows import Row, chosen, here, rows_so_far, write_rows
 from t5accel.lab.servers import Running, Server, free_port, other, ours
 from t5accel.lab.static_batch import Asked, together
 from t5accel.lab.triton import triton_server, write_repository
@@ -299,22 +299,6 @@ def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends
     return True
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each server and model."""
-    lines = [("server", "model", "knee /s", "closed loop /s", "p99 s, 16 clients", "32 tokens ms", "512 tokens ms")]
-    for model, system in dict.fromkeys((row["model"], row["system"]) for row in rows if row["cell"] == "curve"):
-        mine = [*chosen(rows, model=model, system=system, cell="curve")]
-        closed = next(chosen(mine, measured="closed loop"), {})
-        means = [
-            next(chosen(mine, measured="sequential", source_tokens=length), {}).get("mean_s") for length in (32, 512)
-        ]
-        lines.append((
-            system, model, f"{knee(chosen(mine, measured='open loop')):.1f}", f"{closed.get('answers_per_s', 0):.1f}",
-            f"{closed.get('p99_s', 0):.2f}", *("–" if mean is None else f"{mean * 1e3:.1f}" for mean in means),
-        ))  # fmt: skip
-    return "\n".join(aligned(lines, left=(0, 1)))
-
-
 def main() -> None:
     """Measure what is not measured yet, and print a line for each server."""
     parser = argparse.ArgumentParser(description="Put load on our server and on others.")
@@ -341,7 +325,8 @@ def main() -> None:
         if not measure(of_model, rows, lambda: write_rows(args.json, rows, command=command, **conditions), ends_at):
             print(f"{args.minutes:g} minutes are over: the same command measures the other parts.")
             break
-    print(summary(rows))
+    for name in dict.fromkeys(row["model"] for row in rows):
+        print(f"{name}\n{table(rows, name)}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from script import load_script
 
 from t5accel.checkpoints import BUNDLED, data_folder
 from t5accel.errors import InputError
-from t5accel.lab.rates import curve, keeps_up, knee, knees, mixed_bodies, swept
+from t5accel.lab.rates import curve, keeps_up, knee, knees, mixed_bodies, swept, table
 from t5accel.lab.rows import checked
 from t5accel.lab.servers import Server, other, ours
 from t5accel.parity import ParityError
@@ -87,7 +87,7 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
     equal = [row for row in rows if row["measured"] == "equality"]
     assert all(row["equal"] == row["of"] == 24 and row["distinct"] > 8 for row in equal)
     streamed = next(row for row in rows if row["cell"] == "streaming" and row["measured"] == "open loop")
-    assert 0 < streamed["first_p50_s"] <= streamed["p99_s"] and "static" in script.summary(rows)
+    assert 0 < streamed["first_p50_s"] <= streamed["p99_s"] and "static" in table(rows, "mini")
     monkeypatch.setattr(script.Measuring, "running", lambda *_, **__: pytest.fail("it is measured already"))
     before = file.read_text()
     script.main()

@@ -14,7 +14,7 @@ import numpy as np
 
 from t5accel.errors import InputError
 from t5accel.lab.load import Load, Outcome, offer
-from t5accel.lab.rows import Row, chosen
+from t5accel.lab.rows import Row, aligned, chosen
 from t5accel.lab.servers import Running
 
 SHORT, LONG, SHARE_LONG = (4, 8), 128, 10  # new tokens; one request in so many is long
@@ -23,6 +23,7 @@ MOST_POINTS = 8
 FEWEST_ANSWERS = 120  # of a point, if that takes no more than …
 MOST_SECONDS = 15.0  # … this, or the seconds that were asked for
 
+BASELINE = "FastAPI, transformers"
 Text = Callable[[np.random.Generator, int], str]  # a source of exactly so many tokens
 
 
@@ -146,23 +147,26 @@ def knees(rows: Sequence[Mapping[str, Any]], model: str) -> dict[str, float]:
     return {name: knee(chosen(points, system=name)) for name in dict.fromkeys(row["system"] for row in points)}
 
 
-def plot_rates(rows: Sequence[Mapping[str, Any]], model: str, *, key: str = "p99_s", ax: Any = None) -> Any:
-    """A line for each server: seconds over the offered rate, both in powers; the limit is dashed.
+def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
+    """A line for each server: its knee, that over the baseline's, and its times when nobody else asks.
 
-    >>> import matplotlib; matplotlib.use("Agg")
-    >>> point = dict(measured="open loop", cell="curve", model="mini", system="a", p99_s=0.1, limit_s=1.0)
-    >>> len(plot_rates([{**point, "rate_per_s": 5.0}, {**point, "rate_per_s": 9.0}], "mini").lines)
-    2
+    >>> point = dict(measured="open loop", cell="curve", model="m", p99_s=0.1, limit_s=1.0, answered=9, unanswered=0)
+    >>> alone = dict(measured="sequential", cell="curve", model="m", source_tokens=32, mean_s=0.01, deviation_s=0.002)
+    >>> print(table([{**point, "system": BASELINE, "rate_per_s": 5.0}, {**point, "system": "a", "rate_per_s": 10.0},
+    ...              {**alone, "system": "a"}], "m"))
+    server                 knee, /s  over the baseline      32 tokens
+    FastAPI, transformers       5.0               1.0x              –
+    a                          10.0               2.0x  10.0 ± 2.0 ms
     """
-    import matplotlib.pyplot as plt
-
-    ax = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
-    points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
-    for name in dict.fromkeys(row["system"] for row in points):
-        line = sorted((row["rate_per_s"], row[key]) for row in chosen(points, system=name) if key in row)
-        ax.plot(*zip(*line, strict=True), marker="o", label=name)
-    ax.axhline(points[0]["limit_s"], color="grey", linestyle="--", linewidth=1)
-    ax.set(xscale="log", yscale="log", xlabel="requests offered a second", ylabel=f"{key.removesuffix('_s')} in s",
-           title=f"{model}: {points[0]['limit_s']:g} s allowed")  # fmt: skip
-    ax.legend(fontsize=8)
-    return ax
+    found = knees(rows, model)
+    alone = [*chosen(rows, measured="sequential", model=model)]
+    lengths = sorted({row["source_tokens"] for row in alone})
+    lines = [("server", "knee, /s", "over the baseline", *(f"{length} tokens" for length in lengths))]
+    for name, rate in found.items():
+        base = found.get(BASELINE)
+        times = []
+        for length in lengths:
+            row = next(chosen(alone, system=name, source_tokens=length), None)
+            times.append(f"{row['mean_s'] * 1e3:.1f} ± {row['deviation_s'] * 1e3:.1f} ms" if row else "–")
+        lines.append((name, f"{rate:.1f}", f"{rate / base:.1f}x" if base else "–", *times))
+    return "\n".join(aligned(lines))

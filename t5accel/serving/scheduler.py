@@ -131,6 +131,12 @@ class Scheduler:
         return self._batch.rows
 
     @property
+    def places(self) -> list[int]:
+        """Of each row, the number of the ticket that has it; for whoever calls `round`."""
+        found = {int(row): part.owner.number for part in self._batch.parts for row in part.rows}
+        return [found[row] for row in range(self._batch.rows)]
+
+    @property
     def is_open(self) -> bool:
         """Whether jobs are taken."""
         return self._is_open
