@@ -5,6 +5,7 @@ Reports and stories are frozen by the evaluation sets, split cleanly, and answer
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,10 +24,12 @@ from t5accel import tasks
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.mini import mixture, practice, report_templates, story_templates, vocabulary
+from t5accel.mini.composed_reports import composed_event, make_composed_report
 from t5accel.mini.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
 from t5accel.mini.mixture import (
     CONTEXT,
     HIDE_WHAT_IS_ASKED,
+    ONE_CURRICULUM,
     SECOND_CURRICULUM,
     STUDENTS_MIXTURE,
     evaluation_sources,
@@ -35,7 +39,13 @@ from t5accel.mini.mixture import (
     student_mixture,
 )
 from t5accel.mini.pairs import joined, read_pairs, split_pairs, tidy
-from t5accel.mini.practice import common_words, matching_example, recall_example, repetition_example
+from t5accel.mini.practice import (
+    common_words,
+    finding_example,
+    matching_example,
+    recall_example,
+    repetition_example,
+)
 from t5accel.mini.reports import Report, make_report, reports
 from t5accel.mini.stories import Question, make_crowd, make_question, questions
 from t5accel.mini.train import SECOND_STAGE
@@ -60,6 +70,12 @@ def some_questions(held_out: bool) -> list[Question]:
 def composed_questions() -> list[Question]:
     rng = random.Random(3)
     return [make(rng) for make in (make_composed_question, make_composed_crowd) for _ in range(1000)]
+
+
+@cache
+def composed_reports() -> list[Report]:
+    rng = random.Random(3)
+    return [make_composed_report(rng) for _ in range(2000)]
 
 
 def combined(*parts: Iterable[str]) -> set[str]:
@@ -233,20 +249,23 @@ def test_no_wording_of_a_composed_family_is_one_of_the_held_out_half() -> None:
     assert len({family.name for family in composed}) > 250
 
 
-def held_out_words() -> set[str]:
-    """Names, towns, things, colours, months and reasons of the held-out halves of stories and reports."""
-    stories, (first, surname, town) = story_templates.HALVES[True], report_templates.NAMES_HELD_OUT
-    pools = [*stories.pools.values(), *(pool for family in stories.families for pool in family.pools.values())]
+def held_out_of_reports() -> set[str]:
+    """Names, towns, things and reasons of the held-out half of the reports."""
+    first, surname, town = report_templates.NAMES_HELD_OUT
+    found = {word for event in report_templates.HELD_OUT for words in event.words.values() for word in words.split("|")}
+    return found.union(first, combined(*surname), combined(*town))
+
+
+def held_out_of_stories() -> set[str]:
+    """Names, towns, things, colours, months and reasons of the held-out half of the stories."""
+    half = story_templates.HALVES[True]
+    pools = [*half.pools.values(), *(pool for family in half.families for pool in family.pools.values())]
     found = {word.strip() for pool in pools for word in pool.split(",")}
-    found |= {
-        word for family in report_templates.HELD_OUT for words in family.words.values() for word in words.split("|")
-    }
-    parts = (stories.parts["town"], stories.parts["surname"], surname, town)
-    return found.union(stories.names, first, *(combined(*part) for part in parts))
+    return found.union(half.names, *(combined(*half.parts[slot]) for slot in ("town", "surname")))
 
 
 def test_nothing_of_the_held_out_half_stands_in_a_composed_story() -> None:
-    words = held_out_words()
+    words = held_out_of_stories() | held_out_of_reports()
     longer = {word for word in words if " " in word}
     assert {"waterfall", "purple", "May", "Agatha", "Oxport", "Abrberg", "the fog was thick", "Vosrossi"} <= words
     for one in composed_questions():
@@ -279,11 +298,65 @@ def test_composed_stories_have_thousands_of_names_and_each_seed_its_own() -> Non
     assert len(set(composed_questions())) == 2000
 
 
+def told(family: report_templates.Family) -> set[str]:
+    """Every wording of an event's facts, decoys and summary, its slots empty."""
+    texts = [*family.facts, family.decoys, *f"{family.summary} ".split(". ")]
+    return {re.sub(r"\{\w\}", "{}", wording) for text in texts for wording in text.split("|") if wording}
+
+
+def test_no_wording_of_a_composed_event_is_one_of_the_held_out_half() -> None:
+    held_out = {*report_templates.FILLERS_HELD_OUT.split("|")}.union(*map(told, report_templates.HELD_OUT))
+    rng = random.Random(5)
+    composed = set().union(*(told(composed_event(rng)) for _ in range(3000)))
+    assert len(held_out) > 80 and len(composed) > 10000 and not composed & held_out
+
+
+def test_nothing_of_the_held_out_half_stands_in_a_composed_report() -> None:
+    words = held_out_of_reports()
+    longer = {word for word in words if " " in word}
+    fillers = {re.sub(r"\{\w\}", "", filler) for filler in report_templates.FILLERS_HELD_OUT.split("|")}
+    for one in composed_reports():
+        text = f" {re.sub(r'[^a-zA-Z0-9]+', ' ', f'{one.source} {one.summary}')} "
+        assert not set(text.split()) & words, one
+        assert not [word for word in longer if f" {word} " in text], one
+        assert not [filler for filler in fillers if filler in one.source], one
+        assert all(int(number) % 7 != 3 and int(number) < 900 for number in numbers(text)), one
+
+
+def test_a_composed_summary_has_the_facts_of_its_report_and_no_decoy() -> None:
+    openings = Counter(" ".join(one.summary.split()[:2]) for one in composed_reports())
+    assert len(openings) > 800
+    for one in composed_reports():
+        assert 6 <= len(one.source.split(". ")) <= 20 and 2 <= len(one.summary.split(". ")) <= 3, one
+        assert not re.search(r"[{}<>|_~+/]|  | \.|\ban? (?=[AEIOUaeiou]\B)(?<=\ba )", one.source + one.summary), one
+        for fact in numbers(one.summary) | set(re.findall(r"[A-Z]\w+ [A-Z]\w+", one.summary)):
+            assert fact in one.source or fact[0].lower() + fact[1:] in one.source, (fact, one)
+        assert not re.search("Last year|had expected|[Aa]t first|[Ff]ormer| in (total|all|the end)", one.summary), one
+    assert composed_reports()[:20] == [make_composed_report(rng) for rng in [random.Random(3)] for _ in range(20)]
+
+
 @pytest.fixture
 def pairs_file(tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text("".join(f"{english}\t{french}\n" for english, french in PAIRS), encoding="utf-8")
     return path
+
+
+# --- forty sentences, judged by reading
+
+
+FORTY = Path(__file__).resolve().parents[1] / "data/forty.jsonl"
+
+
+def test_the_forty_sentences_are_five_of_each_topic_and_none_is_an_evaluation_sentence() -> None:
+    rows = [json.loads(line) for line in FORTY.read_text(encoding="utf-8").splitlines()]
+    assert [row["id"] for row in rows] == [f"forty-{i:02d}" for i in range(1, 41)]
+    topics = "greetings shopping travel work school weather health feelings".split()
+    assert [row["topic"] for row in rows] == [topic for topic in topics for _ in range(5)]
+    assert all({"id", "topic", "source"} <= row.keys() and 4 <= len(row["source"].split()) <= 14 for row in rows)
+    assert all(row["source"] == tidy(row["source"]) and row["source"][-1] in ".?!" for row in rows)
+    words = [tuple(re.findall("[a-z]+", row["source"].lower())) for row in [*rows, *tasks.rows("translation")]]
+    assert len(set(words[:40])) == 40 and not set(words[:40]) & set(words[40:])
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
@@ -442,6 +515,15 @@ def test_a_match_can_be_read_off_its_facts(seed):
         )
 
 
+def test_one_sentence_holds_what_is_to_be_found():
+    for seed in range(500):
+        source, target = finding_example(random.Random(seed))
+        word, report = source.removeprefix("find: ").split(" context: ")
+        sentences = [f"{sentence}." for sentence in report.removesuffix(".").split(". ")]
+        assert target in sentences
+        assert [one for one in sentences if word in re.split("[ ,.]+", one) or f"{word}." == one] == [target]
+
+
 MANY_WORDS = tuple("".join(letters) for letters in product("bdfgklmnprst", "aeiou", "bdfgklmnprst"))
 
 
@@ -489,6 +571,15 @@ def test_the_second_curriculum_begins_near_and_ends_with_every_task_and_dropout(
     assert {part.task for part in SECOND_CURRICULUM[-1].parts} >= {"translation", "summaries", "questions"}
     assert [phase.dropout for phase in SECOND_CURRICULUM] == [0.0] * 4 + [0.05]
     assert SECOND_CURRICULUM[-1].from_step < SECOND_STAGE.steps * (1 - SECOND_STAGE.decay_share)
+
+
+def test_one_curriculum_has_examples_of_every_part_and_ends_with_every_task_and_dropout():
+    examples = mini_examples(PAIRS)
+    assert {part.task for phase in ONE_CURRICULUM for part in phase.parts} <= examples.keys()
+    assert ONE_CURRICULUM[0].parts[0].task == "translation" and mini_mixture(PAIRS, ONE_CURRICULUM).curriculum
+    last = {part.task: part.weight for part in ONE_CURRICULUM[-1].parts}
+    assert ONE_CURRICULUM[-1].dropout is None and sum(last.values()) == pytest.approx(1.0)
+    assert last.keys() >= {"translation", "summaries", "composed reports", "questions", "composed questions"}
 
 
 def test_the_frozen_sets_are_forbidden_with_their_prefixes():

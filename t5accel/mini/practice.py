@@ -2,8 +2,8 @@
 
 A question on a story asks *whose* something is. Two or three candidates punish a wrong guess too little to teach that,
 and where the owner stands some words away from what is asked for, nothing at all is learned for thousands of steps. So
-there are exercises in repeating words, in telling whose what is, and in recalling one of two things that stand close
-together, then ever further apart.
+there are exercises in repeating words, in telling whose what is, in recalling one of two things that stand close
+together, then ever further apart, and in finding the sentence that holds a word, as summaries do.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from t5accel.errors import InputError
+from t5accel.mini.composed_reports import make_composed_report
 from t5accel.mini.pairs import Pair
 from t5accel.mini.stories import some_names
 from t5accel.tasks import UNANSWERABLE
 
 Example = tuple[str, str]
 
-REPEAT, MATCH = "repeat: ", "match: "
+REPEAT, MATCH, FIND = "repeat: ", "match: ", "find: "
 _FORMS = ("{} has {}.", "{} got {}.", "{} is {}.", "The {} was {}.", "In {}, {}.", "{} was in {}.", "The {} of {}.")
 _SYLLABLES = [
     c + v for c in "b c d f g h j k l m n p r s t v w z br cr dr gr st".split() for v in "a e i o u en ar".split()
@@ -119,3 +120,18 @@ def recall_example(words: Sequence[str], rng: random.Random, *, distance: int) -
     if i == count:
         answer = UNANSWERABLE
     return rng.choice(_ASKED).format(asked) + " " + " ".join(clauses), answer
+
+
+def finding_example(rng: random.Random) -> Example:
+    """The one sentence of a report that holds a word: practice in finding, and in copying whole sentences.
+
+    >>> source, target = finding_example(random.Random(1))
+    >>> source.startswith("find: "), target in source, source.split()[1] in target
+    (True, True, True)
+    """
+    sentences = make_composed_report(rng).source.removesuffix(".").split(". ")
+    words = [dict.fromkeys(sentence.replace(",", "").split()) for sentence in sentences]
+    counted = Counter(word for found in words for word in found)
+    asked = rng.choice([word for word in counted if counted[word] == 1])
+    (sentence,) = (sentence for sentence, found in zip(sentences, words, strict=True) if asked in found)
+    return f"{FIND}{asked} context: {'. '.join(sentences)}.", f"{sentence}."

@@ -12,7 +12,7 @@ halves share only the principle, so a score on the held-out half measures whethe
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +24,7 @@ from t5accel.mini.report_templates import (
     NAMES_SEEN,
     SEEN,
     Family,
+    Names,
 )
 
 MIN_SENTENCES, MAX_SENTENCES = 6, 20
@@ -47,9 +48,8 @@ def _numbers(low: int, high: int, held_out: bool) -> tuple[int, ...]:
 class _Slots(dict[str, str]):
     """The values of one report, drawn when a template first asks for them and all different."""
 
-    def __init__(self, rng: random.Random, family: Family, held_out: bool) -> None:
-        self.rng, self.family, self.held_out = rng, family, held_out
-        self.names = NAMES_HELD_OUT if held_out else NAMES_SEEN
+    def __init__(self, rng: random.Random, family: Family, names: Names, held_out: bool) -> None:
+        self.rng, self.family, self.names, self.held_out = rng, family, names, held_out
 
     def __missing__(self, slot: str) -> str:
         value = self._draw(slot.lower())
@@ -89,7 +89,15 @@ def make_report(rng: random.Random, *, held_out: bool = False) -> Report:
     True
     """
     family = rng.choice(HELD_OUT if held_out else SEEN)
-    slots = _Slots(rng, family, held_out)
+    names, fillers = (NAMES_HELD_OUT, FILLERS_HELD_OUT) if held_out else (NAMES_SEEN, FILLERS_SEEN)
+    return report_of(rng, family, names, fillers.split("|"), held_out=held_out)
+
+
+def report_of(
+    rng: random.Random, family: Family, names: Names, pool: Sequence[str], *, held_out: bool = False
+) -> Report:
+    """A report of that family; the sentences that fit anywhere are drawn from ``pool``."""
+    slots = _Slots(rng, family, names, held_out)
     opening, *facts = [slots.fill(rng.choice(fact.split("|"))) for fact in family.facts]
     summary = ". ".join(map(slots.fill, family.summary.split(". ")))
     # Most reports are short to keep training cheap; the exponential tail exercises longer inputs.
@@ -97,7 +105,6 @@ def make_report(rng: random.Random, *, held_out: bool = False) -> Report:
     extra = length - len(family.facts)
     decoys = family.decoys.split("|")
     chosen = rng.sample(decoys, min(extra, rng.randint(2, len(decoys))))
-    pool = (FILLERS_HELD_OUT if held_out else FILLERS_SEEN).split("|")
     fillers = [slots.fill_filler(filler) for filler in rng.sample(pool, extra - len(chosen))]
     # The opening names the event, so decoys make no sense before it; fillers do and vary its place.
     lead = rng.choice((0, 0, 0, 1, 2))

@@ -179,6 +179,14 @@ p | number | There were {number} guests at the <party> of {who}. // {number} peo
   | Whose <party> had {number} guests?
 p | number | {who} <did> {number} <folk>. // {number} <folk> were <did> by {who}. | How many <folk> [did {who}
   <do>|were <did> by {who}]? // What number of <folk> did {who} <do>? | Who <did> {number} <folk>?
+p | number | {number} <folk> <did> {who}. // {who} was <did> by {number} <folk>. | How many <folk> <did> {who}? // By
+  how many <folk> was {who} <did>? // What number of <folk> <did> {who}? | Who was <did> by {number} <folk>?
+p | pal | {who} gave a <note> to {pal}. // {pal} got a <note> from {who}. // The <note> from {who} was for {pal}. | Who
+  got a <note> from {who}? // To whom did {who} give a <note>? // For whom was the <note> from {who}? | Who gave a
+  <note> to {pal}? // From whom did {pal} get a <note>?
+p | wear | {who} was dressed in {a_wear}. // The clothes of {who} included {a_wear}. // {who} put on {a_wear}. | What
+  was {who} dressed in? // What did {who} put on? // What was among the clothes of {who}? | Who put on {a_wear}? // Who
+  was dressed in {a_wear}?
 p | age | {who} was {age} old. // The age of {who} was {age}. // At that time, {who} was {age} old. | How old was
   {who}? // What was the age of {who}? | Who was {age} old?
 p | reason | {who} was <glad> because {reason}. // Because {reason}, {who} was <glad>. // {who} became <glad> because
@@ -213,6 +221,15 @@ p | tongue | {who} spoke {tongue}. // The language of {who} was {tongue}. // {wh
   [paid|spent] {sum}. // [The] [be] worth {sum}. | How much did [the] cost? // What did [the] cost? // How much did
   {who} pay for [the]? // What was the price of [the]? // How much [be] [the] worth? | Who paid {sum} for [the]? // Who
   paid {sum}?
+* | home | [The] ended up in {home}. // People in {home} can admire [the]. // In the end, [the] came to {home}. | Where
+  did [the] end up? // Where can people admire [the]? // In which town did [the] end up?
+* | number | {number} <folk> looked after [the]. // A group of {number} <folk> looked after [the]. // [The] needed
+  {number} <folk>. | How many <folk> looked after [the]? // How many <folk> did [the] need? // What number of <folk>
+  did [the] need?
+* | reason | [The] <broke> because {reason}. // Because {reason}, [the] <broke>. // The reason why [the] <broke> was
+  that {reason}. | Why did [the] <break>? // What made [the] <break>? // For what reason did [the] <break>?
+dog rabbits horse van | reason | [The] <went> because {reason}. // Because {reason}, [the] <went>. | Why did [the]
+  <go>? // What made [the] <go>? // For what reason did [the] <go>?
 kettle hammer kite van ring dog rabbits apples stamps soup sand rose machine horse | weight | [The] weighed {weight}.
   // The weight of [the] was {weight}. // On the scales, [the] came to {weight}. | How much did [the] weigh? // What
   was the weight of [the]? // How heavy [be] [the]? |
@@ -288,11 +305,15 @@ party: party wedding lecture meeting birthday lesson dinner picnic show sale cou
 lunch: lunch breakfast dinner supper dessert brunch
 glad: glad sad angry late tired proud worried happy nervous upset surprised early absent pleased annoyed busy ill
   grateful
-went/go: left/leave came_back/come_back cried/cry laughed/laugh went_home/go_home fell_asleep/fall_asleep
-  moved_house/move_house resigned/resign shouted/shout waved/wave called_for_help/call_for_help woke_up/wake_up
-  stood_up/stand_up gave_up/give_up changed_seats/change_seats hurried/hurry stayed_away/stay_away
-  took_a_break/take_a_break slowed_down/slow_down sat_down/sit_down paid_the_bill/pay_the_bill had_lunch/have_lunch
-  rang_the_bell/ring_the_bell locked_the_door/lock_the_door
+went/go: came_back/come_back cried/cry laughed/laugh went_home/go_home fell_asleep/fall_asleep moved_house/move_house
+  resigned/resign shouted/shout waved/wave called_for_help/call_for_help woke_up/wake_up stood_up/stand_up
+  gave_up/give_up changed_seats/change_seats hurried/hurry stayed_away/stay_away took_a_break/take_a_break
+  slowed_down/slow_down sat_down/sit_down paid_the_bill/pay_the_bill had_lunch/have_lunch rang_the_bell/ring_the_bell
+  locked_the_door/lock_the_door
+broke/break: broke/break fell_over/fall_over got_wet/get_wet disappeared/disappear changed/change smelled_bad/smell_bad
+  looked_good/look_good drew_attention/draw_attention lost_its_value/lose_its_value had_to_wait/have_to_wait
+  got_dirty/get_dirty
+note: letter postcard poem cheque message ticket present book medal cake lamp report coin flower bottle key map
 rested/rest: rested/rest waited/wait talked/talk danced/dance walked/walk worked/work stood_in_line/stand_in_line
   stayed/stay read/read practised/practise swam/swim argued/argue kept_quiet/keep_quiet spoke/speak sat_there/sit_there
 week: week day month year fortnight
@@ -328,6 +349,8 @@ meal: soup rice pasta salad bread cheese toast pancakes fish noodles eggs curry 
   pizza cake fruit pickles dumplings muesli bacon potatoes waffles chips burgers ham lentils sushi tacos
 ride: train bus plane taxi tram coach van jeep truck lorry bicycle scooter motorbike canoe cab underground_train
   minibus horse cart
+wear: shirt scarf hat coat dress skirt cap pullover blouse suit apron shawl belt raincoat kimono poncho ribbon helmet
+  cardigan
 tongue: French German Spanish Greek Latin Polish Dutch Danish Russian Arabic Turkish Hindi Thai Welsh Czech Irish
   Swahili Basque
 stuff: wood brick marble clay paper stone wax tin iron brass timber concrete granite straw felt bronze wire pine oak

@@ -1,0 +1,147 @@
+"""Reports whose events are composed, for training alone: what happened, what counts beside it, and what does not.
+
+The kinds of events of `report_templates` are few, so that a small model learns their summaries by heart. All of them
+follow one principle: the first sentence is the opening in short with what it was about, how much and why; the second
+tells who or how much else; what is "final", "in total" or "the reason" belongs there, and "last year", "at first" or
+"had expected" does not. Here each report has an event of its own, put together from `report_phrases`, and its summary
+follows that principle. It is told as the others are: `reports` fills in names and numbers and orders the sentences.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+
+from t5accel.mini import report_phrases
+from t5accel.mini.composed_stories import pools, rows, training_names, with_article, word_lists
+from t5accel.mini.report_templates import FILLERS_SEEN, NAMES_SEEN, Family, Names
+from t5accel.mini.reports import Report, report_of
+
+_IN_TOTAL = ("in total", "in all", "in the end", "all in all", "finally")
+_RANGES = ((4, 60), (12, 190), (100, 890))
+
+
+def _put(rng: random.Random, text: str, picks: dict[str, str]) -> str:
+    """Fill in words: <place> the one in ``picks``, drawn when first asked for; <a_place> with its article."""
+
+    def word(match: re.Match[str]) -> str:
+        name = match[1].lower().removeprefix("a_")
+        if name not in picks:
+            base, number = name.rstrip("23"), name[len(name.rstrip("23")) :]
+            forms, listed = word_lists(report_phrases.WORDS)[base]
+            picks.update(zip((form + number for form in forms), rng.choice(listed), strict=True))
+        text = with_article(picks[name]) if match[1][:2] in ("a_", "A_") else picks[name]
+        return text[0].upper() + text[1:] if match[1][0].isupper() else text
+
+    return re.sub(r"<(\w+)>", word, text)
+
+
+def _in_total(rng: random.Random, text: str) -> str:
+    """With a marker in place of ~: "In total it cost ...", "It cost ... in total"."""
+    marker = rng.choice(_IN_TOTAL)
+    return text.replace(" ~", f" {rng.choice(_IN_TOTAL[:3])}").replace(
+        "~ ", f"{marker}{',' * (marker == 'all in all')} "
+    )
+
+
+def _plain(text: str) -> str:
+    """As the summary tells a fact: without its marker, and straight.
+
+    >>> _plain("It was mayor {p} who led the work."), _plain("~ it cost {m} euros.")
+    ('mayor {p} led the work', 'it cost {m} euros')
+    """
+    text = text.replace("~ ", "").replace(" ~", "").removesuffix(".")
+    return re.sub(r"^It was (.*?) who ", r"\1 ", text)
+
+
+def _things(rng: random.Random, kind: str) -> str:
+    """Four things of a kind as `reports` wants them: one is the fact, the others are for decoys."""
+
+    def thing() -> str:
+        adjective = rng.choice(word_lists(report_phrases.WORDS)["adjective"][1])[0]
+        if kind == "c" or (kind == "r" and rng.random() < 0.4):
+            return f"{adjective} {rng.choice(word_lists(report_phrases.WORDS)['plural'][1])[0]}"
+        named = f"{adjective} {rng.choice(word_lists(report_phrases.WORDS)['noun'][1])[0]}"
+        return f"the {named}" if kind == "d" else with_article(named)
+
+    return "|".join(dict.fromkeys(thing() for _ in range(4)))
+
+
+def composed_event(rng: random.Random) -> Family:
+    """An event drawn for one report: its facts, decoys and summary, with gaps for names and numbers.
+
+    >>> event = composed_event(random.Random(1))
+    >>> 3 <= len(event.facts) <= 5, event.summary.endswith(".")
+    (True, True)
+    """
+    picks: dict[str, str] = {}
+    openings, (core,) = rng.choice(rows(report_phrases.OPENINGS))
+    facts = [_put(rng, rng.choice(openings), picks)]
+    core = _put(rng, core, picks)
+    slots = set(re.findall(r"\{(\w)\}", core))
+    more = []
+    for slot in rng.choice(("n", "r", "nr", "nr", "nr", "nc", "cr")):
+        found = [row[1:] for row in rows(report_phrases.FIRST) if row[0] == [slot] and slot not in slots]
+        if found:
+            tellings, (phrase,) = rng.choice(found)
+            facts.append(_put(rng, rng.choice(tellings), picks))
+            more.append(_put(rng, phrase, picks))
+            slots.add(slot)
+            if slot == "n":
+                picks["thing"] = more[-1].rpartition("} ")[2]
+    first = " ".join(phrase for phrase in more if phrase.startswith("with"))
+    rest = " ".join(phrase for phrase in more if not phrase.startswith("with"))
+    summary = " ".join(f"{core.replace('+', first)} {rest}".split())
+    second = []
+    for kind in rng.choice(("p", "m", "d", "x", "pm", "pm", "pd", "dm", "xd")):
+        (tellings,) = rng.choice([row[1:] for row in rows(report_phrases.SECOND) if row[0] == [kind]])
+        telling = rng.choice(tellings)
+        if kind in "mx":
+            picks["thing2"] = _put(rng, re.search(r"<(units2|folk|days2|money2)>", telling)[0], picks)
+        telling = _put(rng, telling, picks)
+        if "p" in slots:
+            telling = telling.replace("{p}", "{q}")
+        slots |= {kind, "m"} if kind == "x" else {kind}
+        facts.append(_in_total(rng, telling))
+        second.append(_plain(telling))
+    if len(second) == 2 and second[1][0] != "{":
+        second[1] = second[1][0].lower() + second[1][1:]
+    summary += f". {', and '.join(second)}."
+    return _with_decoys(rng, Family("composed", {}, {}, tuple(facts), "", summary), slots, picks)
+
+
+def _with_decoys(rng: random.Random, event: Family, slots: set[str], picks: dict[str, str]) -> Family:
+    decoys = []
+    for (slot,), wordings in rows(report_phrases.DECOYS):
+        if slot in slots | {"p", "t"}:
+            for wording in rng.sample(wordings, 2 if slot == "p" else 1):
+                for drawn_anew in ("idled", "job", "boss3"):
+                    picks.pop(drawn_anew, None)
+                decoys.append(_put(rng, wording, picks))
+    numbers = {slot: rng.choice(_RANGES) for slot in ("n", "m")}
+    words = {slot: _things(rng, slot) for slot in "cdr" if slot in slots}
+    return event._replace(numbers=numbers, words=words, decoys="|".join(decoys))
+
+
+@cache
+def _fillers() -> tuple[str, ...]:
+    rng = random.Random(0)
+    ((wordings,),) = rows(report_phrases.FILLERS)
+    return (*FILLERS_SEEN.split("|"), *dict.fromkeys(_put(rng, rng.choice(wordings), {}) for _ in range(500)))
+
+
+@cache
+def _names() -> tuple[Names, ...]:
+    parts = pools()
+    return NAMES_SEEN, *(Names(list(first), parts["surname"], parts["town"]) for first in training_names())
+
+
+def make_composed_report(rng: random.Random) -> Report:
+    """As `reports.make_report`, of an event composed for it; for training alone.
+
+    >>> report = make_composed_report(random.Random(4))
+    >>> report == make_composed_report(random.Random(4)), report.template
+    (True, 'composed')
+    """
+    return report_of(rng, composed_event(rng), rng.choice(_names()), _fillers())
