@@ -1,4 +1,4 @@
-"""The commands that serve, and put load on a server: parse, call, print."""
+"""The commands that serve, put load on a server, and answer whole files: parse, call, print."""
 
 from __future__ import annotations
 
@@ -59,6 +59,36 @@ def serve(
         found = error.errors()[0]
         raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
     serve_until_stopped(settings)
+
+
+@serving.command()
+def batch(
+    given: Annotated[
+        str, typer.Argument(metavar="IN", help="A file, a folder, or a quoted pattern: .jsonl, .csv, .parquet, .txt.")
+    ],
+    out: Annotated[str, typer.Argument(help="Folder for the same rows with their answers; made if it is missing.")],
+    model: Annotated[str, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id.")] = "mini",
+    column: Annotated[str, typer.Option(help="Of the texts.")] = "text",
+    prefix: Annotated[str, typer.Option(help="In front of every text: 'translate English to French: '.")] = "",
+    into: Annotated[str, typer.Option(help="The answers' column.")] = "answer",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, int8, int8-dynamic or int4.")] = "fp32",
+    beams: Annotated[int, typer.Option(help="1: greedy search.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of an answer.")] = 64,
+    max_source_tokens: Annotated[int, typer.Option(help="Of a text; longer ones are rejected.")] = 512,
+    batch_tokens: Annotated[int, typer.Option(help="Of a batch's padded sources, times the beams.")] = 4096,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
+) -> None:
+    """Answer every row of files; killed at any moment, the same command goes on."""
+    from t5accel.batch.job import Model, Settings, run
+
+    settings = Settings(
+        column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
+        max_source_tokens=max_source_tokens, batch_tokens=batch_tokens,
+    )  # fmt: skip
+    done, before = run(given, out, Model(model, precision, threads), settings, progress=True)
+    earlier = f", {before} were done before" * bool(before)
+    rejected = f"; rejected: {done.rejected}, see {out}/_rejects" if done.rejected else ""
+    typer.echo(f"{out}: {done.answered} rows answered, {done.tokens} tokens{earlier}{rejected}")
 
 
 @serving.command()

@@ -29,6 +29,10 @@ class ExportError(T5AccelError, OSError):
     """An export that cannot be written, or one that cannot be used: a file missing or altered, another format."""
 
 
+class JobError(T5AccelError, OSError):
+    """A batch job that cannot go on: its input vanished or changed, its disk is full. What is done is kept."""
+
+
 class UnequalWorkError(T5AccelError, ValueError):
     """Two timings that did not do the same work: their ratio would mean nothing."""
 

@@ -26,8 +26,8 @@ def pytest_configure() -> None:
 
 # What no version of transformers changes, or what only measures. `.ci/run` has it on one of the two lines.
 ONCE = """
-bench copying drafts encoder_cache gpu_suite harness ladder lookup measuring_scripts peers precision quantize retest
-sampling scoring server serving_tokens shortlist solutions staging students_bundled timing unigram wheel
+batch bench copying drafts encoder_cache gpu_suite harness ladder lookup measuring_scripts peers precision quantize
+retest sampling scoring server serving_tokens shortlist solutions staging students_bundled timing unigram wheel
 """.split()
 
 

@@ -38,6 +38,7 @@ FLOORS = {
     "students": 4,
     "lab": 5,
     "api": 5,
+    "batch": 5,
     "mini": 5,
     "serving": 5,
     "doctor": 5,

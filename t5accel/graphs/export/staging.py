@@ -36,7 +36,7 @@ def locked(target: Path) -> Iterator[None]:
         lock = FileLock(path)
         lock.acquire()
     except (OSError, NotImplementedError) as error:
-        raise ExportError(f"{target} cannot be written to: {_reason(error)}") from error
+        raise ExportError(f"{target} cannot be written to: {reason(error)}") from error
     try:
         _clear(target)
         clear_remnants(target.parent, but=target.name)
@@ -101,11 +101,11 @@ def staged(target: Path) -> Iterator[Path]:
             folder.mkdir()
             yield folder
             for path in [*folder.iterdir(), folder]:
-                _flush(path)
+                flush(path)
             if target.exists():
                 target.rename(old)
             folder.rename(target)
-            _flush(target.parent)
+            flush(target.parent)
         finally:
             if old.exists() and not target.exists():
                 old.rename(target)
@@ -114,11 +114,14 @@ def staged(target: Path) -> Iterator[Path]:
     except ExportError:
         raise
     except OSError as error:
-        raise ExportError(f"{target} could not be written: {_reason(error)}. Nothing was left behind.") from error
+        raise ExportError(f"{target} could not be written: {reason(error)}. Nothing was left behind.") from error
 
 
-def _flush(path: Path) -> None:
-    """From the machine's memory to its disk: a rename must not get there before the content does."""
+def flush(path: Path) -> None:
+    """From the machine's memory to its disk, a file or a folder: a rename must not get there before the content does.
+
+    Raises ``OSError`` where the disk is full, or refuses.
+    """
     # Windows opens no folders, and some file systems do not flush them; of files it flushes those open for writing.
     flags, tolerated = (os.O_RDONLY, (OSError,)) if path.is_dir() else (os.O_RDWR, ())
     with suppress(*tolerated):
@@ -129,5 +132,10 @@ def _flush(path: Path) -> None:
             os.close(descriptor)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What the system says, without its number and the file's name.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory", "a.txt"))
+    'No such file or directory'
+    """
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

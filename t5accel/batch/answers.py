@@ -1,0 +1,132 @@
+"""Many texts answered at once: sorted by length, in batches of so many tokens, the answers in the texts' order.
+
+A batch is padded to its longest text. In the order of a file most of it may be padding, and as many texts of a sentence
+as of a page; sorted, each batch has texts of about one length, and by a budget of tokens as many as are worth it. The
+idea is that of bucketed batches in machine translation (fairseq's ``--max-tokens``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from t5accel.batch.rows import Unfit
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.request import check_positions
+from t5accel.errors import InputError
+
+CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A text, and how many tokens the model wrote for it, with the one that ends it."""
+
+    text: str
+    tokens: int
+
+
+def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Which texts go together: the longest first, so that memory is short at the beginning or never.
+
+    Args:
+        lengths: of each text.
+        most_tokens: of a batch, padding counted; a text that alone has more goes alone.
+
+    >>> list(batches([2, 9, 3, 4], 10))
+    [[1], [3, 2], [0]]
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    first = 0
+    while first < len(order):
+        rows = max(1, most_tokens // max(1, lengths[order[first]]))
+        yield order[first : first + rows]
+        first += rows
+
+
+class Answerer:
+    """Texts -> answers, by greedy or beam search. The same texts always go together, and so have the same answers.
+
+    Args:
+        backend, tokenizer: as `api.open_backend` opens them.
+        beams: 1 is greedy search.
+        max_new_tokens: of an answer.
+        max_source_tokens: texts that have more are not answered; ``None``: the model's own limit, or none.
+        batch_tokens: of a batch's padded sources, times the beams.
+
+    Raises:
+        InputError: there is no tokenizer, a bound is wrong, or the model has fewer positions.
+
+    >>> from t5accel.api import open_backend
+    >>> answer = Answerer(*open_backend("mini", progress=False)[:2], max_source_tokens=8)
+    >>> answer(["translate English to French: I am tired.", "translate English to French: " + "very " * 9 + "tired."])
+    [Answer(text='Je suis fatigué.', tokens=5), Unfit(reason='15 tokens, and at most 8 are allowed')]
+    """
+
+    def __init__(
+        self, backend: Backend, tokenizer: Any, *, beams: int = 1, max_new_tokens: int = 64,
+        max_source_tokens: int | None = None, batch_tokens: int = 4096,
+    ):  # fmt: skip
+        if tokenizer is None:
+            raise InputError("This model has no tokenizer (random weights have none): a batch job reads texts.")
+        self.backend, self.tokenizer = backend, tokenizer
+        self.beams = as_count(beams, "beams", at_least=1)
+        self.max_new_tokens = as_count(max_new_tokens, "max_new_tokens", at_least=1)
+        self.batch_tokens = as_count(batch_tokens, "batch_tokens", at_least=1)
+        check_positions(backend, self.max_new_tokens)
+        limits = [getattr(backend, "max_source_tokens", None)]
+        if max_source_tokens is not None:
+            limits.append(as_count(max_source_tokens, "max_source_tokens", at_least=1))
+        self.max_source_tokens = min((limit for limit in limits if limit is not None), default=None)
+        self.entries = getattr(backend, "source_vocab_size", backend.vocab_size)
+
+    def __call__(self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None) -> list[Answer | Unfit]:
+        """An answer to each text, or why it has none.
+
+        Args:
+            texts: any number of them.
+            on_batch: is called with the texts and the new tokens of each batch that is done.
+        """
+        found: list[Answer | Unfit | None] = [None] * len(texts)
+        sources: list[tuple[int, np.ndarray]] = []
+        for place, ids in self._tokenised(texts):
+            if self.max_source_tokens is not None and len(ids) > self.max_source_tokens:
+                found[place] = Unfit(f"{len(ids)} tokens, and at most {self.max_source_tokens} are allowed")
+            elif ids.max() >= self.entries:
+                found[place] = Unfit(f"token {ids.max()}, for which the model has no entry")
+            else:
+                sources.append((place, ids))
+        sources.sort(key=lambda source: source[0])  # texts of one length go together as they stand in the file
+        for chosen in batches([len(ids) for _, ids in sources], self.batch_tokens // self.beams):
+            answers = self._answered([sources[i][1] for i in chosen])
+            for i, answer in zip(chosen, answers, strict=True):
+                found[sources[i][0]] = answer
+            if on_batch is not None:
+                on_batch(len(answers), sum(answer.tokens for answer in answers))
+        return found
+
+    def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray]]:
+        """Ids without padding. Tokenizers fill up what they are given together, so texts of like length are."""
+        for places in batches([len(text) for text in texts], CHARACTERS):
+            batch = self.tokenizer([texts[place] for place in places], return_tensors="np", padding=True)
+            ids, masks = (np.asarray(batch[name]) for name in ("input_ids", "attention_mask"))
+            for place, row, mask in zip(places, ids, masks, strict=True):
+                yield place, row[mask.astype(bool)]
+
+    def _answered(self, sources: list[np.ndarray]) -> list[Answer]:
+        lengths = np.array([*map(len, sources)])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        ids = np.full(mask.shape, self.backend.pad_token_id, dtype=np.int64)
+        ids[mask] = np.concatenate(sources)
+        batch, bound = (self.backend, ids, mask.astype(np.int64)), {"max_new_tokens": self.max_new_tokens}
+        generated = greedy(*batch, **bound) if self.beams == 1 else beam_search(*batch, num_beams=self.beams, **bound)
+        ends = generated.sequences == self.backend.eos_token_id
+        counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
+        texts = self.tokenizer.batch_decode(generated.sequences, skip_special_tokens=True)
+        return [Answer(text, int(count)) for text, count in zip(texts, counts, strict=True)]

@@ -1,0 +1,376 @@
+"""Rows in files: JSON Lines, CSV, Parquet and plain text, read in ranges and written again with their answers.
+
+A range begins at a byte (in Parquet at a row), so that any of them can be read without those in front of it, by any
+process. Every line of JSON Lines and of plain text is a row; of CSV every record below the header.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+from t5accel.errors import InputError, JobError, MissingPackageError
+
+MOST_SHOWN = 1000  # characters of a row that is rejected
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A row, or a text, that cannot be done: why not, in words."""
+
+    reason: str
+
+
+def text_of(value: Any) -> str | Unfit:
+    """A text that can be tokenised, or what is wrong with the value.
+
+    >>> text_of("Hello."), text_of(7), text_of("  ")
+    ('Hello.', Unfit(reason='not a text but 7'), Unfit(reason='an empty text'))
+    """
+    if not isinstance(value, str):
+        return Unfit(f"not a text but {value!r:.80}")
+    if not value.strip():
+        return Unfit("an empty text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return Unfit("half of a surrogate pair in the text")
+    return value
+
+
+class Rows:
+    """A range of rows of one file, in memory.
+
+    Attributes:
+        suffix: of the files that are written.
+    """
+
+    suffix: ClassVar[str]
+
+    @classmethod
+    def check(cls, path: Path, column: str, into: str) -> None:
+        """Raise ``InputError`` if the file has no such column, or has one for the answers already."""
+
+    @classmethod
+    def ranges(cls, path: Path, most: int) -> Iterator[tuple[int, int]]:
+        """Where each range of ``most`` rows begins, and how many it has: only the last may have fewer."""
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, path: Path, offset: int, rows: int) -> Rows:
+        """A range."""
+        raise NotImplementedError
+
+    def texts(self, column: str, into: str) -> list[str | Unfit]:
+        """The text of each row, or why there is none."""
+        raise NotImplementedError
+
+    def shown(self, row: int) -> str:
+        """A row for the file of rejects, its beginning at least."""
+        raise NotImplementedError
+
+    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
+        """The rows that have an answer, with it, as a new file."""
+        raise NotImplementedError
+
+
+class _Records(Rows):
+    """Rows that are bytes one behind the other, here lines."""
+
+    def __init__(self, records: list[bytes], fields: Sequence[str] = ()):
+        self.records, self.fields = records, fields
+
+    @staticmethod
+    def split(file: BinaryIO) -> Iterator[bytes]:
+        """The records from here on; together they are the file."""
+        return iter(file)
+
+    @classmethod
+    def begin(cls, file: BinaryIO) -> tuple[int, Sequence[str]]:
+        """Where the first record begins, and the names of the fields, if the file has them."""
+        return (len(BOM) if file.read(len(BOM)) == BOM else 0), ()
+
+    @classmethod
+    def ranges(cls, path: Path, most: int) -> Iterator[tuple[int, int]]:
+        with path.open("rb") as file:
+            offset, _ = cls.begin(file)
+            file.seek(offset)
+            records = cls.split(file)
+            while sizes := [*map(len, islice(records, most))]:
+                yield offset, len(sizes)
+                offset += sum(sizes)
+
+    @classmethod
+    def read(cls, path: Path, offset: int, rows: int) -> _Records:
+        with path.open("rb") as file:
+            _, fields = cls.begin(file)
+            file.seek(offset)
+            return cls([*islice(cls.split(file), rows)], fields)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def texts(self, column: str, into: str) -> list[str | Unfit]:
+        found: list[str | Unfit] = []
+        for record in self.records:
+            try:
+                found.append(self.text(record.decode("utf-8"), column, into))
+            except UnicodeDecodeError:
+                found.append(Unfit("not UTF-8"))
+        return found
+
+    def text(self, record: str, column: str, into: str) -> str | Unfit:
+        """The text of one record."""
+        raise NotImplementedError
+
+    def shown(self, row: int) -> str:
+        return self.records[row][: 4 * MOST_SHOWN].decode("utf-8", "replace").rstrip("\r\n")[:MOST_SHOWN]
+
+
+class JsonRows(_Records):
+    """One JSON object a line. A line is written as it was, with the answer as its last field.
+
+    >>> rows = JsonRows([b'{"text": "one"}\\n', b'{"text": 1}\\n', b'{"text"\\n'])
+    >>> [text if isinstance(text, str) else text.reason for text in rows.texts("text", "answer")]
+    ['one', 'not a text but 1', "not JSON: Expecting ':' delimiter, column 8"]
+    """
+
+    suffix = ".jsonl"
+
+    def text(self, record: str, column: str, into: str) -> str | Unfit:
+        try:
+            row = json.loads(record)
+        except json.JSONDecodeError as error:
+            return Unfit(f"not JSON: {error.msg}, column {error.pos + 1}")
+        except (ValueError, RecursionError) as error:  # a number of more digits than Python reads; too deep
+            return Unfit(f"not JSON that can be read: {error}")
+        if not isinstance(row, dict):
+            return Unfit(f"not an object but {row!r:.80}")
+        if column not in row:
+            return Unfit(f"no field {column!r}")
+        return Unfit(f"a field {into!r}, where the answer belongs") if into in row else text_of(row[column])
+
+    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
+        key = json.dumps(into, ensure_ascii=False)
+        with path.open("wb") as file:
+            for record, answer in zip(self.records, answers, strict=True):
+                if answer is not None:  # the object has a field, that of the text
+                    field = f", {key}: {json.dumps(answer, ensure_ascii=False)}}}\n"
+                    file.write(record.rstrip().removesuffix(b"}") + field.encode())
+
+
+class TextRows(_Records):
+    """One text a line; what is written are JSON Lines with both, for an answer may have several.
+
+    >>> TextRows([b"one\\n", b"\\n"]).texts("text", "answer")
+    ['one', Unfit(reason='an empty text')]
+    """
+
+    suffix = ".jsonl"
+
+    def text(self, record: str, column: str, into: str) -> str | Unfit:
+        return text_of(record.rstrip("\r\n"))
+
+    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
+        with path.open("w", encoding="utf-8") as file:
+            for record, answer in zip(self.records, answers, strict=True):
+                if answer is not None:
+                    row = {column: record.decode("utf-8").rstrip("\r\n"), into: answer}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+class CsvRows(_Records):
+    """Comma-separated values with a header (RFC 4180); a quoted field may hold line ends.
+
+    >>> rows = CsvRows([b'1,"a ""big"" house"\\r\\n', b"2\\r\\n"], ["id", "text"])
+    >>> rows.texts("text", "answer")
+    ['a "big" house', Unfit(reason='1 fields where the header has 2')]
+    """
+
+    suffix = ".csv"
+
+    @staticmethod
+    def split(file: BinaryIO) -> Iterator[bytes]:
+        taken: list[bytes] = []
+
+        def lines() -> Iterator[str]:
+            for line in file:
+                taken.append(line)
+                yield line.decode("latin-1")  # commas, quotes and line ends are the bytes that they are in UTF-8
+
+        records = csv.reader(lines(), strict=True)
+        while True:
+            try:
+                next(records)
+            except StopIteration:
+                break
+            except csv.Error:  # it is told where the record is read
+                pass
+            yield b"".join(taken)
+            taken.clear()
+
+    @classmethod
+    def begin(cls, file: BinaryIO) -> tuple[int, Sequence[str]]:
+        header = next(cls.split(file), b"")
+        try:
+            return len(header), _fields(header.removeprefix(BOM).decode("utf-8"))
+        except (ValueError, csv.Error) as error:
+            raise InputError(f"{file.name} has no header that can be read ({error}): give CSV in UTF-8.") from error
+
+    @classmethod
+    def check(cls, path: Path, column: str, into: str) -> None:
+        with path.open("rb") as file:
+            _check_columns(path, cls.begin(file)[1], column, into)
+
+    def text(self, record: str, column: str, into: str) -> str | Unfit:
+        try:
+            values = _fields(record)
+        except csv.Error as error:
+            return Unfit(f"not CSV: {error}")
+        if len(values) != len(self.fields):
+            return Unfit(f"{len(values)} fields where the header has {len(self.fields)}")
+        return text_of(values[self.fields.index(column)])
+
+    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*self.fields, into])
+            for record, answer in zip(self.records, answers, strict=True):
+                if answer is not None:
+                    writer.writerow([*_fields(record.decode("utf-8")), answer])
+
+
+def _fields(record: str) -> list[str]:
+    return next(csv.reader(io.StringIO(record, newline=""), strict=True), [])
+
+
+class ParquetRows(Rows):
+    """A table of Arrow; what is written has its columns with their types, and one of strings.
+
+    >>> import pyarrow
+    >>> ParquetRows(pyarrow.table({"text": ["one", None]})).texts("text", "answer")
+    ['one', Unfit(reason='not a text but None')]
+    """
+
+    suffix = ".parquet"
+
+    def __init__(self, table: Any):
+        self.table = table
+
+    @staticmethod
+    def open(path: Path) -> Any:
+        """The file, of which nothing is read yet but its end."""
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise MissingPackageError("Parquet needs pyarrow: pip install 't5accel[batch]'.") from error
+        try:
+            return parquet.ParquetFile(path, buffer_size=1 << 20)  # not whole columns at once
+        except pyarrow.ArrowInvalid as error:
+            raise InputError(f"{path} cannot be read as Parquet: {error}") from error
+
+    @classmethod
+    def check(cls, path: Path, column: str, into: str) -> None:
+        with cls.open(path) as file:
+            _check_columns(path, file.schema_arrow.names, column, into)
+
+    @classmethod
+    def ranges(cls, path: Path, most: int) -> Iterator[tuple[int, int]]:
+        with cls.open(path) as file:
+            rows = file.metadata.num_rows
+        yield from ((first, min(most, rows - first)) for first in range(0, rows, most))
+
+    @classmethod
+    def read(cls, path: Path, offset: int, rows: int) -> ParquetRows:
+        import pyarrow
+
+        with cls.open(path) as file:
+            groups, position, chosen = file.metadata, 0, []
+            for group in range(groups.num_row_groups):  # those that the range touches
+                size = groups.row_group(group).num_rows
+                if position + size > offset and position < offset + rows:
+                    chosen.append((group, position))
+                position += size
+            pieces = []
+            # Within a group rows can only be read from its first one on: decoding them again is cheap beside answers.
+            position = chosen[0][1] if chosen else 0
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group for group, _ in chosen]):
+                pieces.append(batch.slice(max(offset - position, 0), max(offset + rows - max(position, offset), 0)))
+                position += len(batch)
+                if position >= offset + rows:
+                    break
+            return cls(pyarrow.Table.from_batches(pieces, schema=file.schema_arrow))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def texts(self, column: str, into: str) -> list[str | Unfit]:
+        found: list[str | Unfit] = []
+        for value in self.table.column(column):
+            try:
+                found.append(text_of(value.as_py()))
+            except UnicodeDecodeError:
+                found.append(Unfit("not UTF-8"))
+        return found
+
+    def shown(self, row: int) -> str:
+        try:
+            return str(self.table.slice(row, 1).to_pylist()[0])[:MOST_SHOWN]
+        except UnicodeDecodeError:
+            return ""
+
+    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        table = self.table.append_column(into, pyarrow.array(answers, pyarrow.string()))
+        parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
+
+
+def _check_columns(path: Path, there: Sequence[str], column: str, into: str) -> None:
+    if column not in there:
+        raise InputError(f"{path} has no column {column!r} but {', '.join(there)}: give --column.")
+    if into in there:
+        raise InputError(f"{path} has a column {into!r}, where the answers belong: give --into another name.")
+    if there.count(column) > 1:
+        raise InputError(f"{path} has {there.count(column)} columns {column!r}: name them apart.")
+
+
+KINDS: dict[str, type[Rows]] = {
+    ".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": TextRows,
+}  # fmt: skip
+
+
+def kind_of(path: Path) -> type[Rows]:
+    """How a file is read, by its suffix.
+
+    >>> kind_of(Path("a.csv")).__name__
+    'CsvRows'
+    """
+    kind = KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise InputError(f"{path} is of no kind that is known: give {', '.join(KINDS)}.")
+    return kind
+
+
+def read_range(path: Path, offset: int, rows: int) -> Rows:
+    """A range of a file's rows, whole.
+
+    Raises:
+        JobError: the file is gone, or has other rows than it had.
+    """
+    try:
+        found = kind_of(path).read(path, offset, rows)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror or error}. What is done is kept.") from error
+    if len(found) != rows:
+        raise JobError(f"{path} has other rows than when the job began. What is done is kept.")
+    return found

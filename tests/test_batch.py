@@ -1,0 +1,501 @@
+"""Batch jobs: every row exactly once and the same answers, whatever happens on the way."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from filelock import FileLock
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from t5accel import tasks
+from t5accel.api import open_backend
+from t5accel.batch import job, output
+from t5accel.batch.answers import Answer, Answerer, batches
+from t5accel.batch.job import Done, Model, Settings, run
+from t5accel.batch.output import Output
+from t5accel.batch.rows import Unfit
+from t5accel.cli import app
+from t5accel.decoding.greedy import greedy
+from t5accel.errors import InputError, JobError
+
+ROOT = Path(__file__).resolve().parents[1]
+PREFIX = "translate English to French: "
+TEXTS = [row["source"] for row in tasks.rows("translation", limit=20)]
+
+
+def upper(texts: Sequence[str], on_batch: Callable[..., Any] | None = None) -> list[Answer | Unfit]:
+    """A toy in place of a model: no text of more than 40 characters."""
+    if on_batch:
+        on_batch(len(texts), len(texts))
+    return [Answer(text.upper(), 1) if len(text) <= 40 else Unfit("too long") for text in texts]
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "open", lambda self, settings: (upper, {"name": self.name, "sha256": self.name}))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All that a job wrote, by name."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted(folder.glob("part-*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rejects_in(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted(folder.glob("_rejects/*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200))
+def test_batches_hold_every_text_once_and_keep_to_the_budget(lengths: list[int], budget: int) -> None:
+    found = list(batches(lengths, budget))
+    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
+    for batch in found:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
+    mins = [min(lengths[i] for i in batch) for batch in found]
+    assert all(mins[k] >= max(lengths[i] for i in found[k + 1]) for k in range(len(found) - 1))
+
+
+@pytest.fixture(scope="module")
+def opened_mini(exported_mini: Path) -> tuple[Any, Any]:
+    return open_backend(exported_mini, threads=1)[:2]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_texts_answered_in_sorted_batches_are_what_each_is_answered_alone(opened_mini: Any, beams: int) -> None:
+    texts = [PREFIX + text for text in TEXTS[:: 3 * beams]] + [
+        tasks.source_text("questions", tasks.rows("questions")[0])
+    ]
+    answer = Answerer(*opened_mini, beams=beams, max_new_tokens=24, batch_tokens=120 * beams)
+    sizes: list[int] = []
+    found = answer(texts, lambda rows, tokens: sizes.append(rows))
+    assert found == [answer([text])[0] for text in texts] and len({one.text for one in found}) == len(texts)
+    assert sum(sizes) == len(texts) and len(sizes) > 2 and max(sizes) > 1
+    if beams == 1:
+        backend, tokenizer = opened_mini
+        for text, one in zip(texts, found, strict=True):
+            batch = tokenizer([text])
+            (tokens,) = greedy(backend, batch["input_ids"], batch["attention_mask"], max_new_tokens=24).sequences
+            assert one == Answer(tokenizer.batch_decode([tokens], skip_special_tokens=True)[0], len(tokens))
+
+
+def test_an_answer_in_another_row_s_place_would_be_noticed(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [PREFIX + text for text in TEXTS[:20:4]]
+    answer = Answerer(*opened_mini, max_new_tokens=24)
+    expected = answer(texts)
+    monkeypatch.setattr("t5accel.batch.answers.batches", lambda lengths, most: [[*range(len(lengths))][::-1]])
+    assert answer(texts) == expected
+    monkeypatch.setattr(answer, "_answered", lambda sources: Answerer._answered(answer, sources[::-1]))
+    assert answer(texts) != expected
+
+
+def test_texts_that_the_model_cannot_read_have_a_reason(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Answerer(*opened_mini, max_source_tokens=9, max_new_tokens=8)
+    short, long = answer([PREFIX + "No.", PREFIX + "Never again and never before, I said to them all."])
+    assert isinstance(short, Answer) and isinstance(long, Unfit) and "at most 9" in long.reason
+    monkeypatch.setattr(answer, "entries", 50)
+    assert "no entry" in answer([PREFIX + "No."])[0].reason
+    assert answer([]) == []
+    with pytest.raises(InputError, match="no tokenizer"):
+        Answerer(opened_mini[0], None)
+    for name in ("beams", "max_new_tokens", "max_source_tokens", "batch_tokens"):
+        with pytest.raises(InputError, match=name):
+            Answerer(*opened_mini, **{name: 0})
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+cells = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+tables = st.lists(st.fixed_dictionaries({"id": cells, "text": cells}), max_size=9)
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=tables, most=st.integers(1, 4))
+@example(
+    rows=[{"id": 'a "b", c', "text": "two\r\nlines\n"}, {"id": "\r", "text": "  "}, {"id": "", "text": "é\u2028"}],
+    most=1,
+)
+def test_every_row_comes_back_once_with_its_answer_or_its_reason(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, rows: list[dict[str, str]], most: int
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    path = folder / f"in{kind}"
+    if kind == ".jsonl":
+        write_lines(path, rows)
+    elif kind == ".csv":
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ["id", "text"])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        schema = pyarrow.schema({"id": pyarrow.string(), "text": pyarrow.string()})
+        parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path, row_group_size=3)
+    done, before = run(path, folder / "out", settings=Settings(shard_rows=most))
+    found = []
+    for part in sorted((folder / "out").glob("part-*")):
+        if kind == ".jsonl":
+            found += [json.loads(line) for line in part.read_bytes().split(b"\n") if line]
+        elif kind == ".csv":
+            with part.open(encoding="utf-8", newline="") as file:
+                found += list(csv.DictReader(file))
+        else:
+            found += parquet.read_table(part).to_pylist()
+    good = [i for i, row in enumerate(rows) if row["text"].strip()]
+    assert found == [{**rows[i], "answer": rows[i]["text"].upper()} for i in good]
+    assert [reject["row"] - 1 for reject in rejects_in(folder / "out")] == [
+        i for i in range(len(rows)) if i not in good
+    ]
+    assert (done.answered, done.rejected, before) == (len(good), len(rows) - len(good), 0)
+
+
+@pytest.mark.usefixtures("toy")
+def test_rows_that_cannot_be_done_are_rejected_with_their_number_and_reason(tmp_path: Path) -> None:
+    deep = "[" * 200_000
+    lines = ['{"text": "one", "n": 1.50}', "not JSON", '{"text": 7}', '["text"]', '{"other": "x"}', ""]
+    lines += [f'{{"text": "{"x" * 50}"}}', '{"text": "\\ud800"}', '{"text": "a", "answer": "b"}', f'{{"text": {deep}']
+    lines += ['{"text": "two"} ']
+    path = tmp_path / "in.jsonl"
+    path.write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}')
+    done, _ = run(path, tmp_path / "out", settings=Settings(shard_rows=4))
+    parts = b"".join(file.read_bytes() for file in sorted((tmp_path / "out").glob("part-*")))
+    assert parts == b'{"text": "one", "n": 1.50, "answer": "ONE"}\n{"text": "two", "answer": "TWO"}\n'
+    rejects = rejects_in(tmp_path / "out")
+    assert [reject["row"] for reject in rejects] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and done == Done(2, 10, 2)
+    expected = ("not JSON", "not a text but 7", "not an object", "no field 'text'", "not JSON", "too long", "surrogate",
+                "a field 'answer'", "not JSON", "not UTF-8")  # fmt: skip
+    assert all(part in reject["reason"] for part, reject in zip(expected, rejects, strict=True))
+    assert rejects[0]["content"] == "not JSON" and {reject["file"] for reject in rejects} == {"in.jsonl"}
+    assert max(len(reject["content"]) for reject in rejects) <= 1000
+
+
+@pytest.mark.usefixtures("toy")
+def test_broken_records_of_csv_and_odd_values_of_parquet_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(
+        b'\xef\xbb\xbfid,text\n1,one\n2\n3,"two\nlines"\n4,"a"b\n\n5,\xff\n6,six\n7,"open\n'
+    )
+    run(tmp_path / "a.csv", tmp_path / "csv", settings=Settings(shard_rows=3))
+    assert [reject["row"] for reject in rejects_in(tmp_path / "csv")] == [2, 4, 5, 6, 8]
+    parts = [file.read_text(encoding="utf-8") for file in sorted((tmp_path / "csv").glob("part-*"))]
+    assert all(part.startswith("id,text,answer\n") for part in parts)
+    assert [line for part in parts for line in part.splitlines()[1:]] == [
+        "1,one,ONE",
+        '3,"two',
+        'lines","TWO',
+        'LINES"',
+        "6,six,SIX",
+    ]
+    table = pyarrow.table(
+        {"text": pyarrow.array(["one", None, "two"]).dictionary_encode(), "n": pyarrow.array([1, 2, 3], "int8")}
+    )
+    parquet.write_table(table, tmp_path / "b.parquet")
+    run(tmp_path / "b.parquet", tmp_path / "table")
+    written = parquet.read_table(tmp_path / "table")
+    assert written.to_pylist() == [{"text": "one", "n": 1, "answer": "ONE"}, {"text": "two", "n": 3, "answer": "TWO"}]
+    assert written.schema.field("n").type == "int8" and rejects_in(tmp_path / "table")[0]["row"] == 2
+
+
+@pytest.mark.usefixtures("toy")
+def test_folders_and_patterns_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "in" / "b").mkdir(parents=True)
+    (tmp_path / "in" / "b" / "c.txt").write_bytes(b"three\r\nfour")
+    write_lines(tmp_path / "in" / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    (tmp_path / "in" / "notes.md").write_text("not read")
+    expected = ["ONE", "TWO", "THREE", "FOUR"]
+    for name, where in (("folder", tmp_path / "in"), ("pattern", tmp_path / "in" / "**" / "*.[jt]*")):
+        run(where, tmp_path / name)
+        assert [row["answer"] for row in rows_in(tmp_path / name)] == expected
+    assert rows_in(tmp_path / "folder")[2] == {"text": "three", "answer": "THREE"}
+    again = tmp_path / "moved"
+    (tmp_path / "in").rename(again)
+    assert run(again, tmp_path / "folder") == (Done(), 4), "the same files elsewhere are the same input"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("toy")
+def test_other_settings_another_model_and_another_input_are_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "one", "other": "x"}])
+    run(path, tmp_path / "out")
+    before = files(tmp_path / "out")
+    for changed in (
+        dict(beams=2),
+        dict(prefix="x: "),
+        dict(column="other"),
+        dict(max_new_tokens=7),
+        dict(batch_tokens=9),
+        dict(shard_rows=9),
+    ):
+        (name,) = changed
+        with pytest.raises(InputError, match=f"its {name} is .*, here it is {changed[name]!r}"):
+            run(path, tmp_path / "out", settings=Settings(**changed))
+    with pytest.raises(InputError, match="its name is 'mini', here it is 'mini-d1'; its sha256"):
+        run(path, tmp_path / "out", Model("mini-d1"))
+    write_lines(path, [{"text": "two", "other": "x"}])
+    with pytest.raises(InputError, match="its sha256 is"):
+        run(path, tmp_path / "out")
+    assert files(tmp_path / "out") == before
+
+
+@pytest.mark.usefixtures("toy")
+def test_what_is_no_input_and_no_output_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
+    (tmp_path / "a.csv").write_text("id,answer\n1,2\n")
+    (tmp_path / "b.csv").write_text("text,answer\n1,2\n")
+    (tmp_path / "a.parquet").write_text("no table")
+    (tmp_path / "a.doc").write_text("x")
+    for where, sentence in (
+        ("nowhere", "no file, no folder"), ("a.doc", "of no kind"), ("a.csv", "no column 'text' but id, answer"),
+        ("b.csv", "column 'answer', where"), ("a.parquet", "as Parquet"), (".", "lies in ., which is read"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=sentence):
+            run(where, "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="where the answers go"):
+        run("in.jsonl", ".")
+    with pytest.raises(InputError, match="holds a.txt, and no job"):
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "a.txt").touch()
+        run("in.jsonl", "full")
+    with pytest.raises(JobError, match="cannot be written to"):
+        run("in.jsonl", "a.doc/out")
+    for wrong in (dict(shard_rows=0), dict(column=""), dict(into="text")):
+        with pytest.raises(InputError):
+            Settings(**wrong)
+
+
+def test_a_precision_that_runs_in_torch_is_refused() -> None:
+    with pytest.raises(InputError, match="runs in torch"):
+        Model(precision="bf16").open(Settings())
+
+
+@pytest.mark.usefixtures("toy")
+def test_two_jobs_on_one_output_are_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(InputError, match="Another job is writing"):
+        run(path, tmp_path / "out")
+    assert run(path, tmp_path / "out")[0].answered == 1
+
+
+# --- what may happen on the way ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"text": f"text {i}"} for i in range(9)])
+    run(path, tmp_path / "expected", settings=Settings(shard_rows=2))
+    content, real = path.read_bytes(), job.do_shard
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, trouble, sentence in (
+        ("gone", lambda: path.unlink(), "No such file"),
+        ("changed", lambda: path.write_bytes(b"{}\n" * 9), "was written to since"),
+        ("full", lambda: setattr(output, "flush", full), "No space left on device. What is done is kept"),
+    ):
+        turns = iter([lambda: None, trouble])
+        with monkeypatch.context() as patch, pytest.raises(JobError, match=sentence):
+            patch.setattr(output, "flush", output.flush)  # put back after the block
+            patch.setattr(job, "do_shard", lambda *given, turns=turns: (next(turns)(), real(*given))[1])
+            run(path, tmp_path / name, settings=Settings(shard_rows=2))
+        assert len(files(tmp_path / name)) == 2, "the manifest and a shard, nothing half written"
+        path.write_bytes(content)
+        done, before = run(path, tmp_path / name, settings=Settings(shard_rows=2))
+        assert (done.answered, before) == (7, 2) and files(tmp_path / name) == files(tmp_path / "expected")
+
+
+class Killed(BaseException):
+    """In place of a process's end."""
+
+
+def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a job end at each of the moments between two operations on files; at which is the outcome another one?"""
+    path = write_lines(folder / "in.jsonl", [{"text": f"text {i}" if i % 3 else ""} for i in range(7)])
+    run(path, folder / "expected", settings=Settings(shard_rows=3))
+    expected, differ, moment, ended = files(folder / "expected"), [], 0, True
+    while ended:
+        left, ended, moment = moment, False, moment + 1
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                nonlocal left, ended
+                left -= 1
+                if left < 0:
+                    ended = True
+                    raise Killed
+                return real(*given, **named)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((output, "flush"), (output.os, "replace"), (Path, "write_text"), (Path, "mkdir")):
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            patch.setattr(job.kind_of(path), "write", counted(job.kind_of(path).write))
+            try:
+                run(path, folder / f"out-{moment}", settings=Settings(shard_rows=3))
+            except Killed:
+                pass
+        try:
+            run(path, folder / f"out-{moment}", settings=Settings(shard_rows=3))
+        except InputError:  # it is no job any more
+            differ.append(moment)
+            continue
+        if files(folder / f"out-{moment}") != expected:
+            differ.append(moment)
+    assert moment > 15
+    return differ
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_job_ended_between_any_two_operations_goes_on_to_the_same_files(tmp_path: Path, monkeypatch: Any) -> None:
+    assert not crashes(tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("toy")
+def test_shards_written_in_place_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_place(self: Output, name: str, write: Callable[[Path], Any]) -> None:
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        (self.folder / name).write_text("")
+        write(self.folder / name)
+
+    monkeypatch.setattr(Output, "put", in_place)
+    assert len(crashes(tmp_path, monkeypatch)) > 2
+
+
+PROGRAM = """
+import sys
+from t5accel.batch.job import Model, Settings, run
+settings = Settings(prefix=sys.argv[4], max_new_tokens=24, shard_rows=10)
+run(sys.argv[1], sys.argv[2], Model(sys.argv[3], threads=1), settings)
+"""
+
+
+def killed(tmp_path: Path, model: Path, times: int, texts: Sequence[str]) -> None:
+    """A real process, killed so often at random moments: every row once, and the bytes of an undisturbed run."""
+    rows = [{"id": i, "text": text} for i, text in enumerate(texts)]
+    rows[3]["text"], rows[17]["text"] = 5, "word " * 600
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    path.write_text(path.read_text(encoding="utf-8") + "broken\n", encoding="utf-8")
+
+    def start(out: str) -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, path, tmp_path / out, model, PREFIX], env=environment)
+
+    begun = time.perf_counter()
+    assert start("expected").wait(timeout=300) == 0
+    whole, rng, ended, halfway = time.perf_counter() - begun, random.Random(times), 0, 0
+    for _ in range(times):
+        process = start("out")
+        try:
+            process.wait(timeout=rng.uniform(0.4, 0.8) * whole)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        ended += process.wait(timeout=60) == -signal.SIGKILL
+        halfway += 0 < len(list((tmp_path / "out").glob("part-*"))) < 1 + len(rows) // 10
+    assert start("out").wait(timeout=300) == 0
+    assert ended, "no moment was early enough"
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
+    found = rows_in(tmp_path / "out")
+    assert [row["id"] for row in found] == [row["id"] for row in rows if row["id"] not in (3, 17)]
+    assert [reject["row"] for reject in rejects_in(tmp_path / "out")] == [4, 18, len(rows) + 1]
+    assert len({row["answer"] for row in found}) > len(found) / 2
+
+
+def test_a_job_killed_three_times_answers_every_row_once(tmp_path: Path, exported_mini: Path) -> None:
+    killed(tmp_path, exported_mini, 3, TEXTS)
+
+
+@pytest.mark.long
+def test_a_job_killed_twenty_times_answers_every_row_once(tmp_path: Path, exported_mini: Path) -> None:
+    killed(tmp_path, exported_mini, 20, TEXTS * 3)
+
+
+MEMORY = PROGRAM + "from t5accel import machine\nprint(machine.peak_memory_bytes())\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
+def test_ten_times_the_rows_take_no_more_memory(tmp_path: Path, exported_mini: Path, kind: str) -> None:
+    peaks = []
+    for copies in (20, 200):
+        path = tmp_path / f"in{copies}{kind}"
+        texts = np.random.default_rng(0).permutation(TEXTS[:20] * copies).tolist()
+        if kind == ".parquet":
+            parquet.write_table(pyarrow.table({"text": texts}), path)
+        elif kind == ".csv":
+            path.write_text("text\n" + "".join(f'"{text}"\n' for text in texts), encoding="utf-8")
+        else:
+            write_lines(path, [{"text": text} for text in texts])
+        program = MEMORY.replace("shard_rows=10", "shard_rows=100")
+        command = [sys.executable, "-c", program, path, tmp_path / f"out{copies}", exported_mini, PREFIX]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        peaks.append(int(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_answers_says_so_and_goes_on(tmp_path: Path, exported_mini: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"source": "I am tired."}, {"source": None}])
+    command = [
+        "batch",
+        path,
+        tmp_path / "out",
+        "--model",
+        exported_mini,
+        "--column",
+        "source",
+        "--prefix",
+        PREFIX,
+        "--into",
+        "french",
+    ]
+    result = CliRunner().invoke(app, [*map(str, command)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{tmp_path}/out: 1 rows answered, 5 tokens; rejected: 1, see {tmp_path}/out/_rejects\n"
+    assert "tokens/s" in result.stderr and "2/2" in result.stderr
+    assert rows_in(tmp_path / "out") == [{"source": "I am tired.", "french": "Je suis fatigué."}]
+    again = CliRunner().invoke(app, [*map(str, command)])
+    assert again.stdout == f"{tmp_path}/out: 0 rows answered, 0 tokens, 2 were done before\n"
+    other = CliRunner().invoke(app, [*map(str, command), "--beams", "4"])
+    assert other.exit_code == 2 and "its beams is 1, here it is 4" in other.stderr.splitlines()[-1]
