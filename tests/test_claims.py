@@ -136,8 +136,10 @@ def test_claims_look_only_where_something_can_be(claims: dict[str, Any], script:
             for row in script.rows_of(spec, claim["rows"]):
                 if row["file"] == EVERY_CARD:
                     assert (row["cell"], row["system"]) in named, "the GPU suite has no such cell and system"
-                else:
-                    assert (RESULTS / row["file"]).is_file(), row["file"]
+                else:  # a file that is still to be recorded is one of a script that the claim names
+                    script_named = re.match(r"Nothing is recorded yet: (scripts/\w+\.py)", claim.get("needs", ""))
+                    writes = script_named and row["file"] in (ROOT / script_named[1]).read_text(encoding="utf-8")
+                    assert (RESULTS / row["file"]).is_file() or writes, row["file"]
 
 
 def test_sentences_and_conditions_name_their_figures(claims: dict[str, Any]) -> None:

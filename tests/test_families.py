@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy import greedy
+from t5accel.decoding.job import Job
 from t5accel.decoding.lookup import lookup
 from t5accel.decoding.rules import Rules, special_tokens
 from t5accel.decoding.sampling import sample
@@ -48,6 +49,7 @@ from t5accel.graphs.export.t5 import export_t5, model_weights
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.optimize import optimize_export
 from t5accel.lab.profile_graph import step_feeds
+from t5accel.serving.scheduler import Scheduler
 from t5accel.students.prune import PruneConfig, prune
 from t5accel.students.shrink import shrink_decoder
 from t5accel.text.text_to_text import TokenizerFile, text_to_text, tokenizer_of
@@ -231,6 +233,25 @@ def test_a_description_that_is_wrong_in_one_switch_is_caught(kind: str) -> None:
 
 
 # Tokens
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_requests_that_join_a_running_batch_keep_to_the_rules(built: Built, engine: Any) -> None:
+    """At different steps, beside beams: forced first and last tokens, and those that are never said."""
+    backend = built.open(engine)
+    rows = [ids[mask == 1] for ids, mask in zip(built.ids, built.mask, strict=True)]
+    jobs = [Job(row, max_new_tokens=LONGEST - place, num_beams=beams)
+            for beams in (1, 2) for place, row in enumerate(rows)]  # fmt: skip
+    scheduler, tickets = Scheduler(backend, thread=False), []
+    for job in jobs:
+        tickets.append(scheduler.submit(job))
+        scheduler.round()
+    while scheduler.round():
+        pass
+    for job, ticket in zip(jobs, tickets, strict=True):
+        search = partial(beam_search, num_beams=2) if job.num_beams == 2 else greedy
+        alone = search(backend, job.input_ids[None], max_new_tokens=job.max_new_tokens).sequences
+        assert texts([ticket.result(0)[0].tokens], built.end) == texts(alone, built.end)
 
 
 def test_answers_vary_and_end_at_different_lengths(built: Built) -> None:

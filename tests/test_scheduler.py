@@ -22,6 +22,7 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.job import Answer, Job
+from t5accel.decoding.rules import NONE, Rules
 from t5accel.decoding.sampling import sample
 from t5accel.errors import (
     CancelledError,
@@ -159,11 +160,16 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[Ticket], set[i
 
 
 @settings(max_examples=60, deadline=None)
-@given(events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone]), cache=st.sampled_from([0, 10**6]))
+@given(
+    events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone]), cache=st.sampled_from([0, 10**6]),
+    rules=st.sampled_from([NONE, NONE, Rules(4, 1, (5, 6)), Rules(forced_eos_token_id=1), Rules(suppress_tokens=(3,))]),
+)  # fmt: skip
 def test_everybody_gets_what_they_would_get_alone(
-    events: list[Event], rows: int, kind: type[Machine], cache: int
+    events: list[Event], rows: int, kind: type[Machine], cache: int, rules: Rules
 ) -> None:
-    scheduler, _ = stepped(kind(), rows=rows, encoder_cache_bytes=cache)
+    backend = kind()
+    backend.rules = rules
+    scheduler, _ = stepped(backend, rows=rows, encoder_cache_bytes=cache)
     tickets, cancelled = play(scheduler, events)
     for number, ticket in enumerate(tickets):
         assert ticket.is_done
@@ -171,7 +177,7 @@ def test_everybody_gets_what_they_would_get_alone(
             with pytest.raises(CancelledError):
                 ticket.result(0)
         else:
-            assert pairs(ticket.result(0)) == by_itself(ticket.job)
+            assert pairs(ticket.result(0)) == by_itself(ticket.job, backend)
     assert (scheduler.rows, scheduler.running, scheduler.waiting, scheduler.failures) == (0, 0, 0, 0)
     assert scheduler.encoded + scheduler.reused >= len(tickets) - len(cancelled)
 

@@ -184,6 +184,18 @@ def test_bodies_that_are_none(content: bytes) -> None:
     assert response.status_code == 422 and error_of(response)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("fields", [
+    dict(), dict(prompt=5), dict(prompt=[]), dict(prompt=["a", "b"], stream=True), dict(prompt="a" * 99),
+    dict(prompt="a", max_tokens=0), dict(prompt="a", max_tokens="4"), dict(prompt="a", n=2),
+    dict(prompt="a", echo=True), dict(prompt="a", temperature=-1.0), dict(prompt="a", temperature=1.0, top_p=2.0),
+    dict(prompt="a", stream_options={}),
+], ids=str)  # fmt: skip
+def test_bad_values_of_openai_s_clients_are_what_openai_answers(fields: dict[str, Any]) -> None:
+    response = asked("/v1/completions", model="mini", **fields, settings=dict(source_tokens=20))
+    error = error_of(response)
+    assert response.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] != "text"
+
+
 def test_a_source_is_cut_only_if_that_is_asked_for() -> None:
     response = asked(text="a" * 99, truncate=True, settings=dict(source_tokens=20))
     assert response.json()["answers"][0]["source_tokens"] == 20
@@ -428,8 +440,11 @@ def test_the_openai_package_is_served(server: Process) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(model="mini", prompt=TEXT, logprobs=2)
     assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
-    with pytest.raises(openai.UnprocessableEntityError):
+    with pytest.raises(openai.BadRequestError, match="n need a temperature"):
         ask(model="mini", prompt=TEXT, n=2)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(model="mini", prompt="word " * 100)
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
     client.close()
 
 

@@ -123,15 +123,15 @@ class RunningBatch:
 
         Raises whatever the backend raises; then nothing has changed.
         """
-        forbidding = {isinstance(part.writer, Greedy) and part.writer.forbids_end for part in self.parts}
-        end = self.backend.eos_token_id
-        if self._next_tokens and len(forbidding) == 1 and all(type(part.writer) is Greedy for part in self.parts):
-            forbidden = end if forbidding.pop() else None
-            found = self._next_tokens(self._state, self._next[:, None, None], forbidden=forbidden)[:, 0]
+        alike = all(type(part.writer) is Greedy for part in self.parts)
+        forbidden = {part.writer.forbidden for part in self.parts} if alike else set()
+        if self._next_tokens and len(forbidden) == 1:
+            found = self._next_tokens(self._state, self._next[:, None, None], forbidden=forbidden.pop())[:, 0]
             self.token_steps += 1
+            self._next = np.array(found)
             for part in self.parts:
                 part.writer.take(int(found[part.rows[0]]))
-            self._next = np.array(found)
+                self._next[part.rows] = part.writer.tokens[-1]
         else:
             self._advance(self.backend.step(self._state, self._next[:, None, None])[:, 0, -1])
             self.logit_steps += 1
@@ -139,10 +139,9 @@ class RunningBatch:
 
     def _advance(self, logits: np.ndarray) -> None:
         """By (R, V) logits."""
-        end = self.backend.eos_token_id
         for part in self.parts:
-            if type(part.writer) is Greedy and part.writer.forbids_end:
-                logits[part.rows, end] = -np.inf
+            if type(part.writer) is Greedy and (forbidden := part.writer.forbidden) is not None:
+                logits[part.rows, forbidden] = -np.inf
         if any(type(part.writer) is Greedy for part in self.parts):
             best = likeliest(logits)
         tokens, order = np.array(self._next), np.arange(self.rows)

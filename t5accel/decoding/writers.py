@@ -11,15 +11,17 @@ from typing import Protocol
 
 import numpy as np
 
+from t5accel.decoding.backend import Forbidden
 from t5accel.decoding.beam import Beams
 from t5accel.decoding.continuations import Continuations
 from t5accel.decoding.distribution import Sampling, draw, probabilities
 from t5accel.decoding.job import Answer, Job
+from t5accel.decoding.rules import NONE, Rules
 from t5accel.decoding.sampling import generators
 
 
 class Model(Protocol):
-    """What a writer has to know of the backend."""
+    """What a writer has to know of the backend, and where it has them its ``rules``."""
 
     vocab_size: int
     pad_token_id: int
@@ -34,18 +36,20 @@ class Greedy:
 
     def __init__(self, model: Model, job: Job):
         self._end, self._longest, self._shortest = model.eos_token_id, job.max_new_tokens, job.min_new_tokens
+        self._rules: Rules = getattr(model, "rules", NONE)
         self.tokens: list[int] = []
         self.is_done = False
 
     @property
-    def forbids_end(self) -> bool:
-        """Whether the next token may not be the end token."""
-        return len(self.tokens) < self._shortest
+    def forbidden(self) -> Forbidden:
+        """What the next token may not be."""
+        return self._rules.forbidden(self._end if len(self.tokens) < self._shortest else None)
 
     def take(self, token: int) -> None:
-        """The next token."""
-        self.tokens.append(token)
-        self.is_done = token == self._end or len(self.tokens) == self._longest
+        """The next token, if the model does not force another."""
+        forced = self._rules.forced(len(self.tokens), longest=self._longest)
+        self.tokens.append(token if forced is None else forced)
+        self.is_done = self.tokens[-1] == self._end or len(self.tokens) == self._longest
 
     def answers(self) -> list[Answer]:
         """Those that are there when it is done."""
@@ -69,8 +73,8 @@ class Drawn(Greedy):
 
     def draw(self, logits: np.ndarray) -> int:
         """(V,) logits, in which it may write -> the next token."""
-        if self.forbids_end:
-            logits[self._end] = -np.inf
+        if (forbidden := self.forbidden) is not None:
+            logits[np.atleast_1d(forbidden)] = -np.inf
         history = [[self._start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
         odds = probabilities(logits[None], None if history is None else np.array(history), self._sampling)
         self.take(int(draw(odds, self._generator.random())[0]))
@@ -86,7 +90,7 @@ class Searched:
         self._beams = Beams(
             1, job.num_beams, vocab_size=model.vocab_size, eos_token_id=model.eos_token_id,
             max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens, length_penalty=job.length_penalty,
-            early_stopping=job.early_stopping, continuations=continuations,
+            early_stopping=job.early_stopping, rules=getattr(model, "rules", NONE), continuations=continuations,
         )  # fmt: skip
         self.is_done = False
 

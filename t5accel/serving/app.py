@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,6 +26,7 @@ from t5accel.serving.settings import Settings
 from t5accel.serving.ticket import Ticket
 
 DONE = "data: [DONE]\n\n"
+EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are one event
 
 
 class Service:
@@ -60,7 +62,7 @@ class Service:
             tokens = ids[mask == 1].tolist()
             if len(tokens) > most and not asked.truncate:
                 raise Refused(413, f"A source has {len(tokens)} tokens, and {most} are allowed: shorten it, or ask for "
-                              "truncate.", param="text")  # fmt: skip
+                              "truncate.", param="text", code="context_length_exceeded")  # fmt: skip
             if len(tokens) > most:
                 tokens = [*tokens[: most - 1], self.eos_token_id]
             jobs.append(asked.job(tokens, seed, self.settings.deadline_s))
@@ -103,12 +105,12 @@ class Service:
 
         Raises what the ticket fails with; whoever stops asking cancels it.
         """
-        news, sent, text = asyncio.Event(), 0, TextPieces(self.tokenizer)
+        news, sent, text, due_s = asyncio.Event(), 0, TextPieces(self.tokenizer), -math.inf
         ticket.listener = news.set
         try:
             while True:
-                done = ticket.is_done
-                new = ticket.tokens[sent:]
+                done, now = ticket.is_done, time.monotonic()
+                new = ticket.tokens[sent:] if done or now >= due_s else []
                 sent += len(new)
                 piece = text.add(new)
                 if done:
@@ -116,6 +118,7 @@ class Service:
                     yield piece + text.rest(), True
                     return
                 if piece or (new and sent == len(new)):
+                    due_s = now + EVENTS_S
                     yield piece, False
                 await news.wait()
                 news.clear()
@@ -198,7 +201,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                 except ConnectionError:
                     return Response(status_code=499)
                 except (T5AccelError, Refused, ValidationError) as error:
-                    return refusal(error)
+                    return refusal(error, openai=path.startswith("/v1/"))
                 except Exception as error:
                     where = traceback.extract_tb(error.__traceback__)[-1]
                     log.error("unexpected %s at %s:%s", type(error).__name__, where.filename, where.lineno)

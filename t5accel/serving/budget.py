@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5accel.checks import as_count, is_number
-from t5accel.decoding.rules import NONE
 from t5accel.errors import InputError
 from t5accel.graphs.numbers.recipes import recipe_of
 
@@ -122,17 +121,11 @@ def encodes_alone(backend: Any) -> bool:
     without padding, a source always has the same scales.
 
     Raises:
-        InputError: so do the decoder's numbers ("int8-dynamic"): what others write would change an answer. Or the model
-            forces or suppresses tokens (`rules.Rules`), which schedulers do not yet.
+        InputError: so do the decoder's numbers ("int8-dynamic"): what others write would change an answer.
 
     >>> encodes_alone(object())
     False
     """
-    if getattr(backend, "rules", NONE) != NONE:
-        raise InputError(
-            f"The model asks for {backend.rules}, which batches in flight do not keep to yet: use greedy() or "
-            "beam_search()."
-        )
     content = getattr(getattr(backend, "manifest", None), "recipe", None)
     minds = recipe_of(content).minds_neighbours if content else set()
     if "decoder" in minds:

@@ -35,8 +35,10 @@ class Refused(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-def refusal(error: Exception) -> JSONResponse:
+def refusal(error: Exception, *, openai: bool = False) -> JSONResponse:
     """Any error in the shape that OpenAI's clients read; of one that nobody foresaw, nothing but its type.
+
+    For ``openai`` bad values are 400, as OpenAI's clients expect, a source that is too long among them.
 
     >>> refusal(errors.QueueFullError("Full.", 7)).headers["retry-after"]
     '7'
@@ -48,10 +50,13 @@ def refusal(error: Exception) -> JSONResponse:
         retry = {"Retry_After": str(error.retry_after_s)} if isinstance(error, errors.QueueFullError) else {}
         message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
         error = Refused(status, message, **retry)
-    kind = "server_error" if error.status >= 500 else {401: "authentication_error", 429: "rate_limit_error"}.get(
-        error.status, "invalid_request_error")  # fmt: skip
-    content = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return JSONResponse({"error": content}, error.status, headers=error.headers)
+    status, param = error.status, error.param
+    if openai:
+        status, param = 400 if status in (413, 422) else status, "prompt" if param == "text" else param
+    kind = "server_error" if status >= 500 else {401: "authentication_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error")  # fmt: skip
+    content = {"message": str(error), "type": kind, "param": param, "code": error.code}
+    return JSONResponse({"error": content}, status, headers=error.headers)
 
 
 def _first_of(error: ValidationError) -> Refused:
