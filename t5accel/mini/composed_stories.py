@@ -20,7 +20,7 @@ from t5accel.mini.stories import Question, attempt, crowd
 from t5accel.mini.story_templates import HALVES, Family, Half
 
 # One asks for each of them with the same word, so that a story tells but one.
-_ALIKE = ({"day", "year", "clock", "season"}, {"town", "spot"})
+_ALIKE = ({"day", "year", "clock", "season"}, {"town", "spot"}, {"tool", "ride"})
 _NAMED = {"kin", "pal", "maker", "helper", "client", "seller"}
 _TWICE = {"colour", "number", "reason", "hours", "minutes", "pal", "age"}  # questions tell two such facts apart
 _CONFUSED = {  # a fact and a verb for which one question would ask for two things
