@@ -6,8 +6,11 @@ Reports and stories are frozen by the evaluation sets, split cleanly, and answer
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -54,6 +57,7 @@ from t5accel.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
 
 EVAL_SEED = 20261121  # of the bundled evaluation sets: changing a template or a draw would orphan their scores
 HALVES = (False, True)  # seen in training, held out
+FORTY = Path(__file__).resolve().parents[1] / "data/forty.jsonl"
 
 
 @cache
@@ -335,6 +339,20 @@ def test_a_composed_summary_has_the_facts_of_its_report_and_no_decoy() -> None:
     assert composed_reports()[:20] == [make_composed_report(rng) for rng in [random.Random(3)] for _ in range(20)]
 
 
+def test_composed_examples_are_the_same_in_every_process() -> None:
+    code = (
+        "import random; from t5accel.mini.mixture import mini_examples; rng = random.Random(7);"
+        "draw = mini_examples(); names = [n for n in draw if 'composed' in n or n == 'finding'];"
+        "print(len(names), [draw[n](rng) for n in names for _ in range(20)])"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=FORTY.parents[1],
+                       capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert runs[0].startswith("5 [(") and runs[0] == runs[1]
+
+
 @pytest.fixture
 def pairs_file(tmp_path):
     path = tmp_path / "pairs.tsv"
@@ -343,9 +361,6 @@ def pairs_file(tmp_path):
 
 
 # --- forty sentences, judged by reading
-
-
-FORTY = Path(__file__).resolve().parents[1] / "data/forty.jsonl"
 
 
 def test_the_forty_sentences_are_five_of_each_topic_and_none_is_an_evaluation_sentence() -> None:

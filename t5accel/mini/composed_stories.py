@@ -20,7 +20,7 @@ from t5accel.mini.stories import Question, attempt, crowd
 from t5accel.mini.story_templates import HALVES, Family, Half
 
 # One asks for each of them with the same word, so that a story tells but one.
-_ALIKE = ({"day", "year", "clock", "season"}, {"town", "spot"})
+_ALIKE = ({"day", "year", "clock", "season"}, {"town", "spot"}, {"tool", "ride"})
 _NAMED = {"kin", "pal", "maker", "helper", "client", "seller"}
 _TWICE = {"colour", "number", "reason", "hours", "minutes", "pal", "age"}  # questions tell two such facts apart
 _CONFUSED = {  # a fact and a verb for which one question would ask for two things
@@ -83,8 +83,16 @@ def training_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 @cache
-def _numbers(low: int, high: int) -> tuple[str, ...]:
-    return tuple(map(str, range(low, high + 1)))
+def _numbers() -> dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]]:
+    """Two ranges of numbers by slot, and the units that may follow."""
+    found = {}
+    for (slots,), (ranges,), *units in rows(story_phrases.NUMBERS):
+        bounds = (map(int, text.split("-")) for text in ranges.split())
+        numbers = tuple(tuple(map(str, range(low, high + 1))) for low, high in bounds)
+        found |= dict.fromkeys(
+            slots.split(), (numbers, tuple(f" {unit}" for unit in units[0][0].split()) if units else ("",))
+        )
+    return found
 
 
 @cache
@@ -188,7 +196,7 @@ class _Composer:
         return " // ".join(text.rstrip().replace("  ", " ") + "." for text in chosen)
 
     def adjuncts(self) -> list[Row]:
-        """What may stand behind the thing, in an order drawn; reasons come last, so that they are told first."""
+        """What may stand behind the thing, in an order drawn: when and where, which are asked for most, rather last."""
         verb, _, rest = self.thing.lemma.partition(" ")
         closed, chosen = {self.thing.slot, *(_ALIKE[1] if self.thing.slot == "town" else ())}, []
         if not self.thing.participle:
@@ -200,7 +208,8 @@ class _Composer:
             if fits and slot not in closed:
                 chosen.append(row)
                 closed |= {slot}.union(*(alike for alike in _ALIKE if slot in alike))
-        return chosen
+        often = _ALIKE[0] | _ALIKE[1]
+        return sorted(chosen, key=lambda row: row[1][0] in often and self.rng.random() < 0.7)
 
     def begin(self, adjuncts: list[Row]) -> None:
         """The first sentence, which brings in the thing, and the questions on it."""
@@ -303,9 +312,9 @@ class _Composer:
             base = slot.rstrip("9")
             if base in _NAMED:
                 parts[slot] = (names,)
-            elif base in story_phrases.NUMBERS:
-                *ranges, units = story_phrases.NUMBERS[base]
-                parts[slot] = (_numbers(*rng.choice(ranges)), (f" {rng.choice(units.split('|'))}".rstrip(),))
+            elif base in _numbers():
+                ranges, units = _numbers()[base]
+                parts[slot] = (rng.choice(ranges), (rng.choice(units),))
             elif base == "item":
                 adjectives = tuple(f"{word} " for word in pools()["adjective"][0]) if rng.random() < 0.15 else ("",)
                 parts[slot] = (adjectives, self.thing.nouns)

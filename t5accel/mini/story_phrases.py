@@ -384,18 +384,16 @@ first: Ba Be Bo Da De Do Fa Fi Ga Go Ha Hi Ja Jo Ka Ke Ko La Le Li Lo Ma Me Mi M
 """
 
 # Numbers that training may meet: the held-out half has 60 to 99, and years from 1950 on.
-NUMBERS = {
-    "count": ((2, 59), (100, 400), ""),
-    "number": ((2, 59), (100, 900), ""),
-    "year": ((1700, 1949), (1500, 1949), ""),
-    "year2": ((1700, 1949), (1500, 1949), ""),
-    "born": ((1800, 1949), (1700, 1949), ""),
-    "sum": ((5, 59), (100, 999), "dollars|dollars|pounds|euros"),
-    "pay": ((5, 59), (100, 999), "dollars|dollars|pounds|euros"),
-    "pages": ((8, 59), (100, 999), "pages"),
-    "minutes": ((5, 59), (5, 59), "minutes"),
-    "hours": ((2, 59), (2, 59), "hours"),
-    "miles": ((5, 59), (100, 999), "miles"),
-    "weight": ((3, 59), (100, 400), "kilos|pounds|grams"),
-    "age": ((3, 59), (3, 59), "years|months|weeks"),
-}
+NUMBERS = """
+count | 2-59 100-400
+number | 2-59 100-900
+year year2 | 1700-1949 1500-1949
+born | 1800-1949 1700-1949
+sum pay | 5-59 100-999 | dollars dollars pounds euros
+pages | 8-59 100-999 | pages
+minutes | 5-59 5-59 | minutes
+hours | 2-59 2-59 | hours
+miles | 5-59 100-999 | miles
+weight | 3-59 100-400 | kilos pounds grams
+age | 3-59 3-59 | years months weeks
+"""
