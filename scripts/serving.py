@@ -31,6 +31,7 @@ from t5accel.api import open_backend
 from t5accel.checkpoints import BUNDLED, data_folder, load_t5
 from t5accel.errors import MissingPackageError
 from t5accel.graphs.export.cache import cached_export
+from t5accel.lab.abuse import abuse
 from t5accel.lab.load import Load, ask, offer
 from t5accel.lab.rates import FEWEST_ANSWERS, MOST_POINTS, Text, curve, knee, load_row, mixed_bodies, table
 from t5accel.lab.rows import Row, chosen, here, rows_so_far, write_rows
@@ -210,6 +211,9 @@ class Measuring:
         for server in self.servers:
             if server.name.startswith(OURS):
                 yield "restart", server, lambda server=server: self.restarts(server)
+        for server in self.servers:
+            if server.name == OURS:
+                yield "hostile", server, self.hostile
 
     def running(self, server: Server, **how: Any) -> Running:
         return Running(server, self.logs / f"{server.name.replace(' ', '-')}.log", **how)
@@ -261,6 +265,18 @@ class Measuring:
                 seconds.append(running.started_s)
                 running.kill()
         yield {"measured": "restart", "latency_s": seconds[1:], "seconds": float(np.median(seconds[1:]))}
+
+    def hostile(self) -> Iterator[Row]:
+        """Two hundred hostile requests to ours, and what it answers to a friend afterwards."""
+        server = ours(self.model.where, body_s=1, head_s=1, encoder_cache_mb=0)
+        with self.running(server) as running:
+            survived = abuse(running.port)
+            found = compared(running, self.bodies[:COMPARED], self.expected)
+            yield {
+                "measured": "hostile", "answered": survived.statuses.total(), "unanswered": survived.cut_off,
+                "seconds": survived.longest_s, **found,
+                "settings": {f"status {status}": count for status, count in sorted(survived.statuses.items())},
+            }  # fmt: skip
 
     def sent(self, running: Running, bodies: Sequence[Mapping[str, Any]] | None = None, **how: Any) -> Row:
         load = Load(running.url, self.bodies if bodies is None else bodies, path=running.server.path, **how)

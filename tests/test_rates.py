@@ -83,6 +83,8 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
             ("curve", kind, system) for kind in ("start", "equality", "closed loop", "open loop", "sequential")
         } <= kinds
     assert ("streaming", "streaming", script.OURS) in kinds and ("restart", "restart", script.OURS) in kinds
+    hostile = next(row for row in rows if row["measured"] == "hostile")
+    assert hostile["answered"] + hostile["unanswered"] == 200 and hostile["equal"] == 24 and hostile["seconds"] < 20
     assert ("curve", "failure", "none") in kinds and all(row["model"] == "mini" for row in rows)
     equal = [row for row in rows if row["measured"] == "equality"]
     assert all(row["equal"] == row["of"] == 24 and row["distinct"] > 8 for row in equal)

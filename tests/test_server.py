@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from typer.testing import CliRunner
 
 import t5accel.serving.server
 from t5accel.cli import app as commands
+from t5accel.lab.abuse import abuse, hostile, request, send
 from t5accel.serving.app import make_app
 from t5accel.serving.settings import Settings
 
@@ -391,16 +391,6 @@ class Process:
     def socket(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=120)
 
-    def raw(self, content: bytes) -> bytes:
-        """Send it, and read until the server closes or has answered; nothing where it cut the connection."""
-        with self.socket() as connection:
-            try:
-                connection.sendall(content)
-                connection.settimeout(30)
-                return connection.recv(65536)
-            except (ConnectionError, BrokenPipeError):
-                return b""
-
     def end(self) -> None:
         self.client.close()
         if self.process.poll() is None:
@@ -446,11 +436,6 @@ def test_the_openai_package_is_served(server: Process) -> None:
         ask(model="mini", prompt="word " * 100)
     assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
     client.close()
-
-
-def request(fields: dict[str, Any], path: str = "/generate") -> bytes:
-    body = json.dumps(fields).encode()
-    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body
 
 
 LONG = dict(text=TEXT, max_new_tokens=4096, min_new_tokens=4096)
@@ -499,59 +484,18 @@ def test_heads_and_bodies_that_come_too_slowly(server: Process) -> None:
             assert b"HTTP/1.1 408" in answer, start
 
 
-def hostile(seed: int) -> bytes:
-    """Bytes that no friend would send."""
-    rng = random.Random(seed)
-    junk = bytes(rng.randrange(256) for _ in range(rng.choice([1, 40, 3000])))
-    sizes = [0, 1, 255, 65_536, 70_000, 300_000]
-    kinds: list[Callable[[], bytes]] = [
-        lambda: junk,
-        lambda: b"GET /" + junk.replace(b"\r", b"").replace(b"\n", b"") + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-        lambda: b"GET /../../../../etc/passwd HTTP/1.1\r\nhost: x\r\n\r\n",
-        lambda: b"GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nhost: x\r\n\r\n",
-        lambda: (
-            b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % rng.choice([-1, 10**30, 99]) + b"{}"
-        ),
-        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 5\r\n\r\n{}   ",
-        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"zz\r\n" + junk,
-        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffff\r\n" + b"a" * 90_000,
-        lambda: b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(rng.choice([500, 9000]))) + b"\r\n",
-        lambda: b"GET / HTTP/1.1\r\nhost: " + b"h" * 100_000 + b"\r\n\r\n",
-        lambda: request(dict(text="a" * rng.choice(sizes))),
-        lambda: request(dict(text=["a"] * rng.choice(sizes[:5]))),
-        lambda: request(dict(text="\U0001f600\u202e\x00\ufeff" * rng.randrange(200), stream=rng.random() < 0.5)),
-        lambda: request(dict(text="a", **{junk.decode("latin-1")[:40]: 1})),
-        lambda: request(dict(text="a", num_beams=rng.choice([0, -1, 7, 10**9, 1e300, None, "4", [4], {"a": 1}]))),
-        lambda: request(dict(text="a", max_new_tokens=rng.choice([0, 10**18, 2**63, -5]), do_sample=True, top_k=2**62)),
-        lambda: request(
-            dict(model="mini", prompt=rng.choice([None, {}, [[1, 2]], 7, "x" * 60_000])), "/v1/completions"
-        ),
-        lambda: request(json.loads('{"text":' + "[" * 200 + "]" * 200 + "}")),
-        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + b"[" * 60_000,
-        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
-        lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        lambda: b"TRACE /generate HTTP/1.0\r\n\r\n",
-        lambda: request(dict(text="a", priority=10**6, deadline_s=1e-9)) * 9,
-    ]
-    return kinds[seed % len(kinds)]()
-
-
 def test_two_hundred_hostile_requests(server: Process) -> None:
     """Each is answered or cut off; the server goes on, knows nobody's text, and opens no file."""
     good = dict(text=TEXT)
     for path, fields in (("/generate", good), ("/generate", {**good, "stream": True}), ("/nothing", {})):
         server.client.post(path, json=fields)  # what is imported when it is first needed
     for seed in range(23):
-        server.raw(hostile(seed))
+        send(server.port, hostile(seed))
     server.process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(server.raw, map(hostile, range(200))))
-    statuses = {answer.split()[1] for answer in answers if answer}
-    assert statuses <= {b"200", b"400", b"404", b"405", b"408", b"413", b"422", b"429", b"431", b"501", b"504"}, (
-        statuses
-    )
-    assert len(statuses) >= 5 and sum(not answer for answer in answers) < 60
+    found = abuse(server.port)
+    assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 422, 429, 431, 501, 504}, found
+    assert len(found.statuses) >= 5 and found.cut_off < 60 and found.cut_off + found.statuses.total() == 200
     server.idle()
     assert server.client.post("/generate", json=good).json()["answers"][0]["texts"] == ["Je suis fatigué."]
     assert server.process.poll() is None and "TOUCHED" not in server.log

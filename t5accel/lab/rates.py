@@ -90,23 +90,26 @@ def knee(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, most: int = MOST_POINTS) -> Iterator[Row]:
-    """Points of a curve up to just beyond the knee: upward while the server keeps up, else downward until it does.
+    """Points of a curve around the knee: upward until the server no longer keeps up, or downward until it does.
 
-    >>> rates = []
+    Downward by two steps at a time, and then one up again, so that the knee is known to one step in any case.
+
     >>> def point(rate: float) -> Row:
-    ...     rates.append(rate)
     ...     return dict(rate_per_s=rate, p99_s=rate / 10, limit_s=1.0, answered=100, unanswered=0)
-    >>> [row["rate_per_s"] for row in swept(point, 20.0, step=2.0)], [*swept(point, 4.0, step=2.0)] and rates[2:]
-    ([20.0, 10.0], [4.0, 8.0, 16.0])
+    >>> [[row["rate_per_s"] for row in swept(point, start, step=2.0)] for start in (4.0, 20.0)]
+    [[4.0, 8.0, 16.0], [20.0, 5.0, 10.0]]
     """
     row = point(start)
     yield row
-    factor = step if (first := keeps_up(row)) else 1 / step
-    for number in range(1, most):
-        row = point(start * factor**number)
+    up, rate = keeps_up(row), start
+    for _ in range(1, most):
+        rate = rate * step if up else rate / step**2
+        row = point(rate)
         yield row
-        if keeps_up(row) != first:
-            return
+        if keeps_up(row) != up:
+            break
+    if not up and keeps_up(row):
+        yield point(rate * step)
 
 
 def curve(

@@ -1,0 +1,110 @@
+"""Hostile requests, of every size, encoding and depth: what no friend would send, and what a server makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = 23
+LONGEST_S = 30.0  # without a byte
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What came of it.
+
+    Attributes:
+        statuses: of the answers.
+        cut_off: requests that were answered by the end of the connection.
+        longest_s: until the first byte, or the end.
+    """
+
+    statuses: Counter[int]
+    cut_off: int
+    longest_s: float
+
+
+def abuse(port: int, count: int = 200, *, at_once: int = 8) -> Survived:
+    """Send so many hostile requests to a server on this machine; each has to end within half a minute.
+
+    Raises:
+        TimeoutError: one hangs.
+
+    >>> abuse(9, 2).cut_off  # nobody listens there
+    2
+    """
+
+    def one(seed: int) -> tuple[bytes, float]:
+        began = time.perf_counter()
+        return send(port, hostile(seed)), time.perf_counter() - began
+
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = list(pool.map(one, range(count)))
+    statuses = Counter(int(answer.split()[1]) for answer, _ in answers if answer)
+    return Survived(statuses, sum(not answer for answer, _ in answers), max(seconds for _, seconds in answers))
+
+
+def send(port: int, content: bytes) -> bytes:
+    """The beginning of the answer; nothing where the server cut the connection. Raises ``TimeoutError``."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=LONGEST_S) as connection:
+            connection.sendall(content)
+            return connection.recv(65536)
+    except TimeoutError:
+        raise
+    except OSError:
+        return b""
+
+
+def request(fields: dict[str, Any], path: str = "/generate") -> bytes:
+    """A well-formed request with this body."""
+    body = json.dumps(fields).encode()
+    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+
+
+def hostile(seed: int) -> bytes:
+    """The request of this number; each of some twenty kinds comes again with other sizes.
+
+    >>> hostile(2)[:16]
+    b'GET /../../../..'
+    """
+    rng = random.Random(seed)
+    junk = bytes(rng.randrange(256) for _ in range(rng.choice([1, 40, 3000])))
+    sizes = [0, 1, 255, 65_536, 70_000, 300_000]
+    kinds: list[Callable[[], bytes]] = [
+        lambda: junk,
+        lambda: b"GET /" + junk.replace(b"\r", b"").replace(b"\n", b"") + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        lambda: b"GET /../../../../etc/passwd HTTP/1.1\r\nhost: x\r\n\r\n",
+        lambda: b"GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nhost: x\r\n\r\n",
+        lambda: (
+            b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % rng.choice([-1, 10**30, 99]) + b"{}"
+        ),
+        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 5\r\n\r\n{}   ",
+        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"zz\r\n" + junk,
+        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffff\r\n" + b"a" * 90_000,
+        lambda: b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(rng.choice([500, 9000]))) + b"\r\n",
+        lambda: b"GET / HTTP/1.1\r\nhost: " + b"h" * 100_000 + b"\r\n\r\n",
+        lambda: request(dict(text="a" * rng.choice(sizes))),
+        lambda: request(dict(text=["a"] * rng.choice(sizes[:5]))),
+        lambda: request(dict(text="\U0001f600\u202e\x00\ufeff" * rng.randrange(200), stream=rng.random() < 0.5)),
+        lambda: request(dict(text="a", **{junk.decode("latin-1")[:40]: 1})),
+        lambda: request(dict(text="a", num_beams=rng.choice([0, -1, 7, 10**9, 1e300, None, "4", [4], {"a": 1}]))),
+        lambda: request(dict(text="a", max_new_tokens=rng.choice([0, 10**18, 2**63, -5]), do_sample=True, top_k=2**62)),
+        lambda: request(
+            dict(model="mini", prompt=rng.choice([None, {}, [[1, 2]], 7, "x" * 60_000])), "/v1/completions"
+        ),
+        lambda: request(json.loads('{"text":' + "[" * 200 + "]" * 200 + "}")),
+        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + b"[" * 60_000,
+        lambda: b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        lambda: b"TRACE /generate HTTP/1.0\r\n\r\n",
+        lambda: request(dict(text="a", priority=10**6, deadline_s=1e-9)) * 9,
+    ]
+    return kinds[seed % KINDS]()
