@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from t5accel.lab.gpu.cells import LENGTHS, cells_for
 from t5accel.lab.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, TENSORRT
+from t5accel.lab.peers import GRIDS
 
 CELLS = cells_for((9, 0))
 
@@ -131,13 +132,14 @@ def test_a_measured_row_names_its_file_and_an_unmeasured_one_says_what_is_needed
 
 def test_claims_look_only_where_something_can_be(claims: dict[str, Any], script: ModuleType) -> None:
     named = {(cell.name, system) for cell in CELLS for system in cell.systems}
+    to_come = {f"peers-{grid}.json" for grid in GRIDS}  # that scripts/peers.py writes
     for claim in [*claims.values(), *(claim["beside"] for claim in claims.values() if "beside" in claim)]:
         for spec in claim.get("figures", {}).values():
             for row in script.rows_of(spec, claim["rows"]):
                 if row["file"] == EVERY_CARD:
                     assert (row["cell"], row["system"]) in named, "the GPU suite has no such cell and system"
                 else:
-                    assert (RESULTS / row["file"]).is_file(), row["file"]
+                    assert (RESULTS / row["file"]).is_file() or row["file"] in to_come, row["file"]
 
 
 def test_sentences_and_conditions_name_their_figures(claims: dict[str, Any]) -> None:
