@@ -24,7 +24,7 @@ from t5accel import machine
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError, PeerError
 from t5accel.families.registry import family_of
-from t5accel.lab.draw import plot_standings
+from t5accel.lab.draw import plot_peers, plot_standings
 from t5accel.lab.peers import (
     GRIDS,
     OPTIMUM,
@@ -187,13 +187,8 @@ def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Seque
 
 def draw(files: Sequence[Path], picture: Path) -> None:
     """Our engine over the best peers in fp32 and int8, from the recorded runs of several machines."""
-    boards = {}
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        rows, cpu = found["rows"], found["machine"]["cpu"]
-        boards[f"{cpu}: fp32 over the best fp32 peer"] = list(standings(rows))
-        boards[f"{cpu}: int8 over the best int8 peer"] = list(standings(rows, ours=int8_for, precision="int8"))
-    plot_standings(boards, picture)
+    found = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    plot_peers({content["machine"]["cpu"]: content["rows"] for content in found}, picture)
 
 
 def show(rows: list[Row], picture: Path) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 import transformers
@@ -43,12 +42,10 @@ from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5
 from t5accel.families.family import Family
 from t5accel.families.lively import random_model
 from t5accel.families.registry import BEYOND_T5, SIZES, family_of
-from t5accel.graphs.build.layers import decoder_graph, encoder_graph
-from t5accel.graphs.contract import names
 from t5accel.graphs.export.t5 import export_t5, model_weights
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.optimize import optimize_export
-from t5accel.lab.profile_graph import step_feeds
+from t5accel.lab.profile_graph import logits_of
 from t5accel.serving.scheduler import Scheduler
 from t5accel.students.prune import PruneConfig, prune
 from t5accel.students.shrink import shrink_decoder
@@ -195,19 +192,6 @@ FLIPPED: dict[str, Callable[[Family], Any]] = {
     "scales_embedding": lambda family: False,
     "head_bias": lambda family: False,
 }
-
-
-def logits_of(weights: Any, ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """By the portable graphs, straight from memory."""
-    encoder, decoder = (
-        onnxruntime.InferenceSession(graph(weights).proto().SerializeToString(), providers=["CPUExecutionProvider"])
-        for graph in (encoder_graph, decoder_graph)
-    )
-    cross = names("cross", weights.dims.decoder_layers)
-    feeds = {"input_ids": ids, "attention_mask": mask}
-    found = dict(zip(cross, encoder.run(cross, feeds), strict=True))
-    empty = step_feeds(weights.dims, batch=len(ids), past=0, source=ids.shape[1])
-    return decoder.run(["logits"], {**empty, **feeds, **found, "input_ids": tokens[:, None]})[0][:, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.lab.ladder import fastest, inside, way_to
+from t5accel.lab.peers import int8_for, standings
 from t5accel.lab.rows import aligned, step_ms
 
 if TYPE_CHECKING:
@@ -275,13 +276,48 @@ def plot_standings(boards: Mapping[str, Sequence[Standing]], path: str | os.Path
     models = len({standing.model for standings in boards.values() for standing in standings})
     figure = _figure(4.4 * len(beams) + 0.6, (2.9 + 0.3 * (models - 1)) * len(boards) + 0.3)
     panels = figure.subplots(len(boards), len(beams), squeeze=False)
-    for panel, (title, standings) in zip(panels, boards.items(), strict=True):
+    for panel, (title, these) in zip(panels, boards.items(), strict=True):
         for axes, number in zip(panel, beams, strict=True):
-            if not (shown := [standing for standing in standings if standing.cell.beams == number]):
+            if not (shown := [standing for standing in these if standing.cell.beams == number]):
                 axes.axis("off")
                 continue
             _heat_map(axes, shown)
             axes.set_title(f"{title}\n{'greedy' if number == 1 else f'{number} beams'}", fontsize=10)
+    return _saved(figure, path)
+
+
+def plot_peers(runs: Mapping[str, Rows], path: str | os.PathLike[str] | None = None) -> Figure:
+    """Our engine over the best peers in fp32 and in int8, as `plot_standings`, from recorded rows by title.
+
+    Raises ``InputError`` where no peer was measured.
+    """
+    boards = {}
+    for title, rows in runs.items():
+        boards[f"{title}: fp32 over the best fp32 peer"] = list(standings(rows))
+        boards[f"{title}: int8 over the best int8 peer"] = list(standings(rows, ours=int8_for, precision="int8"))
+    return plot_standings(boards, path)
+
+
+def plot_shades(
+    shades: Sequence[Sequence[float]], texts: Sequence[Sequence[str]], down: Sequence[str], across: Sequence[str],
+    title: str, path: str | os.PathLike[str] | None = None,
+) -> Figure:  # fmt: skip
+    """A table of texts on shades of blue, from white for 0 or NaN to dark for the largest.
+
+    >>> figure = plot_shades([[0, 1]], [["near", "far"]], ["a"], ["x", "y"], "how far")
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['near', 'far']
+    """
+    figure = _figure(1.25 * len(across) + 0.6, 0.5 * len(down) + 1.1)
+    axes = figure.subplots()
+    for y, row in enumerate(texts):
+        for x, text in enumerate(row):
+            axes.text(x, y, text, ha="center", va="center", fontsize=9)
+    axes.imshow([[0 if shade != shade else shade for shade in row] for row in shades], cmap="Blues", vmin=0,
+                aspect="auto", alpha=0.75)  # fmt: skip
+    axes.set_xticks(range(len(across)), across)
+    axes.set_yticks(range(len(down)), down)
+    axes.set_title(title, fontsize=10)
     return _saved(figure, path)
 
 

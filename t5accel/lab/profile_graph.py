@@ -17,7 +17,10 @@ import numpy as np
 from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.contract import decoder_spec
+from t5accel.graphs.build.layers import decoder_graph, encoder_graph
+from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.graphs.contract import decoder_spec, names
+from t5accel.graphs.export.portability import import_onnxruntime
 from t5accel.t5.sizes import T5Dims
 from t5accel.timing import measure
 
@@ -145,3 +148,36 @@ def step_feeds(
         else:
             feeds[tensor.name] = rng.standard_normal(shape, dtype=np.float32)
     return feeds
+
+
+def logits_of(weights: T5Weights, input_ids: np.ndarray, attention_mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The logits (B, T, V) of ``tokens`` (B, T), by both graphs built in memory and run as they are.
+
+    Args:
+        weights: of the model, with a description that may be wrong: then so are the logits, or the graphs do not run.
+        input_ids, attention_mask: of the sources, (B, S).
+        tokens: what the decoder reads, from its start token on.
+
+    >>> from t5accel.graphs.export.t5 import model_weights
+    >>> from t5accel.t5.lively import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> ids = np.array([[5, 6, 7]])
+    >>> logits_of(model_weights(model), ids, np.ones_like(ids), np.array([[0, 9]])).shape
+    (1, 2, 32)
+    """
+    onnxruntime = import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    encoder, decoder = (
+        onnxruntime.InferenceSession(
+            graph(weights).proto().SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        for graph in (encoder_graph, decoder_graph)
+    )
+    cross, source = (
+        names("cross", weights.dims.decoder_layers),
+        dict(input_ids=input_ids, attention_mask=attention_mask),
+    )
+    found = dict(zip(cross, encoder.run(cross, source), strict=True))
+    empty = step_feeds(weights.dims, batch=len(input_ids), past=0, source=input_ids.shape[1])
+    return decoder.run(["logits"], {**empty, **source, **found, "input_ids": tokens[:, None]})[0][:, 0]
