@@ -79,7 +79,8 @@ def batch(
     threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
 ) -> None:
     """Answer every row of files; killed at any moment, the same command goes on."""
-    from t5accel.batch.job import Model, Settings, run
+    from t5accel.batch.job import Model, Settings
+    from t5accel.batch.run import run
 
     settings = Settings(
         column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
