@@ -64,9 +64,9 @@ class Answerer:
         InputError: there is no tokenizer, a bound is wrong, or the model has fewer positions.
 
     >>> from t5accel.api import open_backend
-    >>> answer = Answerer(*open_backend("mini", progress=False)[:2], max_source_tokens=8)
+    >>> answer = Answerer(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
     >>> answer(["translate English to French: I am tired.", "translate English to French: " + "very " * 9 + "tired."])
-    [Answer(text='Je suis fatigué.', tokens=5), Unfit(reason='15 tokens, and at most 8 are allowed')]
+    [Answer(text='Je suis fatigué.', tokens=5), Unfit(reason='17 tokens, and at most 10 are allowed')]
     """
 
     def __init__(
