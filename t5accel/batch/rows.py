@@ -139,7 +139,7 @@ class JsonRows(_Records):
 
     >>> rows = JsonRows([b'{"text": "one"}\\n', b'{"text": 1}\\n', b'{"text"\\n'])
     >>> [text if isinstance(text, str) else text.reason for text in rows.texts("text", "answer")]
-    ['one', 'not a text but 1', "not JSON: Expecting ':' delimiter, column 8"]
+    ['one', 'not a text but 1', "not JSON: Expecting ':' delimiter, column 9"]
     """
 
     suffix = ".jsonl"
