@@ -204,6 +204,9 @@ def _family_entry(weights: T5Weights) -> dict[str, Any]:
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     try:
+        if backend := getattr(tokenizer, "backend_tokenizer", None):  # what the last call asked for would be saved, too
+            backend.no_padding()
+            backend.no_truncation()
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
