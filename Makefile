@@ -12,6 +12,7 @@ VENV_V5 := .venv-v5/bin/python
 BROWSER := build/browser-site
 TENSORRT := build/tensorrt-site
 KERNEL := build/kernel-site
+RAY := build/ray-site
 SITE := build/site-tools
 
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
@@ -38,7 +39,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-kernel test-triton \
+.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-kernel test-triton test-ray \
 	release-check lab bench peers serving gpu-bundle lint format site \
 	constraints wheel wheelhouse badges clean
 
@@ -129,10 +130,13 @@ test-kernel: .venv/.stamp $(KERNEL)/.stamp ## Interpret our GPU kernel on the CP
 test-triton: .venv/.stamp build/servers/triton/.stamp ## Start NVIDIA's Triton server on a repository of ours, and compare its answers
 	@$(VENV) -m pytest -q tests/with_triton
 
+test-ray: .venv/.stamp $(RAY)/.stamp ## Run batch jobs on a Ray cluster of this machine, and kill what runs them
+	@PYTHONPATH=$(RAY) $(VENV) -m pytest -q tests/with_ray
+
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run
 	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long"
-	@for target in test-long test-binder test-colab course-v5 test-browser test-tensorrt test-kernel test-triton; do \
+	@for target in test-long test-binder test-colab course-v5 test-browser test-tensorrt test-kernel test-triton test-ray; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 
 wheelhouse: EXTRAS := cpu,course,optimum
@@ -174,6 +178,12 @@ $(TENSORRT)/.stamp: pyproject.toml | .venv/.stamp
 $(KERNEL)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing Triton, the language, into $(@D)." && \
 		$(VENV) -m pip --disable-pip-version-check install -qq --target $(@D) $(call extra,triton) && \
+		touch $@
+
+# Beside .venv, because it is large; its actors find it by PYTHONPATH.
+$(RAY)/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && echo "Installing Ray into $(@D)." && \
+		$(VENV) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt --target $(@D) $(call extra,ray) && \
 		touch $@
 
 # In an environment of its own: it imports nothing of ours.

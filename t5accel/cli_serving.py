@@ -76,16 +76,22 @@ def batch(
     max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of an answer.")] = 64,
     max_source_tokens: Annotated[int, typer.Option(help="Of a text; longer ones are rejected.")] = 512,
     batch_tokens: Annotated[int, typer.Option(help="Of a batch's padded sources, times the beams.")] = 4096,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Default: all cores that this process may use; of each actor of ray 1.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray: actors that each hold the model.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster. Default: one on this machine.")] = None,
 ) -> None:
     """Answer every row of files; killed at any moment, the same command goes on."""
-    from t5accel.batch.job import Model, Settings, run
+    from t5accel.batch.job import Model, Settings
+    from t5accel.batch.run import run
 
     settings = Settings(
         column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
         max_source_tokens=max_source_tokens, batch_tokens=batch_tokens,
     )  # fmt: skip
-    done, before = run(given, out, Model(model, precision, threads), settings, progress=True)
+    chosen = Model(model, precision, threads)
+    done, before = run(given, out, chosen, settings, engine=engine, address=address, progress=True)
     earlier = f", {before} were done before" * bool(before)
     rejected = f"; rejected: {done.rejected}, see {out}/_rejects" if done.rejected else ""
     typer.echo(f"{out}: {done.answered} rows answered, {done.tokens} tokens{earlier}{rejected}")

@@ -26,11 +26,13 @@ from typer.testing import CliRunner
 
 from t5accel import tasks
 from t5accel.api import open_backend
-from t5accel.batch import job, output
+from t5accel.batch import output
+from t5accel.batch import run as running
 from t5accel.batch.answers import Answer, Answerer, batches
-from t5accel.batch.job import Done, Model, Settings, run
+from t5accel.batch.job import Done, Model, Settings
 from t5accel.batch.output import Output
-from t5accel.batch.rows import Unfit
+from t5accel.batch.rows import JsonRows, Unfit
+from t5accel.batch.run import run
 from t5accel.cli import app
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, JobError
@@ -115,7 +117,7 @@ def test_an_answer_in_another_row_s_place_would_be_noticed(opened_mini: Any, mon
     expected = answer(texts)
     monkeypatch.setattr("t5accel.batch.answers.batches", lambda lengths, most: [[*range(len(lengths))][::-1]])
     assert answer(texts) == expected
-    monkeypatch.setattr(answer, "_answered", lambda sources: Answerer._answered(answer, sources[::-1]))
+    monkeypatch.setattr(answer, "_generated", lambda sources: Answerer._generated(answer, sources[::-1]))
     assert answer(texts) != expected
 
 
@@ -322,7 +324,7 @@ def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(
 ) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": f"text {i}"} for i in range(9)])
     run(path, tmp_path / "expected", settings=Settings(shard_rows=2))
-    content, real = path.read_bytes(), job.do_shard
+    content, real = path.read_bytes(), running.do_shard
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -335,7 +337,7 @@ def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(
         turns = iter([lambda: None, trouble])
         with monkeypatch.context() as patch, pytest.raises(JobError, match=sentence):
             patch.setattr(output, "flush", output.flush)  # put back after the block
-            patch.setattr(job, "do_shard", lambda *given, turns=turns: (next(turns)(), real(*given))[1])
+            patch.setattr(running, "do_shard", lambda *given, turns=turns: (next(turns)(), real(*given))[1])
             run(path, tmp_path / name, settings=Settings(shard_rows=2))
         assert len(files(tmp_path / name)) == 2, "the manifest and a shard, nothing half written"
         path.write_bytes(content)
@@ -369,7 +371,7 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         with monkeypatch.context() as patch:
             for owner, name in ((output, "flush"), (output.os, "replace"), (Path, "write_text"), (Path, "mkdir")):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
-            patch.setattr(job.kind_of(path), "write", counted(job.kind_of(path).write))
+            patch.setattr(JsonRows, "write", counted(JsonRows.write))
             try:
                 run(path, folder / f"out-{moment}", settings=Settings(shard_rows=3))
             except Killed:
@@ -403,7 +405,8 @@ def test_shards_written_in_place_would_be_noticed(tmp_path: Path, monkeypatch: p
 
 PROGRAM = """
 import sys
-from t5accel.batch.job import Model, Settings, run
+from t5accel.batch.job import Model, Settings
+from t5accel.batch.run import run
 settings = Settings(prefix=sys.argv[4], max_new_tokens=24, shard_rows=10)
 run(sys.argv[1], sys.argv[2], Model(sys.argv[3], threads=1), settings)
 """

@@ -110,3 +110,21 @@ def test_the_parts_of_a_token_add_up_to_it(monkeypatch: pytest.MonkeyPatch, tmp_
             row["us_per_token"], abs=0.5
         )
         assert row["floor_s"] == row["weight_bytes"] / row["bytes_per_s"] and row["nodes"] > 50
+
+
+def test_sorted_batches_are_timed_beside_batches_in_file_order_on_equal_answers() -> None:
+    script = load_script("batch")
+    rows = [checked(row) for row in script.rows_of("fp32", 2, 1, budgets=(200,))]
+    assert [(row["cell"], row["system"]) for row in rows] == [
+        (order, system) for order in ("task by task", "mixed") for system in (script.NAIVE, "sorted, 200 tokens")
+    ]
+    for row in rows:
+        assert row["equal"] == row["of"] == row["texts"] and row["tokens_per_s"] > 0 and row["forced"] is False
+    sizes = [len(chosen) for chosen, _ in script.InFileOrder(*opened(), rows=3).tokens([np.array([5, 1])] * 7)]
+    assert sizes == [3, 3, 1]
+
+
+def opened() -> Any:
+    from t5accel.api import open_backend
+
+    return open_backend("mini", progress=False)[:2]

@@ -103,13 +103,20 @@ class Answerer:
             else:
                 sources.append((place, ids))
         sources.sort(key=lambda source: source[0])  # texts of one length go together as they stand in the file
-        for chosen in batches([len(ids) for _, ids in sources], self.batch_tokens // self.beams):
-            answers = self._answered([sources[i][1] for i in chosen])
-            for i, answer in zip(chosen, answers, strict=True):
-                found[sources[i][0]] = answer
+        for chosen, tokens in self.tokens([ids for _, ids in sources]):
+            ends = tokens == self.backend.eos_token_id
+            counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
+            texts_of = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            for i, text, count in zip(chosen, texts_of, counts, strict=True):
+                found[sources[i][0]] = Answer(text, int(count))
             if on_batch is not None:
-                on_batch(len(answers), sum(answer.tokens for answer in answers))
+                on_batch(len(chosen), int(counts.sum()))
         return found
+
+    def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Batch by batch: which of the sources, each (S,) int64, and the new tokens of these, (B, L) int64."""
+        for chosen in batches([len(ids) for ids in sources], self.batch_tokens // self.beams):
+            yield chosen, self._generated([sources[i] for i in chosen])
 
     def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray]]:
         """Ids without padding. Tokenizers fill up what they are given together, so texts of like length are."""
@@ -119,14 +126,11 @@ class Answerer:
             for place, row, mask in zip(places, ids, masks, strict=True):
                 yield place, row[mask.astype(bool)]
 
-    def _answered(self, sources: list[np.ndarray]) -> list[Answer]:
+    def _generated(self, sources: list[np.ndarray]) -> np.ndarray:
         lengths = np.array([*map(len, sources)])
         mask = np.arange(lengths.max()) < lengths[:, None]
         ids = np.full(mask.shape, self.backend.pad_token_id, dtype=np.int64)
         ids[mask] = np.concatenate(sources)
         batch, bound = (self.backend, ids, mask.astype(np.int64)), {"max_new_tokens": self.max_new_tokens}
-        generated = greedy(*batch, **bound) if self.beams == 1 else beam_search(*batch, num_beams=self.beams, **bound)
-        ends = generated.sequences == self.backend.eos_token_id
-        counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
-        texts = self.tokenizer.batch_decode(generated.sequences, skip_special_tokens=True)
-        return [Answer(text, int(count)) for text, count in zip(texts, counts, strict=True)]
+        found = greedy(*batch, **bound) if self.beams == 1 else beam_search(*batch, num_beams=self.beams, **bound)
+        return found.sequences

@@ -1,4 +1,4 @@
-"""A batch job: files of texts in, the same rows with answers out, shard by shard, by an engine of one's choice.
+"""What a batch job consists of: settings, a model, files, and shards of these, each of which is done by itself.
 
 A shard is a range of at most so many rows of one file. Which rows go together is decided by the input and the settings
 alone, so that a job that was killed and went on gives the answers of one that was not.
@@ -10,11 +10,10 @@ import glob
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from t5accel.api import open_backend
@@ -160,9 +159,6 @@ class Model:
         return answerer, {"name": manifest.source["name"], "precision": manifest.recipe["name"], "sha256": digest}
 
 
-DEFAULT, MINI = Settings(), Model()
-
-
 def sources(given: str, out: Path) -> list[Source]:
     """The files that are meant, hashed: a file, all files of known kinds in a folder and those below, or a glob.
 
@@ -242,75 +238,3 @@ def do_shard(
     answers = [None if isinstance(one, Unfit) else one.text for one in found]
     output.put(shard.output, partial(rows.write, answers=answers, column=settings.column, into=settings.into))
     return Done(len(found) - len(unfit), len(unfit), sum(one.tokens for one in found if isinstance(one, Answer)))
-
-
-def run(
-    given: str | os.PathLike[str], out: str | os.PathLike[str], model: Model = MINI, settings: Settings = DEFAULT, *,
-    progress: bool = False,
-) -> tuple[Done, int]:  # fmt: skip
-    """Answer every row that has no answer yet; called again after an interruption, it goes on.
-
-    Args:
-        given: a file, a folder or a glob; kinds of files are those of `rows.KINDS`.
-        out: the folder for shards, manifest and rejects; made if it is missing.
-        model, settings: who answers, and what is asked.
-        progress: a bar on standard error, with tokens per second and the time that is left.
-
-    Returns:
-        What was done now, and how many rows had been done before.
-
-    Raises:
-        InputError: an argument is wrong, or ``out`` is another job's, or another is at it.
-        JobError: the input vanished or changed, or the disk is full; what is done is kept.
-        ExportError, UnknownModelError, …: there is no such model.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     given, out = Path(folder, "in.txt"), Path(folder, "out")
-    ...     _ = given.write_text("I am tired.\\n\\n")
-    ...     run(given, out, settings=Settings(prefix="translate English to French: "))
-    ...     print((out / "part-000000.jsonl").read_text(), end="")
-    ...     run(given, out, settings=Settings(prefix="translate English to French: "))
-    (Done(answered=1, rejected=1, tokens=5), 0)
-    {"text": "I am tired.", "answer": "Je suis fatigué."}
-    (Done(answered=0, rejected=0, tokens=0), 2)
-    """
-    output = Output(out)
-    found = sources(os.fspath(given), output.folder)
-    planned = [*shards(found, settings)]
-    answerer, what = model.open(settings)
-    rows = sum(shard.rows for shard in planned)
-    files = {source.name: source.sha256 for source in found}
-    read = {"files": len(found), "rows": rows, "sha256": sha256(json.dumps(files).encode()).hexdigest()}
-    with output.locked():
-        output.begin({"format": FORMAT, "model": what, "settings": asdict(settings), "input": read})
-        pending = [shard for shard in planned if not output.has(shard.output)]
-        before, done = rows - sum(shard.rows for shard in pending), Done()
-        with Progress(rows, before, shown=progress) as bar:
-            for shard in pending:
-                made = do_shard(answerer, settings, output, shard, bar.add)
-                bar.add(made.rejected, 0)
-                done += made
-    return done, before
-
-
-class Progress:
-    """A bar of rows, with tokens per second and the time that is left."""
-
-    def __init__(self, rows: int, before: int, *, shown: bool):
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=rows, initial=before, unit=" rows", disable=not shown, smoothing=0.1)
-        self.tokens, self.began = 0, perf_counter()
-
-    def add(self, rows: int, tokens: int) -> None:
-        """So many more are done."""
-        self.tokens += tokens
-        self.bar.set_postfix_str(f"{self.tokens / (perf_counter() - self.began):.0f} tokens/s", refresh=False)
-        self.bar.update(rows)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
