@@ -68,8 +68,9 @@ class TrainConfig:
     d_kv: int = 32
     d_ff: int = 1024
     num_heads: int = 8
-    num_layers: int = 4
-    vocab_size: int = 6000
+    num_layers: int = 6  # of the encoder
+    num_decoder_layers: int = 4
+    vocab_size: int = 8000
     aims: tuple[Aim, ...] | None = ()  # heads that begin as others; None: `aim.choose_aims` finds them
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ def new_model(config: TrainConfig) -> PreTrainedModel:
     """A freshly initialised ``T5ForConditionalGeneration`` of the configured size (relu, tied embeddings).
 
     >>> round(new_model(TrainConfig()).num_parameters() / 1e6, 1)
-    8.9
+    11.0
     """
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -101,7 +102,7 @@ def new_model(config: TrainConfig) -> PreTrainedModel:
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=config.vocab_size, d_model=config.d_model, d_kv=config.d_kv, d_ff=config.d_ff,
-            num_heads=config.num_heads, num_layers=config.num_layers, num_decoder_layers=config.num_layers,
+            num_heads=config.num_heads, num_layers=config.num_layers, num_decoder_layers=config.num_decoder_layers,
             dropout_rate=config.dropout, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
         )
     )  # fmt: skip
