@@ -313,12 +313,18 @@ def plot_shades(
     for y, row in enumerate(texts):
         for x, text in enumerate(row):
             axes.text(x, y, text, ha="center", va="center", fontsize=9)
-    axes.imshow([[0 if shade != shade else shade for shade in row] for row in shades], cmap="Blues", vmin=0,
-                aspect="auto", alpha=0.75)  # fmt: skip
-    axes.set_xticks(range(len(across)), across)
-    axes.set_yticks(range(len(down)), down)
+    _shade(axes, [[0 if shade != shade else shade for shade in row] for row in shades], down, across,
+           cmap="Blues", vmin=0)  # fmt: skip
     axes.set_title(title, fontsize=10)
     return _saved(figure, path)
+
+
+def _shade(
+    axes: Axes, shades: Sequence[Sequence[float]], down: Sequence[Any], across: Sequence[Any], **how: Any
+) -> None:
+    axes.imshow(shades, aspect="auto", alpha=0.75, **how)
+    axes.set_xticks(range(len(across)), across)
+    axes.set_yticks(range(len(down)), down)
 
 
 def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
@@ -334,9 +340,7 @@ def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
                 logs[y][x] = log(one.ratio) / log(WIDEST)
             text = f"{one.ratio:.2f}x\n{one.peer}" if one else "not measured"
             axes.text(x, y, text, ha="center", va="center", fontsize=9, color="black" if one else "0.4")
-    axes.imshow(logs, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.75)
-    axes.set_xticks(range(len(across)), across)
-    axes.set_yticks(range(len(down)), down)
+    _shade(axes, logs, down, across, cmap="RdBu", vmin=-1, vmax=1)
     axes.set_xlabel("batch" if by_model else "source tokens")
     axes.set_ylabel("" if by_model else "batch")
 
