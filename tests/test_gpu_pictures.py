@@ -29,8 +29,9 @@ def card(name: str, *, speed: float = 1.0, without: Callable[[str, str], bool] =
     for cell, (systems, tokens) in cells.items():
         for system, seconds in systems.items():
             row = {"cell": cell, "measured": "speed", "system": system, "new_tokens": tokens}
-            rows.append(row | ({"failed": "out of memory"} if without(cell, system)
-                               else {"latency_s": [seconds / speed * noise for noise in (1, 1.1, 0.9)]}))  # fmt: skip
+            timed = {"latency_s": [seconds / speed * noise for noise in (1, 1.1, 0.9)],
+                     "ratio_samples": [next(iter(systems.values())) / seconds] * 3}  # fmt: skip
+            rows.append(row | ({"failed": "out of memory"} if without(cell, system) else timed))
     rows.append({"cell": "t5-small, floor", "measured": "floor", "system": GRAPH, "new_tokens": 128, **FLOOR})
     return {"machine": {"gpu": {"name": name}}, "rows": rows}
 

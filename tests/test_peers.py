@@ -108,7 +108,8 @@ def row(name: str, seconds: list[float], cell: Work = CELL, precision: str = "fp
     about = {"system": name, "precision": precision, "model": "random:toy", "batch": cell.batch,
              "source_tokens": cell.source_tokens, "beams": cell.beams, "new_tokens": cell.new_tokens,
              "equal": 1, "of": 1}  # fmt: skip
-    return about | ({"latency_s": seconds} if seconds else {"failed": "no memory"})
+    timed = {"latency_s": seconds, "ratio_samples": [4 / each for each in seconds]}  # beside a reference that takes 4 s
+    return about | (timed if seconds else {"failed": "no memory"})
 
 
 def test_we_stand_beside_the_best_peer_of_our_precision():
@@ -118,8 +119,11 @@ def test_we_stand_beside_the_best_peer_of_our_precision():
             row(OPTIMUM, [1.0], other)]  # fmt: skip
     assert list(standings(rows)) == [Standing(CELL, OPTIMUM, 2, "toy"), Standing(other, OPTIMUM, 0.5, "toy")]
     assert list(standings(rows, precision="int8")) == [Standing(CELL, "tiny", 0.1, "toy")]
+    twice_as_slow = {"latency_s": [2, 2, 2], "ratio_samples": [4, 4, 4]}  # in a later run, when the reference was, too
+    again = [one | twice_as_slow if one["system"] == OURS else one for one in rows[:4]]
+    assert list(standings(again)) == [Standing(CELL, OPTIMUM, 2, "toy")]
     assert list(standings(rows, ours=OURS_GENERATE, peers=[REFERENCE])) == [Standing(CELL, REFERENCE, 6, "toy")]
-    rows += [entry | {"model": "random:another", "latency_s": [4.0]} for entry in rows if entry["system"] == OPTIMUM]
+    rows += [entry | {"model": "random:another", "ratio_samples": [1.0]} for entry in rows if entry["system"] == OPTIMUM]
     rows += [row(OURS, [1]) | {"model": "random:another"}]
     assert [(one.model, one.ratio) for one in standings(rows)] == [("toy", 2), ("toy", 0.5), ("another", 4)]
 

@@ -176,14 +176,17 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
 
 
 def pairwise(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
-    """How many times as fast as another system ours is, by rows of one run; ``None`` if one of them has no times.
+    """How many times as fast as another system ours is; ``None`` if one of them has no ratios.
 
-    >>> rows = [{"system": "a", "latency_s": [1.0, 2.0]}, {"system": "b", "latency_s": [2.0, 6.0]}]
+    By the ratios to the reference beside which each was measured: it may have been loaded again for either, where memory
+    does not hold all systems. In one run the reference's times cancel.
+
+    >>> rows = [{"system": "a", "ratio_samples": [2.0, 3.0]}, {"system": "b", "ratio_samples": [1.0, 1.0]}]
     >>> pairwise(rows, "a", "b")
     2.5
     """
-    times = {row["system"]: row["latency_s"] for row in rows if row.get("latency_s")}
-    return ratio(times[other], times[ours])["ratio"] if {ours, other} <= times.keys() else None
+    ratios = {row["system"]: row["ratio_samples"] for row in rows if row.get("ratio_samples")}
+    return ratio(ratios[ours], ratios[other])["ratio"] if {ours, other} <= ratios.keys() else None
 
 
 def said(error: Exception) -> str:
