@@ -123,8 +123,9 @@ def test_we_stand_beside_the_best_peer_of_our_precision():
     again = [one | twice_as_slow if one["system"] == OURS else one for one in rows[:4]]
     assert list(standings(again)) == [Standing(CELL, OPTIMUM, 2, "toy")]
     assert list(standings(rows, ours=OURS_GENERATE, peers=[REFERENCE])) == [Standing(CELL, REFERENCE, 6, "toy")]
-    rows += [entry | {"model": "random:another", "ratio_samples": [1.0]} for entry in rows if entry["system"] == OPTIMUM]
-    rows += [row(OURS, [1]) | {"model": "random:another"}]
+    another = {"model": "random:another"}
+    rows += [entry | another | {"ratio_samples": [1.0]} for entry in rows if entry["system"] == OPTIMUM]
+    rows += [row(OURS, [1]) | another]
     assert [(one.model, one.ratio) for one in standings(rows)] == [("toy", 2), ("toy", 0.5), ("another", 4)]
 
 

@@ -178,8 +178,8 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
 def pairwise(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
     """How many times as fast as another system ours is; ``None`` if one of them has no ratios.
 
-    By the ratios to the reference beside which each was measured: it may have been loaded again for either, where memory
-    does not hold all systems. In one run the reference's times cancel.
+    By the ratios to the reference beside which each was measured, for where memory does not hold all systems each has a
+    run of its own. In one run the reference's times cancel.
 
     >>> rows = [{"system": "a", "ratio_samples": [2.0, 3.0]}, {"system": "b", "ratio_samples": [1.0, 1.0]}]
     >>> pairwise(rows, "a", "b")

@@ -19,7 +19,7 @@ from t5accel.serving.scheduler import Scheduler
 from t5accel.serving.settings import Settings
 
 UNREAD = 64 * 1024  # bytes that wait for a client in our memory and in the system's, each
-# Python lets a busy thread go on for 5 ms before another may run: for the engine that is several steps of a small model.
+# Python lets a busy thread go on for 5 ms before another may run; for the engine these are steps of a small model.
 SWITCH_S = 0.0005
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
