@@ -56,7 +56,7 @@ def race(
     >>> ticks = iter(range(0, 90, 3))  # every step takes three seconds
     >>> *_, last = race({"a": [[5], [6]], "b": [[5, 6]]}, clock=lambda: next(ticks))
     >>> last["a"].tokens == last["b"].tokens, last["a"].seconds, last["b"].first_s
-    (True, 6, 3)
+    (True, 6.0, 3.0)
     """
     lanes = {name: Lane() for name in streams}
     running = {name: iter(stream) for name, stream in streams.items()}
