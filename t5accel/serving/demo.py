@@ -217,7 +217,8 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
     page = make_demo(model, own_model=not share)
     fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
     _, url, public = page.launch(
-        server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=not block,
+        server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=not block, ssr_mode=False,
+        run_history=False, enable_monitoring=False, footer_links=[],
         theme=gradio.themes.Base(font=fonts[0], font_mono=fonts[1]), app_kwargs={"middleware": [_at_home()]},
     )  # fmt: skip
     return public or url

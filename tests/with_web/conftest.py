@@ -9,11 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 from script import SCRIPTS, load_script
 
 # Also report what the service worker asks for.
 os.environ["PW_EXPERIMENTAL_SERVICE_WORKER_NETWORK_EVENTS"] = "1"
+
+expect.set_options(timeout=60_000)  # on a busy machine
 
 ROOT = SCRIPTS.parent
 OUT = ROOT / "build" / "web-test"  # screenshots; made afresh by every run

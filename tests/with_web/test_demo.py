@@ -71,7 +71,9 @@ def run(page: Page) -> list[tuple[str, str]]:
     page.get_by_role("button", name="Run").click()
     expect(page.locator("#status")).to_have_text("Done.", timeout=ANSWER_MS)
     lanes = page.locator(".lane:visible")
-    return [(lane.locator("textarea").input_value(), lane.locator(".figures").inner_text()) for lane in lanes.all()]
+    return [
+        (lane.locator("textarea").input_value(), lane.get_by_test_id("markdown").inner_text()) for lane in lanes.all()
+    ]
 
 
 def choose(page: Page, label: str) -> None:

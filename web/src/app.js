@@ -184,6 +184,7 @@ choices(element("models"), "model", page.models, chooseModel, {
   first: page.models.find(({ id }) => location.hash === `#${id}`), // a link may name one
   describe: (one) => [megabytes(one.bytes), one.quality].filter(Boolean).join(" · "),
 });
+element("scores").hidden = !page.models.some(({ quality }) => quality);
 form.hidden = false;
 
 navigator.serviceWorker?.register("service-worker.js").catch(() => undefined); // without it the page needs a network
