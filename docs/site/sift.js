@@ -13,6 +13,7 @@ function sift(table) {
   const body = table.tBodies[0];
   const rows = [...body.rows];
   const text = (row, column) => row.cells[column].textContent.trim();
+  const listed = (row, column) => text(row, column).split(", ");
   const columns = (kind) => heads.flatMap((head, column) => (kind in head.dataset ? [column] : []));
   const controls = make("p", { className: "sift-controls" });
   const count = make("span", { className: "sift-count" });
@@ -26,9 +27,9 @@ function sift(table) {
     return select;
   };
   const filters = columns("filter").map((column) => {
-    const values = [...new Set(rows.flatMap((row) => text(row, column).split(", ")))];
+    const values = [...new Set(rows.flatMap((row) => listed(row, column)))].filter((value) => value !== "any");
     values.sort((a, b) => number(a) - number(b) || a.localeCompare(b));
-    return [column, menu(heads[column].textContent, [["", "any"], ...values.map((value) => [value, value])])];
+    return [column, menu(heads[column].textContent, [["", "all"], ...values.map((value) => [value, value])])];
   });
   const plottable = columns("plot");
   const plotted = plottable.length && menu("Plot", plottable.map((column) => [column, heads[column].textContent]));
@@ -52,7 +53,8 @@ function sift(table) {
 
   function update() {
     for (const row of rows) {
-      row.hidden = filters.some(([column, { value }]) => value && !text(row, column).split(", ").includes(value));
+      const fits = (column, value) => !value || listed(row, column).some((one) => one === value || one === "any");
+      row.hidden = !filters.every(([column, { value }]) => fits(column, value));
     }
     const shown = rows.filter((row) => !row.hidden);
     count.textContent = `${shown.length} of ${rows.length}`;

@@ -19,6 +19,7 @@ from conftest import OUT, ROOT
 from playwright.sync_api import Browser, Page, expect
 
 from t5accel.serving.menu import menu
+from t5accel.tasks import rows
 
 START_S, ANSWER_MS = 600, 600_000
 
@@ -47,7 +48,7 @@ def url() -> Iterator[str]:
         yield address
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait(30)
 
 
@@ -91,7 +92,7 @@ def test_every_example_is_answered_in_four_ways(demo: Page) -> None:
     for task in menu():
         choose(demo, task.label)
         for number, texts in enumerate(task.examples):
-            examples = demo.get_by_role("listbox", name="Examples")
+            examples = demo.get_by_role("combobox", name="Examples")
             examples.click()
             demo.get_by_role("option").nth(number).click()
             last = demo.get_by_role("textbox", name=list(task.fields.values())[-1], exact=True)
@@ -133,10 +134,10 @@ def test_a_running_answer_is_stopped(demo: Page) -> None:
 def test_ten_visitors_at_once_are_all_answered(browser: Browser, url: str) -> None:
     contexts = [browser.new_context() for _ in range(10)]
     pages: list[Any] = []
-    for number, context in enumerate(contexts):
+    for context, row in zip(contexts, rows("translation"), strict=False):
         page = context.new_page()
         page.goto(url)
-        write(page, {"text": f"I have {number + 2} cats."}, menu()[0].fields)
+        write(page, {"text": row["source"]}, menu()[0].fields)
         pages.append(page)
     for page in pages:
         page.get_by_role("button", name="Run").click()
