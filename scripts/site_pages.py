@@ -67,7 +67,8 @@ def which() -> str:
     columns = ["my problem", "notebook", "technique*", "task", "hardware", "to read and do", "runs in"]
     return (
         "# Which notebook for my problem?\n\nChoose what you have. A task is one that the notebook measures; *any* "
-        f"means that nothing in it depends on the task, and fits them all.\n\n{raw(table(columns, lines, escape=False))}\n"
+        "means that nothing in it depends on the task, and fits them all.\n\n"
+        f"{raw(table(columns, lines, escape=False))}\n"
     )
 
 
