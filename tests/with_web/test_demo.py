@@ -135,8 +135,10 @@ def test_ten_visitors_at_once_are_all_answered(browser: Browser, url: str) -> No
     contexts = [browser.new_context() for _ in range(10)]
     pages: list[Any] = []
     for context, row in zip(contexts, rows("translation"), strict=False):
+        context.set_default_timeout(ANSWER_MS)
         page = context.new_page()
         page.goto(url)
+        expect(page.get_by_role("button", name="Run")).to_be_visible(timeout=ANSWER_MS)
         write(page, {"text": row["source"]}, menu()[0].fields)
         pages.append(page)
     for page in pages:
