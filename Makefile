@@ -13,6 +13,7 @@ BROWSER := build/browser-site
 TENSORRT := build/tensorrt-site
 KERNEL := build/kernel-site
 SITE := build/site-tools
+NPM := $(shell command -v npm)
 
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
 ON_COLAB := torch transformers numpy ipykernel
@@ -39,8 +40,8 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-tensorrt test-kernel test-triton \
-	release-check lab bench peers serving gpu-bundle lint format site \
+.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
+	test-triton release-check lab bench peers serving gpu-bundle lint format site web \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -88,12 +89,19 @@ format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 	@$(VENV) -m ruff check --fix-only -q .
 	@$(VENV) -m ruff format .
 
-site: $(SITE)/.stamp ## Build README, guides, notebooks and the reference of every function as pages in build/site/
+site: $(SITE)/.stamp $(if $(NPM),web) ## Build README, guides, notebooks, scoreboards, the reference and (with npm) the web page in build/site/
 	@rm -rf build/site build/site-source && mkdir -p build/site-source
 	@cp -R CHANGELOG.md CONTRIBUTING.md LICENSE data docs notebooks build/site-source
+	@mkdir build/site-source/web && cp -R web/src build/site-source/web
 	@cat README.md docs/site/contents.md > build/site-source/index.md
+	@$(VENV) scripts/site_pages.py build/site-source $(if $(NPM),--web)
 	@$(SITE)/bin/python -m sphinx -q -W --keep-going -j auto -c docs/site build/site-source build/site
+	@$(if $(NPM),cp -R build/web build/site/web,echo "npm is missing: without the web page.")
 	@echo "Open build/site/index.html."
+
+web: .venv/.stamp web/node_modules/.package-lock.json ## Build a web page that runs the bundled model without a server, in build/web/
+	@$(VENV) scripts/web_models.py build/web && node web/build.mjs build/web
+	@du -sh build/web && echo "Any static host will do: $(PYTHON) -m http.server -d build/web -b 127.0.0.1"
 
 constraints: .venv/.stamp .venv-v5/.stamp ## Write down the versions that both environments have now
 	@$(call freeze,.venv,requirements/constraints.txt,transformers 4.57 with optimum (make test))
@@ -120,6 +128,10 @@ test-colab: ## Let a notebook install the last commit into an environment like C
 test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a real browser; screenshots in build/browser/
 	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests/with_browser
 
+test-web: web site $(BROWSER)/.stamp build/demo/.stamp ## Use the web page, the demo and the site in a real browser; screenshots in build/web-test/
+	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" DEMO_PYTHON=build/demo/bin/python PYTHONPATH=$(BROWSER) \
+		$(VENV) -m pytest -q tests/with_web
+
 test-tensorrt: .venv/.stamp $(TENSORRT)/.stamp ## Build TensorRT engines of the bundled model, which needs no GPU
 	@PYTHONPATH=$(TENSORRT) $(VENV) -m pytest -q tests/with_tensorrt
 
@@ -133,7 +145,7 @@ test-triton: .venv/.stamp build/servers/triton/.stamp ## Start NVIDIA's Triton s
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run
 	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long"
-	@for target in test-long test-binder test-colab course-v5 test-browser test-tensorrt test-kernel test-triton; do \
+	@for target in test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 
 wheelhouse: EXTRAS := cpu,course,optimum
@@ -165,6 +177,10 @@ $(BROWSER)/.stamp: pyproject.toml | .venv/.stamp
 		$(VENV) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt --target $(@D) $(call extra,browser) && \
 		touch $@
 
+web/node_modules/.package-lock.json: web/package.json web/package-lock.json
+	@command -v npm > /dev/null || { echo "The web page is built with Node.js 20.11 or newer, and npm is missing." >&2; exit 1; }
+	@npm --prefix web ci --silent
+
 # Beside .venv for the same reasons. Linux and Windows only.
 $(TENSORRT)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing TensorRT-RTX into $(@D)." && \
@@ -192,6 +208,12 @@ build/peers/%/.stamp: requirements/peers/%.txt
 
 build/servers/%/.stamp: requirements/servers/%.txt
 	@rm -rf $(@D) && echo "Installing the server $* into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
+		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< && \
+		touch $@
+
+# Gradio needs a huggingface-hub that transformers 4.57 refuses.
+build/demo/.stamp: requirements/demo.txt
+	@rm -rf $(@D) && echo "Installing Gradio and what it shows into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
 		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< && \
 		touch $@
 

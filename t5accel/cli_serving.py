@@ -62,6 +62,21 @@ def serve(
 
 
 @serving.command()
+def demo(
+    model: Annotated[str, typer.Option(help="mini, a folder, or a hub id; visitors may name another one.")] = "mini",
+    port: Annotated[int | None, typer.Option(help="Default: 7860, or the next one that is free.")] = None,
+    share: Annotated[
+        bool,
+        typer.Option("--share", help="A public address by Gradio; visitors cannot name another model then."),
+    ] = False,
+) -> None:
+    """Serve a page on which several ways answer one text at once: time, size, and whether the tokens are the same."""
+    from t5accel.serving.demo import launch
+
+    launch(model, port=port, share=share)
+
+
+@serving.command()
 def batch(
     given: Annotated[
         str, typer.Argument(metavar="IN", help="A file, a folder, or a quoted pattern: .jsonl, .csv, .parquet, .txt.")

@@ -106,6 +106,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     lambda: _package("sacrebleu", "sacrebleu", "quality: BLEU and chrF", "course"),
     lambda: _package("rouge_score", "rouge-score", "quality: ROUGE", "course"),
     lambda: _package("matplotlib", "matplotlib", "plots", "course"),
+    lambda: _package("gradio", "gradio", "t5accel demo", "demo"),
     lambda: _package("jupyterlab", "jupyterlab", "make lab", "course"),
     lambda: _package("nbclient", "nbclient", "make course", "course"),
     _gpu,

@@ -68,6 +68,17 @@ def test_format_and_size(path: Path) -> None:
 
 
 @each_notebook
+def test_says_for_which_problem_it_is(path: Path) -> None:
+    about = read(path).metadata["t5accel"]
+    assert about.keys() == {"problem", "technique", "task", "hardware", "minutes"}
+    assert about["problem"].endswith((".", "?")) and about["technique"]
+    assert about["hardware"] in (["CPU"], ["CPU", "GPU"])
+    assert about["task"] == ["any"] or {*about["task"]} <= {"translation", "summaries", "questions"}
+    workshop = (ROOT / "docs" / "WORKSHOP.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\| {path.stem} \|.*\| {about['minutes']} min \|$", workshop, re.MULTILINE)
+
+
+@each_notebook
 def test_was_run_once_from_top_to_bottom(path: Path) -> None:
     counts = [cell.execution_count for cell in code_cells(path)]
     assert counts == list(range(1, len(counts) + 1)), "restart the kernel and run all cells (empty cells have to go)"

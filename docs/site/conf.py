@@ -16,7 +16,8 @@ WARN = logging.getLogger(__name__).warning
 project = html_title = "t5accel"
 copyright = "the t5accel authors"
 html_theme = "furo"  # it needs no fonts and scripts from elsewhere
-html_static_path, html_css_files = ["site.css"], ["site.css"]
+html_static_path, html_css_files = ["site.css", "sift.js"], ["site.css"]
+html_js_files = [("sift.js", {"type": "module"})]
 html_copy_source = html_show_sphinx = False
 extensions = ["myst_nb", "autoapi.extension", "sphinx.ext.napoleon"]
 suppress_warnings = [

@@ -1,0 +1,119 @@
+"""The pages of the site that are made from data: which notebook for which problem, and the scoreboards.
+
+They are tables that `docs/site/sift.js` lets a reader sort, filter and plot.
+"""
+
+import argparse
+import html
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from t5accel.lab.draw import BOARD, LADDER
+from t5accel.lab.rows import described, recorded, step_ms
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Cell = Callable[[Mapping[str, Any]], str]
+
+PEERS: dict[str, Cell] = {
+    "system": lambda row: row["system"],
+    **{key: lambda row, key=key: str(row[key]) for key in ("precision", "batch", "source_tokens", "beams")},
+    "ms/token": lambda row: f"{step_ms(row):.2f}",
+    "tokens/s": lambda row: f"{row['new_tokens'] * row['batch'] / median(row['latency_s']):.0f}",
+    "ratio": lambda row: f"{row['ratio']:.2f}x",
+}
+BOARDS = (
+    ("scoreboard-mini.json", "The bundled model", BOARD),
+    ("scoreboard-t5-small.json", "t5-small's size", BOARD),
+    ("ladder.json", "From the naive loop upwards", {"cell": lambda row: row["cell"], **LADDER}),
+    ("peers-cpu.json", "Beside its peers, AMD EPYC", PEERS),
+    ("peers-cpu-intel.json", "Beside its peers, Intel Xeon", PEERS),
+)
+FILTERED = {"cell", "precision", "batch", "source_tokens", "beams", "gate", "task", "technique*", "hardware"}
+PLOTTED = {"tokens/s", "ratio", "in all", "ms/token", "ms/text", "MB", "peak MB", "BLEU", "ROUGE-L", "EM"}
+LABELS = {"technique", "rung", "system", "on"}
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, escape: bool = True) -> str:
+    """Rows of cells as a page's table. A column's name says what `sift.js` makes of it; a star there is not shown."""
+    kinds = (("filter", FILTERED), ("plot", PLOTTED), ("label", LABELS))
+    heads = "".join(
+        f"<th{''.join(f' data-{kind}' for kind, names in kinds if name in names)}>{html.escape(name.strip('*'))}</th>"
+        for name in columns
+    )
+    lines = ("".join(f"<td>{html.escape(cell) if escape else cell}</td>" for cell in row) for row in rows)
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table class="sift"><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table>'
+
+
+def raw(content: str) -> str:
+    """HTML inside of a Markdown page."""
+    return f"```{{raw}} html\n{content}\n```"
+
+
+def which() -> str:
+    """The page that leads from a problem to a notebook, from the notebooks' metadata and the last recorded run."""
+    seconds = {row["notebook"]: row["seconds"] for row in recorded("course.json")["rows"]}
+    lines = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        about = json.loads(path.read_text(encoding="utf-8"))["metadata"]["t5accel"]
+        link = f'<a href="notebooks/{path.stem}.html">{path.stem}</a>'
+        texts = [about["problem"], *(", ".join(about[key]) for key in ("technique", "task", "hardware"))]
+        ran = f"{seconds[path.name]:.0f} s" if path.name in seconds else "–"
+        lines.append([html.escape(texts[0]), link, *map(html.escape, texts[1:]), f"{about['minutes']} min", ran])
+    columns = ["my problem", "notebook", "technique*", "task", "hardware", "to read and do", "runs in"]
+    return (
+        "# Which notebook for my problem?\n\nChoose what you have. A task is one that the notebook measures; *any* "
+        "means that nothing in it depends on the task, and fits them all.\n\n"
+        f"{raw(table(columns, lines, escape=False))}\n"
+    )
+
+
+def boards() -> str:
+    """The recorded scoreboards."""
+    parts = [
+        "# Scoreboards",
+        "Recorded runs, equal output first; speeds of two tables are those of two runs and do not compare. Notebook "
+        "[15_scoreboard_and_claims](notebooks/15_scoreboard_and_claims.ipynb) reads them with you. An en dash stands "
+        "for what was not measured.",
+    ]
+    for file, title, columns in BOARDS:
+        record = recorded(file)
+        rows = [row for row in record["rows"] if row.get("latency_s")]
+        if rows:
+            lines = ([text(row) for text in columns.values()] for row in rows)
+            where, _ = described(record).split("\n")
+            parts += [f"## {title}", f"{where}. From [{file}](data/results/{file}).", raw(table(columns, lines))]
+    return "\n\n".join(parts) + "\n"
+
+
+SEE = """# The model in your browser
+
+{first}
+
+How it is made: [`web/src/t5.js`](web/src/t5.js) is what an export asks of another language, in a hundred lines.
+`t5accel demo` compares several ways of running a model, side by side, on a machine of yours.
+"""
+HERE = (
+    "This page loads the bundled model once and runs it on your own device: translate, summarise, ask. Nothing that is "
+    "typed there leaves it.\n\n" + raw('<p><a href="web/index.html">Open it</a></p>')
+)
+NOT_HERE = "`make web` builds a page that runs the bundled model on your own device; this site was built without it."
+
+
+def write(out: Path, *, web: bool) -> None:
+    """The pages, as Markdown for Sphinx."""
+    pages = {"which": which(), "boards": boards(), "see": SEE.format(first=HERE if web else NOT_HERE)}
+    for name, text in pages.items():
+        (out / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--web", action="store_true", help="the web page is part of the site")
+    args = parser.parse_args()
+    write(args.out, web=args.web)

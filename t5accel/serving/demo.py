@@ -1,0 +1,271 @@
+"""A page on which several ways answer one text at once, with time, size, and whether their tokens are the same.
+
+It is Gradio's, without what Gradio fetches from elsewhere: fonts, a script, and a report of its use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from t5accel.errors import InputError, MissingPackageError, T5AccelError
+from t5accel.serving.menu import Task, menu
+from t5accel.serving.race import Lane, Way, difference, race, way, ways_of
+
+if TYPE_CHECKING:
+    from gradio import Blocks
+
+FEWEST, MOST = 2, 4  # ways at a time
+MAX_SOURCE_TOKENS, MAX_NEW_TOKENS = 512, 128
+MAX_WAITING = 64  # who comes later is told so
+SHOWN_EVERY_S = 0.05
+ADDRESS, PORT = "127.0.0.1", 7860
+
+# In the page that Gradio sends: connections to other hosts, for its fonts, and for pages inside of others.
+_FOREIGN = re.compile(
+    rb'<link\s+rel="(?:preconnect|dns-prefetch)"[^>]*>|<script[^>]*\bsrc="https?://[^>]*>\s*</script>'
+)
+# And should another release fetch something new, the browser refuses.
+_POLICY = b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
+
+
+def answers(
+    model: str, chosen: Sequence[str], source: str, *, load: Callable[[str, str], Way] = way
+) -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
+    """Answer a source in several ways, and say again and again how far they are.
+
+    Args:
+        model: as of `api.accelerate`.
+        chosen: labels of `race.ways_of`; the first one is what the others are compared with.
+        source: with T5's prefix.
+        load: gives a `race.Way`.
+
+    Returns:
+        What happens, in a sentence; and by label what has been written and in which time.
+
+    Raises:
+        InputError: too few or too many ways, or a text too long; else as `race.way`.
+    """
+    known = ways_of(model)
+    chosen = [label for label in known if label in chosen]
+    if not FEWEST <= len(chosen) <= MOST:
+        raise InputError(f"Choose {FEWEST} to {MOST} ways to compare.")
+    ways: dict[str, Way] = {}
+    for label in chosen:
+        yield f"Loading {label}.", {}
+        ways[label] = load(*known[label])
+    streams = {}
+    for label, loaded in ways.items():
+        batch = loaded.tokenizer([source], return_tensors="np", padding=True)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if ids.shape[1] > MAX_SOURCE_TOKENS:
+            raise InputError(
+                f"This text has {ids.shape[1]} tokens, and the page takes {MAX_SOURCE_TOKENS}: shorten it."
+            )
+        streams[label] = loaded.stream(ids, mask, MAX_NEW_TOKENS)
+    shown_at = 0.0
+    with closing(race(streams)) as progress:
+        for lanes in progress:
+            has_ended = all(lane.has_ended for lane in lanes.values())
+            if has_ended or time.monotonic() - shown_at > SHOWN_EVERY_S:
+                yield (
+                    "Done." if has_ended else "Writing.",
+                    {
+                        label: (_text(ways[label], lane), _figures(ways[label], lane, lanes[chosen[0]]))
+                        for label, lane in lanes.items()
+                    },
+                )
+                shown_at = time.monotonic()
+
+
+def _text(loaded: Way, lane: Lane) -> str:
+    (text,) = loaded.tokenizer.batch_decode([lane.tokens], skip_special_tokens=True)
+    return text
+
+
+def _figures(loaded: Way, lane: Lane, first: Lane) -> str:
+    """Beside an answer, in Markdown."""
+    found = [f"**{lane.tokens_per_s:.0f} tokens/s**", f"{len(lane.tokens)} tokens in {lane.seconds:.2f} s"]
+    found += [f"first after {lane.first_s:.2f} s"] if lane.first_s else []
+    found += [f"{loaded.size_bytes / 1e6:.0f} MB"]
+    if lane is not first and lane.has_ended and first.has_ended:
+        found.append(difference(first.tokens, lane.tokens))
+    return " · ".join(found)
+
+
+def make_demo(model: str = "mini", *, own_model: bool = True) -> Blocks:
+    """The page, for a Gradio app of your own or for `launch`.
+
+    Args:
+        model: as of `api.accelerate`, with its tokenizer.
+        own_model: let visitors name another model, which is then loaded from this machine's disk or from the hub.
+
+    Raises:
+        MissingPackageError: Gradio is not installed.
+    """
+    gradio = _gradio()
+    tasks = {task.label: task for task in menu()}
+    first = next(iter(tasks.values()))
+    known = list(ways_of(model))
+
+    with gradio.Blocks(title="t5accel: side by side", analytics_enabled=False) as page:
+        gradio.Markdown(
+            "# One text, several ways\n"
+            "The ways take turns, and who has computed least goes next: each has the machine to itself, and its time "
+            "is the one that it takes alone. Tokens are compared with those of the first way."
+        )
+        with gradio.Row():
+            task = gradio.Radio(list(tasks), value=first.label, label="Task")
+            given = gradio.Textbox(
+                model, label="Model", info="mini, a folder, or a hub id", interactive=own_model, visible=own_model
+            )
+        example = gradio.Dropdown(_labels(first), value=None, label="Examples", interactive=True)
+        boxes = [gradio.Textbox(**_box(first, place), lines=2, interactive=True) for place in range(2)]
+        chosen = gradio.CheckboxGroup(known, value=known[:MOST], label="Ways")
+        with gradio.Row():
+            run = gradio.Button("Run", variant="primary")
+            stop = gradio.Button("Stop")
+        status = gradio.Markdown("", elem_id="status")
+        lanes = []
+        with gradio.Row():
+            for place in range(MOST):
+                with gradio.Column(min_width=200, elem_classes="lane"):
+                    lanes.append(gradio.Textbox("", label=known[place], lines=4, interactive=False))
+                    lanes.append(gradio.Markdown("", elem_classes="figures"))
+
+        def choose_task(label: str) -> list[Any]:
+            now = tasks[label]
+            return [gradio.update(choices=_labels(now), value=None),
+                    *(gradio.update(value="", **_box(now, place)) for place in range(2))]  # fmt: skip
+
+        def choose_example(label: str, number: int | None) -> list[Any]:
+            texts = [] if number is None else list(tasks[label].examples[number].values())
+            return [gradio.skip() if place >= len(texts) else texts[place] for place in range(2)]
+
+        def choose_model(name: str) -> Any:
+            ways = list(ways_of(name.strip()))
+            return gradio.update(choices=ways, value=ways[:MOST])
+
+        def answer_all(label: str, name: str, ways: list[str], *texts: str) -> Iterator[list[Any]]:
+            try:
+                source = _source(tasks[label], texts)
+                for sentence, found in answers(name.strip() if own_model else model, ways, source):
+                    yield [sentence, *_lanes(gradio, ways_of(name.strip()), ways, found)]
+            except T5AccelError as error:
+                yield [str(error), *[gradio.skip()] * len(lanes)]
+
+        task.change(choose_task, task, [example, *boxes], show_progress="hidden")
+        example.input(choose_example, [task, example], boxes, show_progress="hidden")
+        given.submit(choose_model, given, chosen)
+        given.blur(choose_model, given, chosen)
+        asked = [task, given, chosen, *boxes]
+        running = gradio.on(
+            [run.click, *(box.submit for box in boxes)], answer_all, asked, [status, *lanes], show_progress="hidden",
+            concurrency_limit=1,  # or the ways of two visitors would slow each other down
+        )  # fmt: skip
+        stop.click(None, cancels=[running])
+    return page.queue(max_size=MAX_WAITING)
+
+
+def _source(task: Task, texts: Sequence[str]) -> str:
+    """What the model reads; raises ``InputError`` if a field is empty."""
+    named = {name: text.strip() for name, text in zip(task.fields, texts, strict=False)}
+    for name, text in named.items():
+        if not text:
+            raise InputError(f"Nothing is written under “{task.fields[name]}”.")
+    return task.source(named)
+
+
+def _labels(task: Task) -> list[tuple[str, int]]:
+    return [(next(iter(texts.values())), number) for number, texts in enumerate(task.examples)]
+
+
+def _box(task: Task, place: int) -> dict[str, Any]:
+    labels = list(task.fields.values())
+    return {"label": labels[place] if place < len(labels) else "", "visible": place < len(labels)}
+
+
+def _lanes(gradio: Any, known: Sequence[str], ways: Sequence[str], found: dict[str, tuple[str, str]]) -> list[Any]:
+    """What the places for answers show: those of the ways in their order, and nothing in what is left."""
+    shown = [label for label in known if label in ways]
+    updates = []
+    for place in range(MOST):
+        label = shown[place] if place < len(shown) else ""
+        text, figures = found.get(label, ("", ""))
+        updates += [gradio.update(value=text, label=label, visible=bool(label)), figures]
+    return updates
+
+
+def launch(model: str = "mini", *, port: int | None = None, share: bool = False, block: bool = True) -> str:
+    """Serve the page on this machine, in a notebook below the cell, too; returns its address.
+
+    Args:
+        model: as of `make_demo`, which it is tried with first.
+        port: by default 7860, or the next one that is free.
+        share: let Gradio, the company, make a public address; visitors then cannot name another model.
+        block: wait until it is interrupted.
+
+    Raises:
+        MissingPackageError, T5AccelError: Gradio is not installed; there is no such model.
+    """
+    gradio = _gradio()
+    way(*list(ways_of(model).values())[1])
+    page = make_demo(model, own_model=not share)
+    fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
+    _, url, public = page.launch(
+        server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=not block, ssr_mode=False,
+        run_history=False, enable_monitoring=False, footer_links=[],
+        theme=gradio.themes.Base(font=fonts[0], font_mono=fonts[1]), app_kwargs={"middleware": [_at_home()]},
+    )  # fmt: skip
+    return public or url
+
+
+def _gradio() -> Any:
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when it is imported
+    try:
+        import gradio
+    except ImportError as error:
+        raise MissingPackageError(f"{error.name} is missing: pip install 't5accel[demo]'.") from error
+    return gradio
+
+
+def _at_home() -> Any:
+    """Middleware that takes from the page what it would fetch from other hosts."""
+    from starlette.middleware import Middleware
+
+    return Middleware(_AtHome)
+
+
+class _AtHome:
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        start: dict[str, Any] = {}
+        body = bytearray()
+
+        async def filtered(message: dict[str, Any]) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+                headers = dict(message["headers"])
+                if not headers.get(b"content-type", b"").startswith(b"text/html"):
+                    await send(message)
+            elif not dict(start["headers"]).get(b"content-type", b"").startswith(b"text/html"):
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if not message.get("more_body"):
+                    page = _FOREIGN.sub(b"", bytes(body))
+                    kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+                    added = [(b"content-length", str(len(page)).encode()), (b"content-security-policy", _POLICY)]
+                    await send({**start, "headers": [*kept, *added]})
+                    await send({"type": "http.response.body", "body": page})
+
+        await self._app(scope, receive, filtered)

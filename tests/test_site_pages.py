@@ -1,0 +1,80 @@
+"""The site's pages that are made from data hold what the data hold."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from script import SCRIPTS, load_script
+
+from t5accel.lab.rows import recorded
+
+ROOT = SCRIPTS.parent
+pages = load_script("site_pages")
+
+
+class Tables(HTMLParser):
+    """The texts of a page's tables, a list of rows each, and which of their columns are marked."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.marks: list[list[set[str]]] = []
+        self.is_cell = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "table":
+            self.tables.append([])
+            self.marks.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.is_cell = True
+            self.tables[-1][-1].append("")
+            if tag == "th":
+                self.marks[-1].append({name for name, _ in attributes})
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_cell = self.is_cell and tag not in ("th", "td")
+
+    def handle_data(self, text: str) -> None:
+        if self.is_cell:
+            self.tables[-1][-1][-1] += text
+
+
+def test_every_notebook_is_found_by_its_problem() -> None:
+    page = pages.which()
+    (table,), (marks,) = Tables(page).tables, Tables(page).marks
+    books = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert [row[1] for row in table[1:]] == [path.stem for path in books]
+    assert re.findall(r'href="([^"]*)"', page) == [f"notebooks/{path.stem}.html" for path in books]
+    assert [name for name, found in zip(table[0], marks, strict=True) if "data-filter" in found] == [
+        "technique", "task", "hardware",
+    ]  # fmt: skip
+    problems = [json.loads(path.read_text(encoding="utf-8"))["metadata"]["t5accel"]["problem"] for path in books]
+    assert [row[0] for row in table[1:]] == problems and len({*problems}) == len(problems)
+
+
+def test_every_recorded_row_with_a_time_is_on_the_boards() -> None:
+    page = pages.boards()
+    found = Tables(page)
+    files = [name for name, _, _ in pages.BOARDS if recorded(name)["rows"]]
+    assert len(found.tables) == len(files) == page.count("\n## ") and "scoreboard-mini.json" in files
+    for name, table, marks in zip(files, found.tables, found.marks, strict=True):
+        timed = [row for row in recorded(name)["rows"] if row.get("latency_s")]
+        assert len(table) == len(timed) + 1 and {len(row) for row in table} == {len(marks)}
+        assert {"data-filter"} in marks and any("data-plot" in one for one in marks)
+        rates = [float(row[table[0].index("tokens/s")]) for row in table[1:]]
+        known = [(rate, row["tokens_per_s"]) for rate, row in zip(rates, timed, strict=True) if "tokens_per_s" in row]
+        assert len(known) > 5 or name == "peers-cpu-intel.json", "only that one has latencies alone"
+        assert all(shown == pytest.approx(rate, abs=0.51) for shown, rate in known)
+
+
+def test_texts_are_escaped_and_the_web_page_is_named_where_it_is_there(tmp_path: Path) -> None:
+    assert "<td>a &lt; b</td>" in pages.table(["system"], [["a < b"]])
+    for web, there in ((True, 1), (False, 0)):
+        pages.write(tmp_path, web=web)
+        assert (tmp_path / "see.md").read_text(encoding="utf-8").count('href="web/index.html"') == there
+    assert {path.name for path in tmp_path.iterdir()} == {"which.md", "boards.md", "see.md"}

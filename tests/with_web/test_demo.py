@@ -1,0 +1,151 @@
+"""`t5accel demo` in a real browser: every example answers, what cannot be answered gets a sentence, nothing leaves.
+
+Run by `make test-web`; screenshots lie in build/web-test/.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from conftest import OUT, ROOT
+from playwright.sync_api import Browser, Page, expect
+
+from t5accel.serving.menu import menu
+from t5accel.tasks import rows
+
+START_S, ANSWER_MS = 600, 600_000
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The command in a process and an environment of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != "GRADIO_ANALYTICS_ENABLED"}
+    environment["PYTHONPATH"] = str(ROOT)  # and no longer playwright
+    OUT.mkdir(parents=True, exist_ok=True)
+    with (OUT / "demo.log").open("w") as log:
+        command = [os.environ["DEMO_PYTHON"], "-m", "t5accel", "demo", "--port", str(port)]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    address, deadline = f"http://127.0.0.1:{port}/", time.monotonic() + START_S
+    try:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, (OUT / "demo.log").read_text()
+            with suppress(OSError), urllib.request.urlopen(address, timeout=30):
+                break
+            time.sleep(0.5)
+        yield address
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+@pytest.fixture
+def demo(browser: Browser, url: str) -> Iterator[Page]:
+    """The open page; whatever it asks of another origin fails the test."""
+    foreign: list[str] = []
+    context = browser.new_context(viewport={"width": 1300, "height": 900})
+    own = (url, url.replace("http:", "ws:"), "data:", "blob:")
+    context.on("request", lambda one: one.url.startswith(own) or foreign.append(one.url))
+    page = context.new_page()
+    page.goto(url)
+    expect(page.get_by_role("button", name="Run")).to_be_visible(timeout=60_000)
+    yield page
+    context.close()
+    assert not foreign
+
+
+def run(page: Page) -> list[tuple[str, str]]:
+    """Click, wait, and read what stands in the lanes."""
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#status")).to_have_text("Done.", timeout=ANSWER_MS)
+    lanes = page.locator(".lane:visible")
+    return [
+        (lane.locator("textarea").input_value(), lane.get_by_test_id("markdown").inner_text()) for lane in lanes.all()
+    ]
+
+
+def choose(page: Page, label: str) -> None:
+    page.get_by_role("radio", name=label).check()
+
+
+def write(page: Page, texts: dict[str, str], labels: dict[str, str]) -> None:
+    for name, text in texts.items():
+        box = page.get_by_role("textbox", name=labels[name], exact=True)
+        expect(box).to_be_visible()
+        box.fill(text)
+
+
+def test_every_example_is_answered_in_four_ways(demo: Page) -> None:
+    for task in menu():
+        choose(demo, task.label)
+        for number, texts in enumerate(task.examples):
+            examples = demo.get_by_role("combobox", name="Examples")
+            examples.click()
+            demo.get_by_role("option").nth(number).click()
+            last = demo.get_by_role("textbox", name=list(task.fields.values())[-1], exact=True)
+            expect(last).to_have_value(list(texts.values())[-1])
+            found = run(demo)
+            answers = [answer for answer, _ in found]
+            assert len(found) == 4 and all(answers) and answers[0] == answers[1]
+            assert "the same tokens" in found[1][1]
+            assert all(re.search(r"tokens/s.*tokens in .* s.* MB", figures) for _, figures in found)
+        demo.screenshot(path=OUT / f"demo-{task.id}.png", full_page=True)
+
+
+def test_empty_overlong_and_unknown_get_a_sentence(demo: Page) -> None:
+    task, status = menu()[1], demo.locator("#status")
+    choose(demo, task.label)
+    long = "The storm closed the road. " * 200
+    for text, said in (("  ", "Nothing is written under “Your text”"), (long, "shorten it")):
+        write(demo, {"text": text}, task.fields)
+        demo.get_by_role("button", name="Run").click()
+        expect(status).to_contain_text(said, timeout=ANSWER_MS)
+    write(demo, {"text": "The storm closed the road."}, task.fields)
+    model = demo.get_by_role("textbox", name="Model")
+    model.fill("no-such/model")
+    model.press("Enter")
+    demo.get_by_role("button", name="Run").click()
+    expect(status).to_contain_text("no-such/model", timeout=ANSWER_MS)
+
+
+def test_a_running_answer_is_stopped(demo: Page) -> None:
+    task = menu()[1]
+    choose(demo, task.label)
+    write(demo, task.examples[0], task.fields)
+    demo.get_by_role("button", name="Run").click()
+    expect(demo.locator("#status")).to_have_text("Writing.", timeout=ANSWER_MS)
+    demo.get_by_role("button", name="Stop").click()
+    assert run(demo)[0][0], "and it goes on afterwards"
+
+
+def test_ten_visitors_at_once_are_all_answered(browser: Browser, url: str) -> None:
+    contexts = [browser.new_context() for _ in range(10)]
+    pages: list[Any] = []
+    for context, row in zip(contexts, rows("translation"), strict=False):
+        context.set_default_timeout(ANSWER_MS)
+        page = context.new_page()
+        page.goto(url)
+        expect(page.get_by_role("button", name="Run")).to_be_visible(timeout=ANSWER_MS)
+        write(page, {"text": row["source"]}, menu()[0].fields)
+        pages.append(page)
+    for page in pages:
+        page.get_by_role("button", name="Run").click()
+    for page in pages:
+        expect(page.locator("#status")).to_have_text("Done.", timeout=ANSWER_MS)
+    texts = [page.locator(".lane textarea").first.input_value() for page in pages]
+    assert all(texts) and len({*texts}) > 5, "each has its own answer"
+    for context in contexts:
+        context.close()

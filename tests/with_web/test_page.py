@@ -1,0 +1,267 @@
+"""What a visitor does with the page, in a real browser, and whether it writes what Python writes.
+
+Run by `make test-web`; plain `make test` does not come here. Screenshots lie in build/web-test/.
+"""
+
+import re
+import subprocess
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import OUT, ROOT
+from playwright.sync_api import BrowserContext, Page, expect
+
+from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.decoding.greedy import greedy
+from t5accel.tasks import rows
+from t5accel.text.text_to_text import TokenizerFile
+
+TEXTS = 10  # of each task
+MODELS = ("student", "int8", "fp32")
+MOST_OTHERS, BEST = 10, 5  # answers in 8 bits that may differ, each by one of the likeliest tokens
+MOST_TRANSFER_BYTES = 25e6
+LONG = {"text": "The storm closed the road and the school. " * 80}
+
+
+def asked_of(content: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    """Texts of all tasks in turn, each with its task."""
+    names = dict(translate="translation", summarise="summaries", ask="questions")
+    found = [
+        [(task["id"], {name: row.get(name, row.get("source")) for name in task["fields"]})
+         for row in rows(names[task["id"]])[:: len(rows(names[task["id"]])) // TEXTS][:TEXTS]]
+        for task in content["tasks"]
+    ]  # fmt: skip
+    return [one for group in zip_longest(*found) for one in group]
+
+
+def folder_of(web: ModuleType, content: dict[str, Any], model: str) -> Path:
+    return next(web.BUILT / one["folder"] for one in content["models"] if one["id"] == model)
+
+
+def source(content: dict[str, Any], task: str, texts: dict[str, str]) -> str:
+    return next(one["template"] for one in content["tasks"] if one["id"] == task).format(**texts)
+
+
+def by_python(content: dict[str, Any], folder: Path, asked: list[tuple[str, dict[str, str]]]) -> list[list[int]]:
+    """The tokens that the same export gives in Python."""
+    backend, tokenizer, found = OrtNumpy(folder), TokenizerFile(folder), []
+    for task, texts in asked:
+        batch, most = tokenizer([source(content, task, texts)]), content["max_new_tokens"]
+        found.append(greedy(backend, *batch.values(), max_new_tokens=most).sequences[0].tolist())
+    return found
+
+
+def same(tokens: list[int], others: list[int]) -> int:
+    """How many tokens two answers have in common at their beginning."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+
+
+def likeliest(content: dict[str, Any], folder: Path, asked: tuple[str, dict[str, str]], prefix: list[int]) -> list[int]:
+    """The first few of the tokens that may come behind the beginning of an answer, in Python."""
+    backend, batch = OrtNumpy(folder), TokenizerFile(folder)([source(content, *asked)])
+    state = backend.start(backend.encode(*batch.values()))
+    for token in [backend.decoder_start_token_id, *prefix]:
+        logits = backend.step(state, np.array([[[token]]]))
+    return logits[0, 0, -1].argsort()[-BEST:].tolist()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_page_writes_the_tokens_that_python_writes(
+    page: Page, site: Any, web: ModuleType, content: dict[str, Any], model: str, foreign: list[str]
+) -> None:
+    asked = asked_of(content)
+    expected = by_python(content, folder_of(web, content, model), asked)
+    assert len(asked) == 3 * TEXTS and len({*map(tuple, expected)}) > 2 * TEXTS
+    assert sum(len({*tokens}) > 5 for tokens in expected) > TEXTS, "answers that vary are what equality rests on"
+    page.goto(f"{site.url}#{model}")
+    web.choose(page, model)
+    found = [web.ask(page, task, texts)["tokens"] for task, texts in asked]
+    if model == "fp32":
+        assert found == expected
+    else:  # quantised anew at each step: the last bit of a sum decides how it is rounded
+        folder = folder_of(web, content, model)
+        others = [number for number, tokens in enumerate(found) if tokens != expected[number]]
+        assert len(others) <= MOST_OTHERS
+        for number in others:
+            assert found[number][same(found[number], expected[number])] in likeliest(
+                content, folder, asked[number], expected[number][: same(found[number], expected[number])]
+            )
+    assert not foreign
+    page.screenshot(path=OUT / f"{model}.png", full_page=True)
+
+
+def test_a_first_visit_is_small_stays_at_home_and_works_without_a_network_afterwards(
+    page: Page, context: BrowserContext, site: Any, web: ModuleType, content: dict[str, Any], foreign: list[str]
+) -> None:
+    page.goto(site.url)
+    first = content["tasks"][0]
+    web.type_in(page, first["id"], first["examples"][0])
+    page.locator('button[type="submit"]').click()  # while it loads: the text waits for the model
+    page.screenshot(path=OUT / "loading.png", full_page=True)
+    before = web.answered(page)
+    expect(page.locator("#status")).to_have_text("Done.")
+    assert page.locator("#announcement").text_content() == before["text"] != ""
+    assert page.locator("#answer").get_attribute("lang") == first["language"]
+    page.wait_for_function("navigator.serviceWorker.ready.then((one) => one.active.state === 'activated')")
+    assert [path for path in site.asked if re.search("models/student.*/weights.data", path)]
+    assert not [path for path in site.asked if re.search("models/(int8|fp32)", path)], "nobody chose these"
+    sent = web.transfer_bytes({*site.asked} - {"/service-worker.js"})
+    assert sent < MOST_TRANSFER_BYTES, f"{sent / 1e6:.1f} MB"
+
+    site.close()  # no network any more
+    page.goto(site.url)
+    web.choose(page, "student")
+    assert web.ask(page, first["id"], first["examples"][0])["tokens"] == before["tokens"]
+    page.locator('input[value="fp32"]').check()
+    expect(page.locator("#status")).to_contain_text("Something went wrong")
+    web.choose(page, "student")  # and it goes on
+    assert not foreign
+    page.close()
+
+
+def test_a_request_elsewhere_is_noticed_and_the_page_may_not_make_one(
+    page: Page, context: BrowserContext, site: Any, foreign: list[str]
+) -> None:
+    elsewhere = site.url.replace("127.0.0.1", "localhost")
+    fetched = f"fetch('{elsewhere}', {{mode: 'no-cors'}}).then(() => 'fetched', () => 'refused')"
+    other = context.new_page()
+    other.goto(site.url + "page.json")  # which has no policy of its own
+    assert other.evaluate(fetched) == "fetched" and foreign == [elsewhere]
+    html = (ROOT / "web/src/index.html").read_text(encoding="utf-8")
+    assert "connect-src 'self'" in html
+    other.goto(site.url)
+    assert other.evaluate(fetched) == "refused"
+
+
+def test_it_is_used_by_keyboard_alone(page: Page, site: Any, web: ModuleType) -> None:
+    page.goto(site.url)
+    page.wait_for_selector("body[data-ready]", timeout=web.WAIT_MS)
+    reached = []
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.name || document.activeElement.id || "
+                                     "document.activeElement.textContent"))  # fmt: skip
+        if reached[-1] == "text":
+            break
+    assert reached == ["task", "examples", "text"]
+    page.keyboard.press("Control+a")
+    page.keyboard.type("I am tired.")
+    page.keyboard.press("Control+Enter")
+    assert web.answered(page)["text"]
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.type") == "submit"
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid", "where the keyboard is has to be seen"
+    page.locator('input[name="task"]').first.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator('input[name="task"]').nth(1).is_checked()
+
+
+def test_every_control_has_a_name_for_who_does_not_see_it(page: Page, site: Any, content: dict[str, Any]) -> None:
+    page.goto(site.url)
+    for task in content["tasks"]:
+        page.get_by_role("radio", name=task["label"]).check()
+        for label in task["fields"].values():
+            expect(page.get_by_role("textbox", name=label, exact=True)).to_be_visible()
+    for model in content["models"]:
+        expect(page.get_by_role("radio", name=re.compile(re.escape(model["label"])))).to_be_visible()
+    for role, name in (("button", "Run"), ("button", "Stop"), ("combobox", "Examples"), ("group", "Task")):
+        expect(page.get_by_role(role, name=name)).to_be_visible()
+    expect(page.get_by_role("status")).to_contain_text("Loading")
+    expect(page.get_by_role("progressbar", name="Loading the model")).to_be_visible()
+
+
+def test_it_fits_a_narrow_phone(browser: Any, site: Any, web: ModuleType, content: dict[str, Any]) -> None:
+    context = browser.new_context(viewport={"width": 320, "height": 640}, color_scheme="dark", has_touch=True)
+    page = context.new_page()
+    page.goto(site.url)
+    for task in content["tasks"]:
+        web.ask(page, task["id"], task["examples"][0])
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320, task["id"]
+        page.screenshot(path=OUT / f"phone-{task['id']}.png", full_page=True)
+    context.close()
+
+
+def test_empty_and_overlong_texts_get_a_sentence(page: Page, site: Any, web: ModuleType) -> None:
+    page.goto(site.url)
+    web.choose(page, "student")
+    status = page.locator("#status")
+    web.type_in(page, "summarise", {"text": "  "})
+    page.locator('button[type="submit"]').click()
+    expect(status).to_have_text("Nothing is written under “Your text”.")
+    expect(page.locator("textarea")).to_be_focused()
+    web.type_in(page, "summarise", LONG)
+    page.locator('button[type="submit"]').click()
+    expect(status).to_contain_text("tokens, and the page takes 512: shorten it.")
+    assert page.locator("textarea").get_attribute("aria-invalid") == "true"
+    page.screenshot(path=OUT / "overlong.png", full_page=True)
+    assert web.ask(page, "translate", {"text": "I am tired."})["tokens"]
+
+
+def test_it_stops_when_it_is_told_to(page: Page, site: Any, web: ModuleType, content: dict[str, Any]) -> None:
+    page.goto(site.url)
+    web.choose(page, "student")
+    task = content["tasks"][1]
+    whole = web.ask(page, task["id"], task["examples"][0])
+    assert len(whole["tokens"]) > 10
+    page.evaluate("""() => {
+        const answer = document.getElementById("answer");
+        const stop = () => answer.textContent && document.getElementById("stop").click();
+        new MutationObserver(stop).observe(answer, { childList: true });
+    }""")
+    part = web.ask(page, task["id"], task["examples"][0])
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    assert 0 < len(part["tokens"]) < len(whole["tokens"]) and part["tokens"] == whole["tokens"][: len(part["tokens"])]
+    expect(page.locator("#stop")).to_be_disabled()
+
+
+def test_another_model_may_be_chosen_at_any_moment(page: Page, site: Any, web: ModuleType) -> None:
+    page.goto(site.url)
+    page.locator('input[value="int8"]').check()  # while the first one loads
+    web.choose(page, "int8")
+    web.type_in(page, "summarise", {"text": rows("summaries")[0]["source"]})
+    page.locator('button[type="submit"]').click()
+    page.locator('input[value="student"]').check()  # while the second one writes
+    web.choose(page, "student")
+    assert web.ask(page, "translate", {"text": "I am tired."})["tokens"]
+    assert "Student" in page.locator("#figures").inner_text()
+
+
+def run_in_node(script: str, name: str) -> str:
+    """The output of a module that lies in web/, where the packages are."""
+    path = ROOT / "web" / "node_modules" / f"{name}.mjs"
+    path.write_text(script, encoding="utf-8")
+    return subprocess.run(["node", path], cwd=ROOT / "web", capture_output=True, text=True, check=True).stdout.strip()
+
+
+def readme_lines(folder: Path) -> str:
+    """The README's JavaScript, on an export of ours, from where `run_in_node` puts it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```js\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(lines.strip().splitlines()) <= 10 and "my-export/" in lines
+    return lines.replace("./src/t5.js", "../src/t5.js").replace("my-export/", f"{folder}/")
+
+
+def test_the_lines_of_the_readme_write_what_python_writes(web: ModuleType, content: dict[str, Any]) -> None:
+    folder = folder_of(web, content, "fp32")
+    (expected,) = by_python(content, folder, [("translate", {"text": "I am tired."})])
+    text = TokenizerFile(folder).batch_decode([expected], skip_special_tokens=True)[0]
+    assert run_in_node(readme_lines(folder), "readme") == text
+
+
+def test_a_history_that_is_masked_is_noticed(web: ModuleType, content: dict[str, Any]) -> None:
+    """The same lines with a fault in t5.js: the comparison can fail."""
+    folder = folder_of(web, content, "fp32")
+    module = (ROOT / "web/src/t5.js").read_text(encoding="utf-8")
+    assert module.count(".fill(1)") == 1
+    (ROOT / "web/node_modules/broken-t5.mjs").write_text(module.replace(".fill(1)", ".fill(0)"), encoding="utf-8")
+    source = rows("translation")[0]["source"]
+    lines = readme_lines(folder).replace("I am tired.", source)
+    right, wrong = (run_in_node(lines.replace("../src/t5.js", name), "faulty") for name in
+                    ("../src/t5.js", "./broken-t5.mjs"))  # fmt: skip
+    assert right != wrong
