@@ -16,6 +16,13 @@ def export_quietly(
     """One graph of what ``module`` computes, whose sizes along ``axes`` may be any.
 
     It is traced (``dynamo=False``): the fusions of ONNX Runtime's tools know the patterns that tracing leaves.
+
+    >>> import torch
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = f"{folder}/line.onnx"
+    ...     export_quietly(torch.nn.Linear(2, 3), (torch.ones(1, 2),), path, ["x"], ["y"], {"x": {0: "rows"}}).name
+    'line.onnx'
     """
     import torch
 

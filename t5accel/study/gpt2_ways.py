@@ -75,6 +75,12 @@ def gpt2_rows(
     Raises:
         ParityError: a way writes other tokens.
         InputError: the tokens do not vary.
+
+    >>> from t5accel.study.gpt2 import random_gpt2
+    >>> tiny = random_gpt2(dict(vocab_size=200, n_embd=64, n_layer=2, n_head=4, n_positions=64))
+    >>> rows = gpt2_rows(Gpt2(tiny, Path("graphs"), 1), model="tiny", new_tokens=12, rounds=3, ways=[PYTORCH, NO_CACHE])
+    >>> [row["equal"] for row in rows]
+    [12, 12]
     """
     import torch
 
