@@ -40,6 +40,7 @@ FLOORS = {
     "api": 5,
     "batch": 5,
     "mini": 5,
+    "study": 5,
     "serving": 5,
     "doctor": 5,
     "cli": 6,

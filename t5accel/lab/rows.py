@@ -117,6 +117,7 @@ class Row(TypedDict, total=False):
     packages: list[str]
     nodes: int
     contrib_operators: list[str]
+    moved_bytes: int  # handed over between Python and the runtime, both directions, of the whole work
 
     # Drafts.
     decoder_calls: int

@@ -1,0 +1,125 @@
+"""Measure the two studies: a BERT that answers questions, from PyTorch to pruned 8 bits; GPT-2, with a cache or anew.
+
+    python scripts/study.py bert --json data/results/bert.json
+    python scripts/study.py gpt2 --json data/results/gpt2.json
+
+Every part is written down when it is measured; an interrupted run goes on where it stopped, as long as machine,
+versions and commit are the same. Graphs are kept under --out. Nothing else may run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from t5accel import machine
+from t5accel.lab.rows import Row, here, rows_so_far, write_rows
+from t5accel.mini.reader import stories
+from t5accel.study.bert import PRUNED, READER, load_bert, resize, threshold_of, widths
+from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
+from t5accel.study.gpt2 import random_gpt2
+from t5accel.study.gpt2_ways import Gpt2, gpt2_rows
+from t5accel.study.spans import read
+from t5accel.tasks import CONTEXT, QUESTION
+
+LARGE, GPT2 = "random:bert-large", "random:gpt2"
+TOKENS, BATCHES = 512, (1, 8)
+ON_THE_WAY = [rung for rung in RUNGS if "whole" not in rung.name]
+BESIDE = [rung for rung in RUNGS if rung.name == "PyTorch" or "whole" in rung.name]
+Part = tuple[str, Callable[[], list[Row]]]
+
+
+@cache
+def small(out: Path, threads: int) -> tuple[Readers, Any, dict[str, float]]:
+    """The bundled reader and the pruned one; calibrated with stories that neither was trained or is scored on."""
+    (whole, tokenizer), (pruned, _) = (load_bert(name) for name in (READER, PRUNED))
+    told = [text.removeprefix(QUESTION).split(CONTEXT, 1) for text, _ in stories(64, "calibration")]
+    batches = [read(tokenizer, *zip(*told[at : at + 8], strict=True)).inputs for at in range(0, len(told), 8)]
+    models = {"whole": whole, "pruned": pruned}
+    readers = Readers(models, out / READER, batches, threads)
+    return readers, tokenizer, {which: threshold_of(model) for which, model in models.items()}
+
+
+@cache
+def large(out: Path, threads: int) -> Readers:
+    """Random weights of BERT large, and as much of them as the pruned reader has left of its own, layer for layer."""
+    whole = load_bert(LARGE)[0]
+    narrow = widths(small(out, threads)[0].models["pruned"])
+    full = widths(small(out, threads)[0].models["whole"])
+    own = widths(whole)
+    share = {kind: sum(narrow[kind]) / sum(full[kind]) for kind in own}
+    pruned = load_bert(LARGE, seed=1)[0]
+    resize(pruned, {kind: [max(1, round(count * share[kind])) for count in own[kind]] for kind in own})
+    calibration = [random_inputs(whole.config.vocab_size, 1, 128, seed=seed) for seed in range(2)]
+    return Readers({"whole": whole, "pruned": pruned}, out / "bert-large", calibration, threads)
+
+
+def bert_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
+    """The cells of bert.json, each with what measures it."""
+    yield "quality", lambda: quality(out, threads)
+    for batch in BATCHES:
+        for title, rungs in (("the way", ON_THE_WAY), ("beside it", BESIDE)):
+            for model, rounds in ((READER, 11), (LARGE, 5 if batch == 1 else 3)):
+                if model == LARGE and (quick or (batch > 1 and rungs is BESIDE)):
+                    continue
+
+                def measure(model=model, rungs=rungs, batch=batch, rounds=rounds) -> list[Row]:  # noqa: ANN001
+                    readers = small(out, threads)[0] if model == READER else large(out, threads)
+                    return speed_rows(rungs, readers, model=model, batch=batch, tokens=TOKENS, rounds=rounds,
+                                      keep_going=True)  # fmt: skip
+
+                yield f"{model}, {batch} × {TOKENS}, {title}", measure
+
+
+def quality(out: Path, threads: int) -> list[Row]:
+    """Of every rung, with the bundled reader."""
+    readers, tokenizer, thresholds = small(out, threads)
+    return quality_rows(RUNGS, readers, tokenizer, thresholds, model=READER, keep_going=True)
+
+
+def gpt2_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
+    """The cells of gpt2.json, by the number of new tokens."""
+
+    @cache
+    def subject() -> Gpt2:
+        return Gpt2(random_gpt2(), out / "gpt2", threads)
+
+    for new_tokens, rounds in ((16, 5), (64, 5)) if quick else ((16, 5), (64, 5), (256, 3)):
+        yield (
+            f"{GPT2}, {new_tokens} tokens",
+            lambda new_tokens=new_tokens, rounds=rounds: gpt2_rows(
+                subject(), model=GPT2, new_tokens=new_tokens, rounds=rounds, keep_going=True
+            ),
+        )
+
+
+def main() -> None:
+    """Measure what is not measured yet."""
+    parser = argparse.ArgumentParser(description="Measure the BERT study or the GPT-2 study.")
+    parser.add_argument("study", choices=("bert", "gpt2"))
+    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--out", type=Path, default=Path("build/study"), help="where graphs are kept (build/study)")
+    parser.add_argument("--quick", action="store_true", help="without BERT large, without the longest answers")
+    args = parser.parse_args()
+    threads = machine.cpu_threads()
+    command = f"python scripts/study.py {args.study}{' --quick' if args.quick else ''}"
+    rows = rows_so_far(args.json, {**here(), "command": command})
+    parts = list({"bert": bert_parts, "gpt2": gpt2_parts}[args.study](args.out, threads, args.quick))
+    with tqdm(parts, unit="part") as bar:
+        for name, measure in bar:
+            bar.set_postfix_str(name)
+            if any(row["cell"] == name for row in rows):
+                continue
+            rows += [{**row, "cell": name} for row in measure()]
+            write_rows(args.json, rows, command=command)
+            gc.collect()  # sessions of a size that the next part shall not stand beside
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The BERT ladder: one idea a rung, each with its speed, its bytes and, where the reader is a trained one, its scores.
+
+The rungs are those of the post (prune, export, fuse, narrow numbers, bind), as a CPU has them: fp16, the post's largest
+factor, is a GPU's arithmetic; here bf16 and 8 bits stand in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from t5accel import quality
+from t5accel.backends.ort.session import SessionSettings
+from t5accel.graphs.saved_graph import count_nodes
+from t5accel.lab.harness import Way, measured, ratio
+from t5accel.lab.rows import Row, scores
+from t5accel.study.bert import widths
+from t5accel.study.bert_graphs import (
+    INPUTS,
+    bound_run,
+    dynamic_int8,
+    export_bert,
+    fed_run,
+    fuse_bert,
+    static_int8,
+)
+from t5accel.study.spans import Run, answerer, torch_run
+from t5accel.timing import Work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Inputs = Mapping[str, np.ndarray]
+GATE = 1.0  # points of F1 that a rung may lose
+
+
+@dataclass(frozen=True)
+class Readers:
+    """A whole reader and a pruned one, and where their graphs are written.
+
+    Attributes:
+        models: ``"whole"`` and ``"pruned"``, in fp32.
+        folder: of the graphs; what is there is used again.
+        calibration: inputs that scales for static int8 are taken from.
+        threads: of every runtime.
+    """
+
+    models: Mapping[str, PreTrainedModel]
+    folder: Path
+    calibration: Sequence[Inputs]
+    threads: int
+
+    def graph(self, which: str, kind: str = "") -> Path:
+        """The plain graph of a model, or its ``"fused"``, ``"int8"`` or ``"static"`` copy; made when it is missing."""
+        path = self.folder / f"{which}{'-' if kind else ''}{kind}" / "model.onnx"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            make: dict[str, Callable[[Path], Any]] = {
+                "": lambda out: export_bert(self.models[which], out),
+                "fused": lambda out: fuse_bert(self.graph(which), out),
+                "int8": lambda out: dynamic_int8(self.graph(which, "fused"), out),
+                "static": lambda out: static_int8(self.graph(which), out, self.calibration),
+            }
+            make[kind](path)
+        return path
+
+    def settings(self) -> SessionSettings:
+        """Of every session."""
+        return SessionSettings(threads=self.threads)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way of running a reader.
+
+    Attributes:
+        name, adds, on: as in `lab.ladder.Rung`.
+        which: ``"whole"`` or ``"pruned"``.
+        kind: ``"torch"``, ``"bf16"``, ``"optimum"``, or of a graph: ``"fed"`` or ``"bound"``.
+        graph: of `Readers.graph`.
+        exact: whether it has to give the logits of the same model in fp32, within rounding.
+    """
+
+    name: str
+    adds: str
+    on: str | None
+    which: str = "whole"
+    kind: str = "fed"
+    graph: str = ""
+    exact: bool = True
+
+
+RUNGS = (
+    Rung("PyTorch", "PyTorch, fp32", None, kind="torch"),
+    Rung("pruned", "pruned by movement, removed", "PyTorch", "pruned", "torch", exact=False),
+    Rung("ONNX", "a graph, ONNX Runtime", "pruned", "pruned", exact=False),
+    Rung("fused", "fused operators", "ONNX", "pruned", graph="fused", exact=False),
+    Rung("int8", "8 bits, dynamic", "fused", "pruned", graph="int8", exact=False),
+    Rung("bound", "memory that stays", "int8", "pruned", "bound", "int8", exact=False),
+    # Beside the way: each idea on the whole model.
+    Rung("bf16, whole", "bf16 in PyTorch", "PyTorch", kind="bf16", exact=False),
+    Rung("ONNX, whole", "a graph, ONNX Runtime", "PyTorch"),
+    Rung("optimum, whole", "the same by optimum", "PyTorch", kind="optimum"),
+    Rung("fused, whole", "fused operators", "ONNX, whole", graph="fused"),
+    Rung("bound, whole", "memory that stays", "fused, whole", kind="bound", graph="fused"),
+    Rung("int8, whole", "8 bits, dynamic", "fused, whole", graph="int8", exact=False),
+    Rung("static int8, whole", "8 bits, scales from examples", "fused, whole", graph="static", exact=False),
+)
+
+
+def build(rung: Rung, readers: Readers, batch: int, tokens: int) -> Run:
+    """The rung as a function from inputs to logits, for (``batch``, ``tokens``) where memory is bound."""
+    model = readers.models[rung.which]
+    if rung.kind == "torch":
+        return torch_run(model)
+    if rung.kind == "bf16":
+        return torch_run(copy.deepcopy(model).bfloat16())
+    if rung.kind == "optimum":
+        return torch_run(optimum_reader(model, readers.folder / f"{rung.which}-optimum", readers.threads))
+    path = readers.graph(rung.which, rung.graph)
+    if rung.kind == "bound":
+        return bound_run(path, batch, tokens, readers.settings())
+    return fed_run(path, readers.settings())
+
+
+def optimum_reader(model: PreTrainedModel, folder: Path, threads: int) -> Any:
+    """The model as optimum's ``ORTModelForQuestionAnswering``; raises ``ImportError`` where optimum is missing."""
+    import onnxruntime
+    from optimum.onnxruntime import ORTModelForQuestionAnswering
+
+    if not (folder / "model.safetensors").is_file():
+        model.save_pretrained(folder)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    return ORTModelForQuestionAnswering.from_pretrained(folder, export=True, session_options=options)
+
+
+def size_bytes(rung: Rung, readers: Readers) -> int:
+    """Of the weights as this rung reads them, the graph included."""
+    model = readers.models[rung.which]
+    if rung.kind in ("torch", "bf16"):
+        width = 2 if rung.kind == "bf16" else 4
+        return sum(parameter.numel() for parameter in model.parameters()) * width
+    folder = readers.folder / f"{rung.which}-optimum" if rung.kind == "optimum" else None
+    path = readers.graph(rung.which, rung.graph)
+    return sum(file.stat().st_size for file in (folder.glob("*.onnx*") if folder else path.parent.iterdir()))
+
+
+def random_inputs(vocabulary: int, batch: int, tokens: int, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tokens without padding, a question of 16 and a text: what length costs does not depend on what they say.
+
+    >>> random_inputs(50, 1, 8)["token_type_ids"].tolist()
+    [[0, 0, 0, 0, 1, 1, 1, 1]]
+    """
+    ids = np.random.default_rng(seed).integers(4, vocabulary, (batch, tokens))
+    kinds = np.repeat((np.arange(tokens) >= min(16, tokens // 2))[None], batch, 0).astype(np.int64)
+    return dict(zip(INPUTS, (ids, kinds, np.ones_like(ids)), strict=True))
+
+
+def speed_rows(
+    rungs: Sequence[Rung], readers: Readers, *, model: str, batch: int, tokens: int, rounds: int = 5,
+    keep_going: bool = False, atol: float = 2e-3,
+) -> list[Row]:  # fmt: skip
+    """Every rung proved and timed on the same random tokens, interleaved: rows with ``factor`` over the rung below.
+
+    Args:
+        rungs: the first one is the reference; each ``on`` must be among them, or the row has no factor.
+        model: what rows call it.
+        atol: how far logits of an exact rung may be from the reference's.
+        keep_going: a rung that fails has a row that says so.
+
+    Raises:
+        InputError: fewer than two rungs.
+        ParityError: an exact rung's logits are not the reference's.
+    """
+    vocabulary = next(iter(readers.models.values())).config.vocab_size
+    given = random_inputs(vocabulary, batch, tokens)
+
+    def way(rung: Rung) -> Way:
+        def built() -> Callable[[], np.ndarray]:
+            run = build(rung, readers, batch, tokens)
+            return lambda: np.stack(run(given))
+
+        return Way(rung.name, built, exact=rung.exact, facts=facts(rung, readers))
+
+    import torch
+
+    torch.set_num_threads(readers.threads)
+    work = Work(batch, tokens, 1, threads=readers.threads)
+    cell = f"{model}, {batch} × {tokens}"
+    rows = measured([way(rung) for rung in rungs], work, rounds=rounds, atol=atol, keep_going=keep_going, model=model,
+                    cell=cell, new_tokens=None, forced=None, beams=None)  # fmt: skip
+    times = {row["system"]: row["latency_s"] for row in rows if "latency_s" in row}
+    for rung, row in zip(rungs, rows, strict=True):
+        row |= {"rung": rung.name, "adds": rung.adds, "exact": rung.exact}
+        if rung.on:
+            row["on"] = rung.on
+        if "latency_s" not in row:  # it failed, or there was nothing left to compare it with
+            continue
+        row["size_bytes"] = size_bytes(rung, readers)
+        row["tokens_per_s"] = batch * tokens / float(np.median(row["latency_s"]))
+        if rung.on in times:
+            row |= ratio(times[rung.on], times[rung.name], "factor")
+    return rows
+
+
+def facts(rung: Rung, readers: Readers) -> dict[str, Any]:
+    """What a rung's row says of its graph."""
+    backend = {"torch": "torch", "bf16": "torch", "optimum": "optimum"}.get(rung.kind, "onnxruntime")
+    precision = "bf16" if rung.kind == "bf16" else {"int8": "int8", "static": "static int8"}.get(rung.graph, "fp32")
+    found: dict[str, Any] = {"precision": precision, "backend": backend, "settings": {"reader": rung.which}}
+    if rung.which == "pruned":
+        left, all_ = widths(readers.models["pruned"]), widths(readers.models["whole"])
+        found["settings"] |= {f"{kind}_left": sum(left[kind]) / sum(all_[kind]) for kind in left}
+    if rung.kind in ("fed", "bound"):
+        found["nodes"] = sum(count_nodes(readers.graph(rung.which, rung.graph)).values())
+    return found
+
+
+def quality_rows(
+    rungs: Sequence[Rung], readers: Readers, tokenizer: PreTrainedTokenizerBase, thresholds: Mapping[str, float], *,
+    model: str, limit: int | None = None, keep_going: bool = False,
+) -> list[Row]:  # fmt: skip
+    """The scores of every rung on the course's questions, and whether it loses no more F1 than the gate allows.
+
+    Args:
+        thresholds: of ``"whole"`` and ``"pruned"``, as they were chosen in fp32.
+        limit: texts of each half.
+    """
+    rows: list[Row] = []
+    for rung in rungs:
+        row: Row = {"measured": "quality", "model": model, "task": "questions", "system": rung.name, "rung": rung.name}
+        row |= facts(rung, readers)
+        try:
+            fed = replace(rung, kind="fed") if rung.kind == "bound" else rung  # batches differ in size: the same graph
+            run = build(fed, readers, 1, 1)
+            answer = answerer(tokenizer, run, threshold=thresholds[rung.which])
+            report = quality.evaluate(answer, names=["questions"], limit=limit)
+        except Exception as error:
+            if not keep_going:
+                raise
+            rows.append({**row, "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"})
+            continue
+        row |= scores(report.to_json()) | {"size_bytes": size_bytes(rung, readers)}
+        rows.append(row)
+    first = next((row for row in rows if "f1" in row), None)
+    for row in rows:
+        if first is not None and "f1" in row:
+            row["inside"] = first["f1"] - row["f1"] <= GATE
+            row["settings"] = {**row["settings"], "max_loss_f1": GATE}
+    return rows

@@ -1,0 +1,80 @@
+"""GPT-2: all ways of decoding give transformers' tokens, and the bytes that they hand over are those counted."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from t5accel.errors import UnknownModelError
+from t5accel.parity import assert_varied
+from t5accel.study.gpt2 import Moved, bytes_of_logits, cached, export_gpt2, random_gpt2, recomputed, torch_greedy
+
+SIZES: dict[str, Any] = dict(vocab_size=200, n_embd=64, n_layer=3, n_head=4, n_positions=64)
+PROMPTS = np.random.default_rng(0).integers(1, 200, (2, 7))
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_gpt2(SIZES)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> np.ndarray:
+    tokens = torch_greedy(model)(PROMPTS, NEW)
+    assert_varied(tokens, 6)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    for cache in (False, True):
+        for last in (False, True):
+            export_gpt2(model, folder / f"{cache}-{last}.onnx", cache=cache, last_logits=last)
+    return folder
+
+
+def test_without_its_cache_transformers_writes_the_same(model: Any, expected: np.ndarray) -> None:
+    assert (torch_greedy(model, cache=False)(PROMPTS, NEW) == expected).all()
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("cache", [False, True])
+def test_every_way_writes_transformers_tokens(folder: Path, expected, cache: bool, last: bool, bound: bool) -> None:
+    graph, anew = folder / f"{cache}-{last}.onnx", partial(recomputed, last_logits=last)
+    generate = (cached if cache else anew)(graph, bound=bound, moved=Moved())
+    assert (generate(PROMPTS, NEW) == expected).all()
+    assert (generate(PROMPTS[:1], NEW) == expected[:1]).all()  # the same session at another size
+
+
+def test_the_bytes_that_are_handed_over_are_counted(folder: Path) -> None:
+    moved = {}
+    for cache in (False, True):
+        for bound in (False, True):
+            counter = Moved()
+            (cached if cache else recomputed)(folder / f"{cache}-False.onnx", bound=bound, moved=counter)(PROMPTS, NEW)
+            moved[cache, bound] = counter.size_bytes
+    ids = sum(2 * length * 8 for length in range(7, 7 + NEW))
+    assert moved[False, False] == bytes_of_logits(7, NEW, vocabulary=200, batch=2) + ids
+    position = 2 * 3 * 64 * 4 * 2  # keys and values, layers, width, fp32, rows
+    history = sum((past + all_) * position for past, all_ in zip([0, *range(7, 22)], range(7, 23), strict=True))
+    steps = 2 * 8 * (7 + NEW - 1) + 2 * 200 * 4 * (7 + NEW - 1)
+    assert moved[True, False] == history + steps
+    assert moved[True, True] == steps
+    assert moved[False, True] == PROMPTS.nbytes + NEW * 2 * 200 * 4
+
+
+def test_the_post_s_six_gigabytes_are_the_logits_of_all_positions() -> None:
+    assert 6.0e9 < bytes_of_logits(1, 256) < 7.0e9
+
+
+def test_sizes_are_named(model: Any) -> None:
+    assert model.config.n_layer == 3
+    with pytest.raises(UnknownModelError, match="gpt2-medium"):
+        random_gpt2("gpt2-huge")

@@ -1,0 +1,136 @@
+"""The two studies' rows: every rung proven before it is timed, scored, and written down part by part."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from script import load_script
+
+from t5accel.lab.rows import checked
+from t5accel.mini.reader import train_wordpiece
+from t5accel.parity import ParityError
+from t5accel.study.bert import random_bert, resize
+from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, size_bytes, speed_rows
+from t5accel.study.gpt2 import bytes_of_logits, random_gpt2
+from t5accel.study.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=150, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+    initializer_range=0.2,
+)  # fmt: skip
+WITHOUT_OPTIMUM = [rung for rung in RUNGS if rung.kind != "optimum"]
+
+pytestmark = pytest.mark.usefixtures("threads_put_back")
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Readers:
+    pruned = random_bert(SIZES, seed=1)
+    resize(pruned, {"heads": [1, 3], "neurons": [20, 40]})
+    models = {"whole": random_bert(SIZES), "pruned": pruned.eval()}
+    return Readers(models, tmp_path_factory.mktemp("study"), [random_inputs(150, 2, 24)], 1)
+
+
+@pytest.fixture(scope="module")
+def rows(readers: Readers) -> list[Any]:
+    return speed_rows(WITHOUT_OPTIMUM, readers, model="tiny", batch=2, tokens=24, rounds=3)
+
+
+def test_every_rung_stands_on_one_before_it() -> None:
+    names = [rung.name for rung in RUNGS]
+    assert len({*names}) == len(names) and RUNGS[0].on is None
+    assert all(rung.on in names[:place] for place, rung in enumerate(RUNGS) if place)
+
+
+def test_every_rung_has_a_row_that_a_file_takes(rows: list[Any]) -> None:
+    assert [row["rung"] for row in map(checked, rows)] == [rung.name for rung in WITHOUT_OPTIMUM]
+    by_name = {row["rung"]: row for row in rows}
+    for rung in WITHOUT_OPTIMUM:
+        row = by_name[rung.name]
+        assert len(row["latency_s"]) == 3 and row["batch"] == 2 and row["source_tokens"] == 24
+        assert row["tokens_per_s"] == pytest.approx(48 / np.median(row["latency_s"]))
+        if rung.on:
+            below = by_name[rung.on]["latency_s"]
+            assert row["factor_samples"] == [a / b for a, b in zip(below, row["latency_s"], strict=True)]
+    assert by_name["fused, whole"]["nodes"] < by_name["ONNX, whole"]["nodes"] / 3
+    assert by_name["int8, whole"]["precision"] == "int8" and by_name["bf16, whole"]["precision"] == "bf16"
+    assert by_name["int8, whole"]["size_bytes"] < by_name["fused, whole"]["size_bytes"]
+    assert by_name["pruned"]["settings"] == {"reader": "pruned", "heads_left": 0.5, "neurons_left": 60 / 128}
+    assert by_name["pruned"]["size_bytes"] < by_name["PyTorch"]["size_bytes"]
+
+
+def test_bytes_are_those_of_the_weights(readers: Readers) -> None:
+    numbers = readers.models["whole"].num_parameters()
+    assert size_bytes(RUNGS[0], readers) == 4 * numbers
+    assert size_bytes(next(rung for rung in RUNGS if rung.kind == "bf16"), readers) == 2 * numbers
+    plain = next(rung for rung in RUNGS if rung.name == "ONNX, whole")
+    assert 4 * numbers < size_bytes(plain, readers) < 5 * numbers
+
+
+def test_a_graph_of_other_weights_is_not_timed(readers: Readers) -> None:
+    other = replace(readers, models={**readers.models, "whole": random_bert(SIZES, seed=9)})
+    rungs = [rung for rung in RUNGS if rung.name in ("PyTorch", "ONNX, whole")]
+    with pytest.raises(ParityError):  # the graph is there already, of other weights
+        speed_rows(rungs, other, model="tiny", batch=1, tokens=16, rounds=3)
+    row = speed_rows(rungs, other, model="tiny", batch=1, tokens=16, rounds=3, keep_going=True)[1]
+    assert "ParityError" in row["failed"] and "latency_s" not in row
+
+
+def test_scores_belong_to_the_rung_and_the_gate_judges_them(readers: Readers) -> None:
+    tokenizer = train_wordpiece(["Who came to Tillbury on Monday?", "It was Ann McCoy."] * 5, 120)
+    never = {"whole": -1e9, "pruned": 1e9}  # the whole one abstains always, the pruned one never
+    rungs = [rung for rung in RUNGS if rung.name in ("PyTorch", "pruned", "bound", "int8, whole")]
+    rows = [checked(row) for row in quality_rows(rungs, readers, tokenizer, never, model="tiny", limit=12)]
+    whole, pruned, bound, int8 = rows
+    assert whole["exact_match_no_answer"] == int8["exact_match_no_answer"] == 100 and whole["inside"] and int8["inside"]
+    for row in (pruned, bound):  # an article alone counts as no answer
+        assert row["exact_match_no_answer"] < 50
+    assert pruned["inside"] == (whole["f1"] - pruned["f1"] <= 1.0)
+    assert whole["limit"] == 12
+
+
+def test_gpt2_s_ways_write_the_same_and_say_what_they_hand_over(tmp_path: Path) -> None:
+    sizes = dict(vocab_size=200, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    gpt2 = Gpt2(random_gpt2(sizes), tmp_path, 1)
+    ways = [way for way in WAYS if way != OPTIMUM]
+    rows = [checked(row) for row in gpt2_rows(gpt2, model="tiny", new_tokens=12, rounds=3, ways=ways)]
+    assert [row["system"] for row in rows] == ways and rows[0]["system"] == PYTORCH
+    assert all(row["equal"] == row["of"] == 12 and row["distinct"] > 2 for row in rows)
+    moved = {row["system"]: row["moved_bytes"] for row in rows if row["system"] in GRAPHS}
+    assert moved["ONNX Runtime, no cache, numpy"] > bytes_of_logits(8, 12, vocabulary=200)
+    assert moved["ONNX Runtime, cache, bound"] < moved["ONNX Runtime, cache, numpy"]
+    assert moved["ONNX Runtime, no cache, bound"] * 5 < moved["ONNX Runtime, no cache, numpy"]
+
+
+def test_a_recording_goes_on_with_the_part_that_is_missing(tmp_path: Path, monkeypatch, capsys) -> None:
+    study, done = load_script("study"), []
+
+    def parts(*_: Any):  # noqa: ANN202
+        for name in ("one", "two"):
+            yield name, lambda name=name: done.append(name) or [{"measured": "speed", "system": name}]
+
+    def stop(*_: Any):  # noqa: ANN202
+        yield next(parts())
+        yield "two", lambda: 1 / 0
+
+    monkeypatch.setattr("sys.argv", ["study.py", "gpt2", "--json", str(tmp_path / "rows.json")])
+    monkeypatch.setattr(study, "gpt2_parts", stop)
+    with pytest.raises(ZeroDivisionError):
+        study.main()
+    monkeypatch.setattr(study, "gpt2_parts", parts)
+    study.main()
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert done == ["one", "two"] and [row["cell"] for row in content["rows"]] == ["one", "two"]
+    assert content["command"] == "python scripts/study.py gpt2"
+
+
+def test_the_parts_of_the_recordings_are_named_once(tmp_path: Path) -> None:
+    study = load_script("study")
+    for parts in (study.bert_parts, study.gpt2_parts):
+        names = [name for name, _ in parts(tmp_path, 1, False)]
+        assert len({*names}) == len(names) > len(list(parts(tmp_path, 1, True)))
