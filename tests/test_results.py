@@ -160,6 +160,21 @@ def test_no_recorded_step_is_faster_than_its_floor() -> None:
     assert count > 500 and nearest < 2, "a floor that nothing comes near would pass whatever was recorded"
 
 
+def test_the_readme_says_how_models_of_other_families_stand() -> None:
+    rows = read("peers-families.json")["rows"]
+    assert all(
+        row["equal"] == row["of"] for row in rows if row["precision"] == "fp32" and row["system"] in (OURS, OURS_EXACT)
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").split("## Beyond T5\n")[1].split("\n## ")[0]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.splitlines() if line.startswith("| ")]
+    boards = [standings(rows), standings(rows, ours=OURS_EXACT), standings(rows, ours=int8_for, precision="int8")]
+    for (_, *quoted), board in zip(table[1:], map(list, boards), strict=True):
+        for model, text in zip(table[0][1:], quoted, strict=True):
+            ratios = [standing.ratio for standing in board if standing.model == model]
+            assert text == "–".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))), model
+    assert len(table[0]) == 6 and {row["model"] for row in rows} == {f"random:{name}" for name in table[0][1:]}
+
+
 def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_stand() -> None:
     rows, others = read("peers-cpu.json")["rows"], read("peers-cpu-intel.json")["rows"]
     assert {cell_of(row) for row in rows} == {*GRID} == {*map(cell_of, others), Work(32, 512, 16, 4)}
