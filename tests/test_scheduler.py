@@ -113,7 +113,8 @@ def by_itself(job: Job, backend: Any = None) -> list[tuple[list[int], float | No
 
 
 def pairs(answers: list[Answer]) -> list[tuple[list[int], float | None]]:
-    return [(answer.tokens, answer.score) for answer in answers]
+    """As `by_itself` has them: a beam that does not exist, of score -inf, may be made of padding."""
+    return [([token for token in answer.tokens if token != Joining.pad_token_id], answer.score) for answer in answers]
 
 
 @st.composite
