@@ -70,18 +70,24 @@ def test_the_ways_agree_to_the_last_bit(opened, padded_batch) -> None:
 
 
 def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
-    """Between two steps there is one past in memory. Its tensors are so large that the system has them back at once."""
+    """Between two steps there is one past in memory. Its tensors are so large that the system has them back at once.
+
+    The least of several steps counts, after one that loads what is loaded once: other tests' memory comes and goes.
+    """
     backend = runtime(exported("shallower-decoder"), settings=SessionSettings(threads=1, arena=False))
-    batch, rows, length, process = 64, 32, 110, psutil.Process()
+    batch, rows, length, process = 64, 32, 160, psutil.Process()
     state = backend.start(backend.encode(np.full((batch, 1), 5), np.ones((batch, 1), dtype=np.int64)), rows)
+    backend.step(state, np.full((batch, rows, 1), 7))
     before = process.memory_info().rss
     state.rows = state.rows.appended(length)
-    state.past = [backend._hold(backend._zeros((batch, rows, 4, length, 12))) for _ in range(2)]
-    for _ in range(3):
+    state.past = [backend._hold(backend._zeros((batch, rows, 4, length + 1, 12))) for _ in range(2)]
+    pasts = []
+    for _ in range(4):
         backend.step(state, np.full((batch, rows, 1), 7))
         size = sum(backend._array(past).nbytes for past in state.past)
-        assert size > 80e6
-        assert process.memory_info().rss - before < 1.9 * size, "two would be twice as much"
+        assert size > 120e6
+        pasts.append((process.memory_info().rss - before) / size)
+    assert min(pasts) < 1.7, f"two would be twice as much: {pasts}"
 
 
 # Any mixture of steps, trims, reorderings and leaving sources
