@@ -87,7 +87,7 @@ def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
         size = sum(backend._array(past).nbytes for past in state.past)
         assert size > 120e6
         pasts.append((process.memory_info().rss - before) / size)
-    assert min(pasts[1:]) < 1.7, f"two would be twice as much (the zeros of before the first are not in memory): {pasts}"
+    assert min(pasts[1:]) < 1.7, f"two would be twice as much (zeros, before the first, take none): {pasts}"
 
 
 # Any mixture of steps, trims, reorderings and leaving sources
