@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from t5accel.demo.menu import menu
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export.manifest import Manifest, describe_file
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.lab.rows import chosen, recorded
-from t5accel.serving.menu import menu
 
 READ = (MANIFEST, ENCODER, DECODER, WEIGHTS, "tokenizer.json", "tokenizer_config.json")  # by the page's code
 

@@ -71,7 +71,7 @@ def demo(
     ] = False,
 ) -> None:
     """Serve a page on which several ways answer one text at once: time, size, and whether the tokens are the same."""
-    from t5accel.serving.demo import launch
+    from t5accel.demo.page import launch
 
     launch(model, port=port, share=share)
 

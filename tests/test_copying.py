@@ -21,7 +21,7 @@ WITHOUT_EXAMPLE = {
     "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
     "t5accel.cli": "its functions are commands; their tests run them",
     "t5accel.cli_serving": "the same",
-    "t5accel.serving.demo": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",
+    "t5accel.demo.page": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",
     "t5accel.lab.triton_model": "Triton calls it; tests put a stand-in in its place",
     "t5accel.lab.course": "it starts kernels and runs whole notebooks",
 }

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from t5accel.demo import page as demo
+from t5accel.demo.menu import menu
+from t5accel.demo.race import Way
 from t5accel.errors import InputError
-from t5accel.serving import demo
-from t5accel.serving.menu import menu
-from t5accel.serving.race import Way
 
 
 class Letters:

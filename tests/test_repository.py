@@ -42,6 +42,7 @@ FLOORS = {
     "mini": 5,
     "study": 5,
     "serving": 5,
+    "demo": 5,
     "doctor": 5,
     "cli": 6,
     "cli_serving": 6,

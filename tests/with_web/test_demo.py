@@ -18,7 +18,7 @@ import pytest
 from conftest import OUT, ROOT
 from playwright.sync_api import Browser, Page, expect
 
-from t5accel.serving.menu import menu
+from t5accel.demo.menu import menu
 from t5accel.tasks import rows
 
 START_S, ANSWER_MS = 600, 600_000

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from t5accel.demo.menu import Task, menu
+from t5accel.demo.race import Lane, Way, difference, race, way, ways_of
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
-from t5accel.serving.menu import Task, menu
-from t5accel.serving.race import Lane, Way, difference, race, way, ways_of
 
 if TYPE_CHECKING:
     from gradio import Blocks

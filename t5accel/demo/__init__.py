@@ -1,0 +1,1 @@
+"""Several ways of answering, side by side on one page."""
