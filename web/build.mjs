@@ -25,5 +25,9 @@ for (const name of [...shell, ...models]) hash.update(await readFile(path.join(o
 page.version = `t5accel-${hash.update(JSON.stringify(page)).digest("hex").slice(0, 16)}`;
 await writeFile(path.join(out, "page.json"), JSON.stringify(page));
 
-const define = { VERSION: JSON.stringify(page.version), FILES: JSON.stringify(["./", "page.json", ...shell]) };
+const define = {
+  VERSION: JSON.stringify(page.version),
+  FILES: JSON.stringify(["./", "page.json", ...shell]),
+  MODELS: JSON.stringify(page.models.map(({ folder }) => folder)),
+};
 await build({ ...options, entryPoints: [source("service-worker.js")], define, format: "iife" });

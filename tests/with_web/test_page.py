@@ -124,6 +124,22 @@ def test_a_first_visit_is_small_stays_at_home_and_works_without_a_network_afterw
     page.close()
 
 
+def test_a_new_version_keeps_the_models_that_stay_the_same(page: Page, site: Any, content: dict[str, Any]) -> None:
+    kept = next(one["folder"] for one in content["models"] if one["id"] == "fp32") + "weights.data"
+    gone = "models/fp32-00000000/weights.data"
+    page.goto(site.url + "page.json")  # which starts no service worker
+    page.evaluate("""async (names) => {
+        const store = await caches.open("t5accel-earlier");
+        for (const name of names) await store.put(name, new Response("weights"));
+    }""", [kept, gone])  # fmt: skip
+    page.goto(site.url)
+    page.wait_for_function("navigator.serviceWorker.ready.then((one) => one.active.state === 'activated')")
+    assert page.evaluate("caches.keys()") == [content["version"]]
+    found = "(name) => caches.match(name).then((response) => response?.text())"
+    assert page.evaluate(found, kept) == "weights" and page.evaluate(found, gone) is None
+    page.close()  # and with it the model that it still loads
+
+
 def test_a_request_elsewhere_is_noticed_and_the_page_may_not_make_one(
     page: Page, context: BrowserContext, site: Any, foreign: list[str]
 ) -> None:
