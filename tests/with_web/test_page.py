@@ -119,6 +119,9 @@ def test_a_first_visit_is_small_stays_at_home_and_works_without_a_network_afterw
     assert web.ask(page, first["id"], first["examples"][0])["tokens"] == before["tokens"]
     page.locator('input[value="fp32"]').check()
     expect(page.locator("#status")).to_contain_text("Something went wrong")
+    page.locator('button[type="submit"]').click()  # tries again, and ends again
+    expect(page.locator("#stop")).to_be_disabled()
+    expect(page.locator("#status")).to_contain_text("Something went wrong")
     web.choose(page, "student")  # and it goes on
     assert not foreign
     page.close()
@@ -246,6 +249,15 @@ def test_another_model_may_be_chosen_at_any_moment(page: Page, site: Any, web: M
     web.choose(page, "student")
     assert web.ask(page, "translate", {"text": "I am tired."})["tokens"]
     assert "Student" in page.locator("#figures").inner_text()
+
+
+def test_an_answer_keeps_its_language_when_another_task_is_chosen(page: Page, site: Any, web: ModuleType) -> None:
+    page.goto(site.url)
+    web.type_in(page, "translate", {"text": "I am tired."})
+    page.locator('button[type="submit"]').click()  # while the model loads
+    page.locator('input[name="task"][value="summarise"]').check()
+    assert web.answered(page)["text"]
+    assert [page.locator(id_).get_attribute("lang") for id_ in ("#answer", "#announcement")] == ["fr", "fr"]
 
 
 def run_in_node(script: str, name: str) -> str:

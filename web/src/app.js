@@ -54,7 +54,6 @@ function fill(example) {
 
 function clear() {
   answer.textContent = figures.textContent = "";
-  answer.lang = task.language;
   delete answer.dataset.tokens;
 }
 
@@ -65,6 +64,7 @@ function chooseModel(chosen) {
   worker.onmessage = ({ data }) => received[data.type](data);
   worker.onerror = (event) => received.failed({ message: event.message || "The browser cannot start it." });
   ready = false;
+  delete document.body.dataset.ready;
   settle();
   progress.value = 0;
   progress.hidden = false;
@@ -95,10 +95,11 @@ const received = {
     progress.removeAttribute("value");
     status.textContent = "Warming up.";
   },
-  ready({ seconds }) {
+  ready({ seconds, isKept }) {
     ready = true;
     progress.hidden = true;
-    status.textContent = `Ready after ${seconds.toFixed(1)} s. It stays on this device and works without a network.`;
+    const kept = isKept ? " It stays on this device and works without a network." : "";
+    status.textContent = `Ready after ${seconds.toFixed(1)} s.${kept}`;
     document.body.dataset.ready = model.id;
     ask();
   },
@@ -121,7 +122,6 @@ const received = {
     answer.dataset.times = JSON.stringify({ firstS: running.firstS, perToken });
     status.textContent = stopped ? "Stopped." : "Done.";
     // Words that come one by one are no pleasure to hear: the whole is read once.
-    announcement.lang = task.language;
     announcement.textContent = text;
     settle();
   },
@@ -133,6 +133,8 @@ const received = {
     const offline = navigator.onLine ? "" : " There is no network, and this model was not loaded before.";
     status.textContent = `Something went wrong: ${message}${offline}`;
     progress.hidden = true;
+    worker?.terminate(); // half a model, or one without memory, answers nothing more
+    worker = null;
     settle();
   },
 };
@@ -151,8 +153,10 @@ form.addEventListener("submit", (event) => {
   const texts = Object.fromEntries(names.map((name) => [name, form.elements[name].value.trim()]));
   const empty = names.find((name) => !texts[name]);
   if (empty) return complain(`Nothing is written under “${task.fields[empty]}”.`, empty);
+  if (!worker) chooseModel(model); // it failed: try again
   clear();
   announcement.textContent = "";
+  answer.lang = announcement.lang = task.language; // and stays that of this answer if another task is chosen meanwhile
   const text = task.template.replace(/\{(\w+)\}/g, (_, name) => texts[name]);
   running = { id: ++asked, text, maxNewTokens: page.max_new_tokens, clicked: performance.now() };
   form.classList.add("busy");

@@ -7,6 +7,7 @@ import { T5 } from "./t5.js";
 const WARM_UP_TOKENS = 4;
 
 let t5, maxSourceTokens, stopped;
+let isKept = true; // all that was read is in the browser's store
 
 /** Files from the browser's store, else from the network and into the store: so they are there without a network. */
 function reader(version, onBytes) {
@@ -15,13 +16,13 @@ function reader(version, onBytes) {
     const kept = await store?.match(url);
     const response = kept ?? (await fetch(url));
     if (!response.ok) throw new Error(`${url} cannot be loaded: the server answers ${response.status}.`);
-    const storing = kept || store?.put(url, response.clone()).catch(() => undefined); // a full disk costs only time
+    const storing = kept || store?.put(url, response.clone()).then(() => true, () => false); // a full disk costs only time
     const chunks = [];
     for (let part, stream = response.body.getReader(); !(part = await stream.read()).done; ) {
       chunks.push(part.value);
       onBytes(part.value.length);
     }
-    await storing;
+    isKept &&= Boolean(await storing);
     return new Uint8Array(await new Blob(chunks).arrayBuffer());
   };
 }
@@ -38,7 +39,7 @@ async function open({ folder, wasm, version, bytes, warmUp, limit }) {
   postMessage({ type: "warming" }); // the first steps of a session take several times as long
   for await (const _ of t5.generate(t5.encode(warmUp), { maxNewTokens: WARM_UP_TOKENS }));
   maxSourceTokens = limit;
-  postMessage({ type: "ready", seconds: (performance.now() - start) / 1000 });
+  postMessage({ type: "ready", seconds: (performance.now() - start) / 1000, isKept });
 }
 
 async function generate({ text, maxNewTokens, id }) {
