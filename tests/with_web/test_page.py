@@ -17,12 +17,16 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.decoding.greedy import greedy
+from t5accel.graphs.export.manifest import read_manifest
 from t5accel.tasks import rows
 from t5accel.text.text_to_text import TokenizerFile
 
 TEXTS = 10  # of each task
 MODELS = ("student", "int8", "fp32")
-MOST_OTHERS, BEST = 10, 5  # answers in 8 bits that may differ, each by one of the likeliest tokens
+# In 8 bits a token may be another than Python's where its logit is nearly the largest. The largest gap met was 0.09, and
+# at half of all steps the second token is more than 4 behind.
+NEAR = 0.25
+MOST_OTHERS = 10  # answers with such a token
 MOST_TRANSFER_BYTES = 25e6
 LONG = {"text": "The storm closed the road and the school. " * 80}
 
@@ -55,19 +59,21 @@ def by_python(content: dict[str, Any], folder: Path, asked: list[tuple[str, dict
     return found
 
 
-def same(tokens: list[int], others: list[int]) -> int:
-    """How many tokens two answers have in common at their beginning."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+def gaps(
+    content: dict[str, Any], folder: Path, asked: tuple[str, dict[str, str]], tokens: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """How far each token of an answer is behind the likeliest one in Python, which follows the same answer so far.
 
-
-def likeliest(content: dict[str, Any], folder: Path, asked: tuple[str, dict[str, str]], prefix: list[int]) -> list[int]:
-    """The first few of the tokens that may come behind the beginning of an answer, in Python."""
+    And how far the second one is; both (L,), in logits.
+    """
     backend, batch = OrtNumpy(folder), TokenizerFile(folder)([source(content, *asked)])
-    state = backend.start(backend.encode(*batch.values()))
-    for token in [backend.decoder_start_token_id, *prefix]:
-        logits = backend.step(state, np.array([[[token]]]))
-    return logits[0, 0, -1].argsort()[-BEST:].tolist()
+    state, found = backend.start(backend.encode(*batch.values())), []
+    for before, token in zip([backend.decoder_start_token_id, *tokens], tokens, strict=False):
+        logits = backend.step(state, np.array([[[before]]]))[0, 0, -1]
+        second, first = np.partition(logits, -2)[-2:]
+        found.append((first - logits[token], first - second))
+    behind, seconds = np.array(found).T
+    return behind, seconds
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -85,12 +91,15 @@ def test_the_page_writes_the_tokens_that_python_writes(
         assert found == expected
     else:  # quantised anew at each step: the last bit of a sum decides how it is rounded
         folder = folder_of(web, content, model)
-        others = [number for number, tokens in enumerate(found) if tokens != expected[number]]
-        assert len(others) <= MOST_OTHERS
-        for number in others:
-            assert found[number][same(found[number], expected[number])] in likeliest(
-                content, folder, asked[number], expected[number][: same(found[number], expected[number])]
-            )
+        end = read_manifest(folder).tokens["eos_token_id"]
+        assert sum(one != other for one, other in zip(found, expected, strict=True)) <= MOST_OTHERS
+        seconds = []
+        for number, tokens in enumerate(found):
+            assert end not in tokens[:-1] and (tokens[-1] == end or len(tokens) == content["max_new_tokens"])
+            behind, second = gaps(content, folder, asked[number], tokens)
+            assert behind.max() < NEAR, f"text {number}, token {behind.argmax()}: {behind.max()} behind"
+            seconds += second.tolist()
+        assert np.mean(np.array(seconds) > NEAR) > 0.8, "where the second one is as good, nothing is tested"
     assert not foreign
     page.screenshot(path=OUT / f"{model}.png", full_page=True)
 

@@ -16,7 +16,8 @@ function reader(version, onBytes) {
     const kept = await store?.match(url);
     const response = kept ?? (await fetch(url));
     if (!response.ok) throw new Error(`${url} cannot be loaded: the server answers ${response.status}.`);
-    const storing = kept || store?.put(url, response.clone()).then(() => true, () => false); // a full disk costs only time
+    // A full disk costs only time.
+    const storing = kept || store?.put(url, response.clone()).then(() => true, () => false);
     const chunks = [];
     for (let part, stream = response.body.getReader(); !(part = await stream.read()).done; ) {
       chunks.push(part.value);
