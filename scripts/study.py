@@ -21,7 +21,7 @@ from tqdm import tqdm
 from t5accel import machine
 from t5accel.lab.rows import Row, here, rows_so_far, write_rows
 from t5accel.mini.reader import stories
-from t5accel.study.bert import PRUNED, READER, load_bert, resize, threshold_of, widths
+from t5accel.study.bert import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
 from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
 from t5accel.study.gpt2 import random_gpt2
 from t5accel.study.gpt2_ways import Gpt2, gpt2_rows
@@ -48,14 +48,14 @@ def small(out: Path, threads: int) -> tuple[Readers, Any, dict[str, float]]:
 
 @cache
 def large(out: Path, threads: int) -> Readers:
-    """Random weights of BERT large, and as much of them as the pruned reader has left of its own, layer for layer."""
+    """Random weights of BERT large, and of each of its layers the share that the pruned reader has left in all."""
     whole = load_bert(LARGE)[0]
     narrow = widths(small(out, threads)[0].models["pruned"])
     full = widths(small(out, threads)[0].models["whole"])
     own = widths(whole)
     share = {kind: sum(narrow[kind]) / sum(full[kind]) for kind in own}
-    pruned = load_bert(LARGE, seed=1)[0]
-    resize(pruned, {kind: [max(1, round(count * share[kind])) for count in own[kind]] for kind in own})
+    left = {kind: [max(1, round(count * share[kind])) for count in own[kind]] for kind in own}
+    pruned = random_bert({**RANDOM_SIZES["bert-large"], "layer_widths": left}, seed=1)
     calibration = [random_inputs(whole.config.vocab_size, 1, 128, seed=seed) for seed in range(2)]
     return Readers({"whole": whole, "pruned": pruned}, out / "bert-large", calibration, threads)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from script import load_script
 
 from t5accel.lab.rows import checked
 from t5accel.mini.reader import train_wordpiece
 from t5accel.parity import ParityError
-from t5accel.study.bert import random_bert, resize
+from t5accel.study.bert import random_bert, resize, widths
 from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, size_bytes, speed_rows
 from t5accel.study.gpt2 import bytes_of_logits, random_gpt2
 from t5accel.study.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
@@ -57,6 +58,8 @@ def test_every_rung_has_a_row_that_a_file_takes(rows: list[Any]) -> None:
         if rung.on:
             below = by_name[rung.on]["latency_s"]
             assert row["factor_samples"] == [a / b for a, b in zip(below, row["latency_s"], strict=True)]
+        assert ("error" in row) == (not rung.exact) and 0 < row.get("error", 0.1) < 0.3
+    assert not {"ONNX", "fused", "ONNX, whole"} & {name for name, row in by_name.items() if not row["exact"]}
     assert by_name["fused, whole"]["nodes"] < by_name["ONNX, whole"]["nodes"] / 3
     assert by_name["int8, whole"]["precision"] == "int8" and by_name["bf16, whole"]["precision"] == "bf16"
     assert by_name["int8, whole"]["size_bytes"] < by_name["fused, whole"]["size_bytes"]
@@ -72,13 +75,40 @@ def test_bytes_are_those_of_the_weights(readers: Readers) -> None:
     assert 4 * numbers < size_bytes(plain, readers) < 5 * numbers
 
 
-def test_a_graph_of_other_weights_is_not_timed(readers: Readers) -> None:
-    other = replace(readers, models={**readers.models, "whole": random_bert(SIZES, seed=9)})
-    rungs = [rung for rung in RUNGS if rung.name in ("PyTorch", "ONNX, whole")]
-    with pytest.raises(ParityError):  # the graph is there already, of other weights
-        speed_rows(rungs, other, model="tiny", batch=1, tokens=16, rounds=3)
-    row = speed_rows(rungs, other, model="tiny", batch=1, tokens=16, rounds=3, keep_going=True)[1]
-    assert "ParityError" in row["failed"] and "latency_s" not in row
+@pytest.mark.parametrize("which", ["whole", "pruned"])
+def test_a_graph_of_other_weights_is_not_timed(readers: Readers, which: str) -> None:
+    for rung in RUNGS:
+        if rung.which == which and rung.kind == "fed":
+            readers.graph(which, rung.graph)
+    models = {**readers.models, which: random_bert({**SIZES, "layer_widths": widths(readers.models[which])}, seed=9)}
+    other = replace(readers, models=models)  # whose graphs are there already, of other weights
+    first = [rung for rung in RUNGS if rung.kind == "torch"]
+    for rung in RUNGS:
+        if rung.which != which or rung.kind not in ("fed", "bound"):
+            continue
+        with pytest.raises(ParityError):
+            speed_rows([*first, rung], other, model="tiny", batch=1, tokens=16, rounds=3)
+        row = speed_rows([*first, rung], other, model="tiny", batch=1, tokens=16, rounds=3, keep_going=True)[2]
+        assert "ParityError" in row["failed"] and "latency_s" not in row
+
+
+def test_optimum_s_graph_has_its_bytes(readers: Readers) -> None:
+    pytest.importorskip("optimum.onnxruntime")
+    rungs = [rung for rung in RUNGS if rung.name in ("PyTorch", "optimum, whole")]
+    row = speed_rows(rungs, readers, model="tiny", batch=1, tokens=16, rounds=3)[1]
+    assert row["size_bytes"] > 4 * readers.models["whole"].num_parameters()
+
+
+def test_bert_large_is_drawn_alike_whatever_was_drawn_before(tmp_path: Path, readers: Readers, monkeypatch) -> None:
+    study = load_script("study")
+    monkeypatch.setattr(study, "LARGE", "random:tiny")
+    monkeypatch.setitem(study.RANDOM_SIZES, "tiny", SIZES)
+    monkeypatch.setitem(study.RANDOM_SIZES, "bert-large", SIZES)
+    monkeypatch.setattr(study, "small", lambda *_: (readers, None, {}))
+    one, other = (study.large(tmp_path / name, 1).models["pruned"] for name in ("one", "other"))
+    assert widths(one) == {"heads": [2, 2], "neurons": [30, 30]}
+    for weight, again in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(weight, again)
 
 
 def test_scores_belong_to_the_rung_and_the_gate_judges_them(readers: Readers) -> None:

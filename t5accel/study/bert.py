@@ -57,8 +57,6 @@ def load_bert(
         raise ModelUnavailableError(f"{folder} holds no model.safetensors: give a folder of save_pretrained().")
     config = BertConfig.from_pretrained(folder)
     model = _new(config)
-    if widths := getattr(config, "layer_widths", None):
-        resize(model, widths)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
@@ -66,6 +64,10 @@ def load_bert(
 
 def random_bert(sizes: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:
     """A seeded ``BertForQuestionAnswering``; for speed, since what it answers means nothing.
+
+    Args:
+        sizes: arguments of ``BertConfig``, and ``layer_widths`` where layers are to be narrower; see `resize`.
+        seed: of all weights.
 
     >>> tiny = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     >>> random_bert(tiny).config.num_hidden_layers
@@ -82,7 +84,10 @@ def random_bert(sizes: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:
 def _new(config: Any) -> PreTrainedModel:
     from transformers import BertForQuestionAnswering
 
-    return BertForQuestionAnswering(config)
+    model = BertForQuestionAnswering(config)
+    if sizes := getattr(config, "layer_widths", None):
+        resize(model, sizes)
+    return model
 
 
 def threshold_of(model: PreTrainedModel) -> float:

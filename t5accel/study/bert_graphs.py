@@ -161,17 +161,16 @@ def bound_run(path: str | os.PathLike[str], batch: int, tokens: int, settings: S
     binding = session.io_binding()
     given = {name: np.zeros((batch, tokens), np.int64) for name in names_of(session)}
     found = {name: np.zeros((batch, tokens), np.float32) for name in OUTPUTS}
-    values = [ortvalue(array) for array in (*given.values(), *found.values())]  # kept alive by `run`
-    for name, value in zip(given, values, strict=False):
-        binding.bind_ortvalue_input(name, value)
-    for name, value in zip(found, values[len(given) :], strict=True):
-        binding.bind_ortvalue_output(name, value)
+    for name, array in given.items():
+        binding.bind_ortvalue_input(name, ortvalue(array))
+    for name, array in found.items():
+        binding.bind_ortvalue_output(name, ortvalue(array))
 
     def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        for value, name in zip(values, given, strict=False):
-            value.numpy()[...] = inputs[name]
+        for name, array in given.items():
+            array[...] = inputs[name]
         session.run_with_iobinding(binding)
-        return tuple(value.numpy() for value in values[len(given) :])
+        return tuple(found.values())
 
     return run
 

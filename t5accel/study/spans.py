@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # From a BERT's inputs, by name, each (B, S) int64, to its start and end logits, each (B, S).
 Run = Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
 MOST_TOKENS = 512  # that a BERT of the published sizes has positions for
-LONGEST_ANSWER = 16  # tokens
+LONGEST_ANSWER = 8  # tokens; of the stories that a reader is trained on, none has more than 5
 
 
 class Read(NamedTuple):
