@@ -229,6 +229,25 @@ def test_broken_records_of_csv_and_odd_values_of_parquet_are_rejected(tmp_path: 
 
 
 @pytest.mark.usefixtures("toy")
+def test_a_carriage_return_alone_ends_no_row_of_csv_and_hides_none(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"id,text\n1,one\r2,two\n3,three\n")
+    assert run(tmp_path / "a.csv", tmp_path / "out")[0] == Done(1, 1, 1)
+    assert rejects_in(tmp_path / "out")[0]["reason"] == "not CSV: new-line character seen in unquoted field"
+    (tmp_path / "b.csv").write_bytes(b"text\rone\rtwo\r")
+    with pytest.raises(InputError, match=r"\(new-line character seen in unquoted field\): give CSV"):
+        run(tmp_path / "b.csv", tmp_path / "none")
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_lines_of_a_long_field_of_csv_are_no_rows(tmp_path: Path) -> None:
+    long = "".join(f"line,{i}\n" for i in range(20_000))
+    assert len(long) > 131_072, "Python's own limit"
+    (tmp_path / "in.csv").write_text(f'id,text\n1,"{long}"\n2,two\n', encoding="utf-8")
+    assert run(tmp_path / "in.csv", tmp_path / "out")[0] == Done(1, 1, 1)
+    assert rejects_in(tmp_path / "out")[0]["reason"] == "too long"
+
+
+@pytest.mark.usefixtures("toy")
 def test_folders_and_patterns_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     (tmp_path / "in" / "b").mkdir(parents=True)
     (tmp_path / "in" / "b" / "c.txt").write_bytes(b"three\r\nfour")

@@ -7,9 +7,8 @@ process. Every line of JSON Lines and of plain text is a row; of CSV every recor
 from __future__ import annotations
 
 import csv
-import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO, ClassVar
 from t5accel.errors import InputError, JobError, MissingPackageError
 
 MOST_SHOWN = 1000  # characters of a row that is rejected
+MOST_CHARACTERS = 1 << 24  # of a field of CSV, so that a quote that nobody closed does not fill the memory
 BOM = b"\xef\xbb\xbf"
 
 
@@ -205,7 +205,7 @@ class CsvRows(_Records):
                 taken.append(line)
                 yield line.decode("latin-1")  # commas, quotes and line ends are the bytes that they are in UTF-8
 
-        records = csv.reader(lines(), strict=True)
+        records = _reader(lines())
         while True:
             try:
                 next(records)
@@ -222,7 +222,10 @@ class CsvRows(_Records):
         try:
             return len(header), _fields(header.removeprefix(BOM).decode("utf-8"))
         except (ValueError, csv.Error) as error:
-            raise InputError(f"{file.name} has no header that can be read ({error}): give CSV in UTF-8.") from error
+            why = str(error).partition(" - ")[0]
+            raise InputError(
+                f"{file.name} has no header that can be read ({why}): give CSV in UTF-8, whose lines end with a line feed."
+            ) from error
 
     @classmethod
     def check(cls, path: Path, column: str, into: str) -> None:
@@ -233,7 +236,7 @@ class CsvRows(_Records):
         try:
             values = _fields(record)
         except csv.Error as error:
-            return Unfit(f"not CSV: {error}")
+            return Unfit(f"not CSV: {str(error).partition(' - ')[0]}")  # behind the dash is advice to programmers
         if len(values) != len(self.fields):
             return Unfit(f"{len(values)} fields where the header has {len(self.fields)}")
         return text_of(values[self.fields.index(column)])
@@ -247,8 +250,14 @@ class CsvRows(_Records):
                     writer.writerow([*_fields(record.decode("utf-8")), answer])
 
 
+def _reader(lines: Iterable[str]) -> Iterator[list[str]]:
+    csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))  # beyond it a record ends, wherever it is
+    return csv.reader(lines, strict=True)
+
+
 def _fields(record: str) -> list[str]:
-    return next(csv.reader(io.StringIO(record, newline=""), strict=True), [])
+    """Of one record: another one behind it, after a carriage return alone, is an error and not left out."""
+    return next(_reader([record]), [])
 
 
 class ParquetRows(Rows):
