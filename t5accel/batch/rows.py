@@ -224,7 +224,8 @@ class CsvRows(_Records):
         except (ValueError, csv.Error) as error:
             why = str(error).partition(" - ")[0]
             raise InputError(
-                f"{file.name} has no header that can be read ({why}): give CSV in UTF-8, whose lines end with a line feed."
+                f"{file.name} has no header that can be read ({why}): give CSV in UTF-8, with lines that end in a line "
+                "feed."
             ) from error
 
     @classmethod

@@ -23,8 +23,8 @@ from t5accel.text.text_to_text import TokenizerFile
 
 TEXTS = 10  # of each task
 MODELS = ("student", "int8", "fp32")
-# In 8 bits a token may be another than Python's where its logit is nearly the largest. The largest gap met was 0.09, and
-# at half of all steps the second token is more than 4 behind.
+# In 8 bits a token may be another than Python's where its logit is nearly the largest. The largest gap met was 0.09,
+# and at half of all steps the second token is more than 4 behind.
 NEAR = 0.25
 MOST_OTHERS = 10  # answers with such a token
 MOST_TRANSFER_BYTES = 25e6
