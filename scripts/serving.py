@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, stdev
@@ -29,16 +29,38 @@ from tqdm import tqdm
 from t5accel import machine
 from t5accel.api import open_backend
 from t5accel.checkpoints import BUNDLED, data_folder, load_t5
+from t5accel.decoding.backend import Backend
+from t5accel.decoding.job import Job
 from t5accel.errors import MissingPackageError
 from t5accel.graphs.export.cache import cached_export
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.abuse import abuse
 from t5accel.lab.load import Load, ask, offer
-from t5accel.lab.rates import FEWEST_ANSWERS, MOST_POINTS, Text, curve, knee, load_row, mixed_bodies, table
+from t5accel.lab.rates import (
+    BASELINE,
+    FEWEST_ANSWERS,
+    LONG,
+    MOST_POINTS,
+    OURS,
+    STATIC,
+    Text,
+    aims,
+    curve,
+    is_met,
+    knee,
+    load_row,
+    mixed_bodies,
+    table,
+)
 from t5accel.lab.rows import Row, chosen, here, rows_so_far, write_rows
 from t5accel.lab.servers import Running, Server, free_port, other, ours
 from t5accel.lab.static_batch import Asked, together
 from t5accel.lab.triton import triton_server, write_repository
 from t5accel.parity import ParityError, assert_varied
+from t5accel.serving.budget import Limits
+from t5accel.serving.scheduler import Scheduler
+from t5accel.tasks import rows as eval_rows
+from t5accel.tasks import source_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "random:t5-small"
@@ -46,7 +68,6 @@ LIMIT_S = {"mini": 1.0, SHAPE: 4.0}
 LENGTHS = (32, 64, 128, 256, 512)
 SEQUENTIAL, NEW_TOKENS = 50, 8  # the seeds' protocol: so many requests, one after the other, for each source length
 CLIENTS = 16
-STATIC, OURS = "FastAPI, static batches", "t5accel serve"
 COMPARED = 12  # answers
 
 
@@ -102,7 +123,7 @@ def of_t5_small_size(folder: Path) -> Model:
 def servers_for(model: Model, build: Path, threads: int) -> list[Server]:
     """All of them; without Triton or Ray where they are not installed."""
     found = [
-        other("transformers", model.where, name="FastAPI, transformers", threads=threads),
+        other("transformers", model.where, name=BASELINE, threads=threads),
         other("one-by-one", model.where, name="FastAPI, our engine", threads=threads),
         other("static", model.where, name=STATIC, threads=threads),
         ours(model.where, threads=threads, encoder_cache_mb=0),
@@ -131,10 +152,10 @@ def of_others() -> dict[str, str]:
 
 
 def compared(running: Running, bodies: Sequence[Mapping[str, Any]], expected: Sequence[tuple[str, int]]) -> Row:
-    """How many answers, asked for one by one and all at once, are those of our engine.
+    """How many answers, asked for one by one and all at once, are those of our engine in the same precision, alone.
 
     Raises:
-        ParityError: one is not, of a server whose answers have to be.
+        ParityError: one is not, of a server in fp32. In integers neighbours may decide ties.
     """
     url = running.url + running.server.path
     found = [ask(url, body) for body in bodies]
@@ -144,6 +165,29 @@ def compared(running: Running, bodies: Sequence[Mapping[str, Any]], expected: Se
     if running.server.precision == "fp32" and equal < len(found):
         raise ParityError(f"{running.server.name}: {len(found) - equal} of {len(found)} answers are not our engine's.")
     return {"equal": equal, "of": len(found), "distinct": len({text for text, _ in expected})}
+
+
+def one_after_another(backend: Backend, jobs: Sequence[Job]) -> list[list[int]]:
+    """The tokens of each, where a job joins every three steps."""
+    scheduler = Scheduler(backend, Limits(rows=len(jobs), encoder_cache_bytes=0), thread=False)
+    tickets = []
+    for job in jobs:
+        tickets.append(scheduler.submit(job))
+        for _ in range(3):
+            scheduler.round()
+    while scheduler.round():
+        pass
+    return [ticket.result(0)[0].tokens for ticket in tickets]
+
+
+def lead(backend: Backend, job: Job, alone: Sequence[int], other: Sequence[int]) -> float:
+    """Where two answers part, by how much that of the job alone led, in standard deviations of the logits."""
+    until = next(place for place, (one, two) in enumerate(zip(alone, other, strict=False)) if one != two)
+    ids = job.input_ids[None]
+    state = backend.start(backend.encode(ids, np.ones_like(ids)))
+    for token in [backend.decoder_start_token_id, *alone[:until]]:
+        logits = backend.step(state, np.full((1, 1, 1), token))[0, 0, 0]
+    return float((logits[alone[until]] - logits[other[until]]) / logits.std())
 
 
 def sequential(running: Running, model: Model, length: int, requests: int) -> Row:
@@ -170,19 +214,30 @@ def sequential(running: Running, model: Model, length: int, requests: int) -> Ro
 class Plan:
     """How much is measured."""
 
-    seconds: float = 7.0  # of each point of a curve
+    seconds: float = 5.0  # of each point of a curve
     points: int = MOST_POINTS
     fewest: int = FEWEST_ANSWERS  # of a point
     lengths: tuple[int, ...] = LENGTHS
     requests: int = SEQUENTIAL
-    beside_s: float = 15.0
-    pairs: int = 5  # with streams and without
-    stream_s: float = 3.0
+    beside_s: float = 12.0
+    pairs: int = 7  # with streams and without
+    stream_s: float = 2.5
     restarts: int = 3
+    sentences: int = 30  # that are answered beside each other
 
 
+SLOWER = Plan(points=6, fewest=60, lengths=(LENGTHS[0], LENGTHS[-1]), pairs=5)  # of the larger model
 QUICK = Plan(
-    seconds=1.0, points=2, fewest=0, lengths=(32,), requests=4, beside_s=1.0, pairs=1, stream_s=1.0, restarts=1
+    seconds=1.0,
+    points=2,
+    fewest=0,
+    lengths=(32,),
+    requests=4,
+    beside_s=1.0,
+    pairs=1,
+    stream_s=1.0,
+    restarts=1,
+    sentences=3,
 )
 Part = Callable[[], Iterator[Row]]
 
@@ -194,10 +249,15 @@ class Measuring:
         self.model, self.servers, self.plan, self.logs = model, servers, plan, logs
         self.limit_s = LIMIT_S[model.name]
         self.bodies = mixed_bodies(model.text)
-        backend, tokenizer, _ = open_backend(model.where, progress=False)
+        self.expected = {server.precision: self.written_alone(server.precision) for server in servers}
+
+    def written_alone(self, precision: str) -> list[tuple[str, int]]:
+        """What our engine answers in this precision, source by source."""
+        backend, tokenizer, _ = open_backend(self.model.where, precision=precision, progress=False)
         asked = [Asked(**body) for body in self.bodies[:COMPARED]]
-        self.expected = [together(backend, tokenizer, [one])[0] for one in asked]
-        assert_varied(tokenizer([text for text, _ in self.expected])["input_ids"][:1])
+        found = [together(backend, tokenizer, [one])[0] for one in asked]
+        assert_varied(tokenizer([text for text, _ in found])["input_ids"][:1])
+        return found
 
     def parts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Server, Part]]:
         """The name of each part, the server, and what measures it; ``rows`` are those so far."""
@@ -206,7 +266,7 @@ class Measuring:
         for server in self.servers:
             yield "short beside long", server, lambda server=server: self.beside(server, rows)
         for server in self.servers:
-            if server.streams and server.precision == "fp32":
+            if server.name == OURS:
                 yield "streaming", server, lambda server=server: self.streaming(server, rows)
         for server in self.servers:
             if server.name.startswith(OURS):
@@ -214,6 +274,8 @@ class Measuring:
         for server in self.servers:
             if server.name == OURS:
                 yield "hostile", server, self.hostile
+                if self.model.name == "mini":
+                    yield "neighbours", server, self.neighbours
 
     def running(self, server: Server, **how: Any) -> Running:
         return Running(server, self.logs / f"{server.name.replace(' ', '-')}.log", **how)
@@ -223,7 +285,7 @@ class Measuring:
         plan = self.plan
         with self.running(server) as running:
             yield {"measured": "start", "seconds": running.started_s}
-            yield {"measured": "equality"} | compared(running, self.bodies[:COMPARED], self.expected)
+            yield {"measured": "equality"} | compared(running, self.bodies[:COMPARED], self.expected[server.precision])
             yield from curve(running, self.bodies, limit_s=self.limit_s, seconds=plan.seconds, most=plan.points,
                              fewest=plan.fewest, clients=CLIENTS)  # fmt: skip
             for length in plan.lengths:
@@ -235,7 +297,7 @@ class Measuring:
         if self.most(server.name, rows) <= rate:
             return
         with self.running(server) as running:
-            compared(running, self.bodies[:COMPARED], self.expected)
+            compared(running, self.bodies[:COMPARED], self.expected[server.precision])
             yield self.sent(running, rate_per_s=rate, seconds=self.plan.beside_s, seed=1)
 
     def streaming(self, server: Server, rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
@@ -243,7 +305,7 @@ class Measuring:
         bodies = [{**body, "stream": True} for body in self.bodies]
         rate = 0.5 * (self.knee(server.name, rows) or self.most(server.name, rows) / 2)
         with self.running(server) as running:
-            compared(running, bodies[:COMPARED], self.expected)
+            compared(running, bodies[:COMPARED], self.expected[server.precision])
             yield self.sent(running, bodies, rate_per_s=rate, seconds=self.plan.beside_s, seed=2)
             pairs = []
             for number in range(self.plan.pairs):
@@ -271,12 +333,32 @@ class Measuring:
         server = ours(self.model.where, body_s=1, head_s=1, encoder_cache_mb=0)
         with self.running(server) as running:
             survived = abuse(running.port)
-            found = compared(running, self.bodies[:COMPARED], self.expected)
+            found = compared(running, self.bodies[:COMPARED], self.expected[server.precision])
             yield {
                 "measured": "hostile", "answered": survived.statuses.total(), "unanswered": survived.cut_off,
                 "seconds": survived.longest_s, **found,
                 "settings": {f"status {status}": count for status, count in sorted(survived.statuses.items())},
             }  # fmt: skip
+
+    def neighbours(self) -> Iterator[Row]:
+        """How many sentences are answered as alone where they join one after another, at natural and forced length."""
+        int8 = RECIPES["int8"]
+        exact = replace(int8, name="int8-fp32-products", decoder=replace(int8.decoder, accuracy_level=1),
+                        head=replace(int8.head, accuracy_level=1))  # fmt: skip
+        texts = [source_text("translation", row) for row in eval_rows("translation", limit=self.plan.sentences)]
+        for recipe in (RECIPES["fp32"], int8, RECIPES["int4"], exact):
+            backend, tokenizer, _ = open_backend(self.model.where, precision=recipe, progress=False)
+            sources = [ids for text in texts for ids in tokenizer([text])["input_ids"]]
+            for least, most in ((0, LONG), (LONG, LONG)):
+                jobs = [Job(ids, max_new_tokens=most, min_new_tokens=least) for ids in sources]
+                alone = [tokens for job in jobs for tokens in one_after_another(backend, [job])]
+                found = one_after_another(backend, jobs)
+                pairs = [(job, *both) for job, *both in zip(jobs, alone, found, strict=True) if both[0] != both[1]]
+                yield {
+                    "precision": recipe.name, "forced": bool(least), "new_tokens": most, "of": len(jobs),
+                    "measured": "equality", "equal": len(jobs) - len(pairs), "distinct": len({*map(tuple, alone)}),
+                    "largest_difference": max((lead(backend, *pair) for pair in pairs), default=0.0),
+                }  # fmt: skip
 
     def sent(self, running: Running, bodies: Sequence[Mapping[str, Any]] | None = None, **how: Any) -> Row:
         load = Load(running.url, self.bodies if bodies is None else bodies, path=running.server.path, **how)
@@ -310,7 +392,7 @@ def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends
             if server.name.startswith(OURS):
                 raise
             found = [{"measured": "failure", "failed": f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"}]
-        rows += [{**row, **about, "precision": server.precision, "threads": machine.cpu_threads()} for row in found]
+        rows += [{"precision": server.precision, **row, **about, "threads": machine.cpu_threads()} for row in found]
         keep()
     return True
 
@@ -337,12 +419,14 @@ def main() -> None:
     for name in args.models[:1] if args.quick else args.models:
         model = bundled() if name == "mini" else of_t5_small_size(folder / "t5-small")
         servers = servers_for(model, args.build, threads)
-        of_model = Measuring(model, servers, QUICK if args.quick else Plan(), folder)
+        of_model = Measuring(model, servers, QUICK if args.quick else SLOWER if name == SHAPE else Plan(), folder)
         if not measure(of_model, rows, lambda: write_rows(args.json, rows, command=command, **conditions), ends_at):
             print(f"{args.minutes:g} minutes are over: the same command measures the other parts.")
             break
     for name in dict.fromkeys(row["model"] for row in rows):
         print(f"{name}\n{table(rows, name)}\n")
+        for what, wanted, value in aims(rows, name):
+            print(f"{what}: {value:.2f}, wanted {wanted}" + "; missed" * (not is_met(wanted, value)))
 
 
 if __name__ == "__main__":

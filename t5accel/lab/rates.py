@@ -23,7 +23,7 @@ MOST_POINTS = 8
 FEWEST_ANSWERS = 120  # of a point, if that takes no more than …
 MOST_SECONDS = 15.0  # … this, or the seconds that were asked for
 
-BASELINE = "FastAPI, transformers"
+BASELINE, STATIC, OURS = "FastAPI, transformers", "FastAPI, static batches", "t5accel serve"
 Text = Callable[[np.random.Generator, int], str]  # a source of exactly so many tokens
 
 
@@ -173,3 +173,44 @@ def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
             times.append(f"{row['mean_s'] * 1e3:.1f} ± {row['deviation_s'] * 1e3:.1f} ms" if row else "–")
         lines.append((name, f"{rate:.1f}", f"{rate / base:.1f}x" if base else "–", *times))
     return "\n".join(aligned(lines))
+
+
+def aims(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, str, float]]:
+    """What a server of ours should reach, and what was measured; of what was not measured there is no entry.
+
+    >>> ready = dict(measured="restart", model="m", system=OURS, seconds=0.8)
+    >>> aims([ready], "m")
+    [('ready after a kill, s', '<= 3', 0.8)]
+    """
+    found, of_model = knees(rows, model), [*chosen(rows, model=model)]
+
+    def row(measured: str, **more: Any) -> Mapping[str, Any]:
+        return next(chosen(of_model, measured=measured, **{"system": OURS, **more}), {})
+
+    beside = [row("open loop", cell="short beside long", system=name) for name in (STATIC, OURS)]
+    alone = [row("sequential", source_tokens=length) for length in (512, 32)]
+    values = [
+        ("knee over the baseline's", ">= 10", _ratio(found.get(OURS), found.get(BASELINE))),
+        ("knee over that of static batches", ">= 1.5", _ratio(found.get(OURS), found.get(STATIC))),
+        ("p99 of short answers beside long ones, of static batches over ours", ">= 3",
+         _ratio(*(one.get("short_p99_s") for one in beside))),
+        ("p99 of 512 source tokens over that of 32", "<= 3", _ratio(*(one.get("p99_s") for one in alone))),
+        ("throughput with streams over that without", ">= 0.95", row("streaming").get("ratio")),
+        ("ready after a kill, s", "<= 3", row("restart").get("seconds")),
+        ("hostile requests without an answer", "<= 0", row("hostile").get("unanswered")),
+    ]  # fmt: skip
+    return [(what, wanted, value) for what, wanted, value in values if value is not None]
+
+
+def is_met(wanted: str, value: float) -> bool:
+    """Whether a measured value is what `aims` wants.
+
+    >>> is_met(">= 10", 12.0), is_met("<= 3", 3.5)
+    (True, False)
+    """
+    sign, bound = wanted.split()
+    return value >= float(bound) if sign == ">=" else value <= float(bound)
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None
