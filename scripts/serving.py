@@ -223,7 +223,7 @@ class Plan:
     pairs: int = 7  # with streams and without
     stream_s: float = 2.5
     restarts: int = 3
-    sentences: int = 30  # that are answered beside each other
+    sentences: int = 10  # of each kind, that are answered beside each other
 
 
 SLOWER = Plan(points=6, fewest=60, lengths=(LENGTHS[0], LENGTHS[-1]), pairs=5)  # of the larger model
