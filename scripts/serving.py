@@ -68,6 +68,8 @@ LIMIT_S = {"mini": 1.0, SHAPE: 4.0}
 LENGTHS = (32, 64, 128, 256, 512)
 SEQUENTIAL, NEW_TOKENS = 50, 8  # the seeds' protocol: so many requests, one after the other, for each source length
 CLIENTS = 16
+IN_TURN, RAY = "Triton, iterative sequences", "Ray Serve, static batches"
+LAST = (IN_TURN, RAY, "neighbours")  # systems and parts that come when all others are measured
 COMPARED = 12  # answers
 
 
@@ -138,7 +140,7 @@ def servers_for(model: Model, build: Path, threads: int) -> list[Server]:
     if (python := build / "ray/bin/python").exists():
         script, export = str(ROOT / "scripts/ray_server.py"), str(cached_export(model.where))
         command = [str(python), script, export, "--port={port}", f"--threads={threads}"]
-        found.append(Server("Ray Serve, static batches", command, ready="/ready"))
+        found.append(Server(RAY, command, ready="/ready"))
     else:
         print(f"{build / 'ray'} is missing: `make serving` makes it.")
     return found
@@ -214,19 +216,19 @@ def sequential(running: Running, model: Model, length: int, requests: int) -> Ro
 class Plan:
     """How much is measured."""
 
-    seconds: float = 5.0  # of each point of a curve
+    seconds: float = 4.0  # of each point of a curve
     points: int = MOST_POINTS
     fewest: int = FEWEST_ANSWERS  # of a point
     lengths: tuple[int, ...] = LENGTHS
     requests: int = SEQUENTIAL
-    beside_s: float = 12.0
+    beside_s: float = 10.0
     pairs: int = 7  # with streams and without
-    stream_s: float = 2.5
+    stream_s: float = 2.0
     restarts: int = 3
     sentences: int = 10  # of each kind, that are answered beside each other
 
 
-SLOWER = Plan(points=6, fewest=60, lengths=(LENGTHS[0], LENGTHS[-1]), pairs=5)  # of the larger model
+SLOWER = Plan(points=6, fewest=50, lengths=(LENGTHS[0], LENGTHS[-1]), pairs=3)  # of the larger model
 QUICK = Plan(
     seconds=1.0,
     points=2,
@@ -273,8 +275,8 @@ class Measuring:
                 yield "restart", server, lambda server=server: self.restarts(server)
         for server in self.servers:
             if server.name == OURS:
-                yield "hostile", server, self.hostile
                 if self.model.name == "mini":
+                    yield "hostile", server, self.hostile
                     yield "neighbours", server, self.neighbours
 
     def running(self, server: Server, **how: Any) -> Running:
@@ -376,10 +378,13 @@ class Measuring:
         return max((row["answers_per_s"] for row in chosen(rows, measured="closed loop", **about)), default=0.0)
 
 
-def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends_at: float) -> bool:
-    """Whatever of a model is not among the rows yet; returns whether there was time for all of it."""
+def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends_at: float, *, last: bool) -> bool:
+    """Whatever of a model is not among the rows yet, but for those that are ``last``, or those.
+
+    Returns whether there was time for all of it.
+    """
     done = {(row["model"], row["cell"], row["system"]) for row in rows}
-    parts = [*of_model.parts(rows)]
+    parts = [part for part in of_model.parts(rows) if bool({*part[:1], part[1].name} & {*LAST}) == last]
     for cell, server, part in tqdm(parts, desc=of_model.model.name, unit="part"):
         about = {"cell": cell, "system": server.name, "model": of_model.model.name}
         if tuple(about[key] for key in ("model", "cell", "system")) in done:
@@ -416,13 +421,17 @@ def main() -> None:
     conditions["versions"] |= of_others()
     rows: list[Row] = rows_so_far(args.json, conditions)
     command = "python scripts/serving.py" + (" --quick" if args.quick else "")
+    models = []
     for name in args.models[:1] if args.quick else args.models:
         model = bundled() if name == "mini" else of_t5_small_size(folder / "t5-small")
-        servers = servers_for(model, args.build, threads)
-        of_model = Measuring(model, servers, QUICK if args.quick else SLOWER if name == SHAPE else Plan(), folder)
-        if not measure(of_model, rows, lambda: write_rows(args.json, rows, command=command, **conditions), ends_at):
-            print(f"{args.minutes:g} minutes are over: the same command measures the other parts.")
-            break
+        plan = QUICK if args.quick else SLOWER if name == SHAPE else Plan()
+        models.append(Measuring(model, servers_for(model, args.build, threads), plan, folder))
+
+    def keep() -> None:
+        write_rows(args.json, rows, command=command, **conditions)
+
+    if not all(measure(one, rows, keep, ends_at, last=last) for last in (False, True) for one in models):
+        print(f"{args.minutes:g} minutes are over: the same command measures the other parts.")
     for name in dict.fromkeys(row["model"] for row in rows):
         print(f"{name}\n{table(rows, name)}\n")
         for what, wanted, value in aims(rows, name):

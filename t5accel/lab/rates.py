@@ -20,8 +20,8 @@ from t5accel.lab.servers import Running
 SHORT, LONG, SHARE_LONG = (4, 8), 128, 10  # new tokens; one request in so many is long
 STEP = 1.25  # from one rate to the next
 MOST_POINTS = 8
-FEWEST_ANSWERS = 120  # of a point, if that takes no more than …
-MOST_SECONDS = 15.0  # … this, or the seconds that were asked for
+FEWEST_ANSWERS = 100  # of a point, if that takes no more than …
+MOST_SECONDS = 10.0  # … this, or the seconds that were asked for
 
 BASELINE, STATIC, OURS = "FastAPI, transformers", "FastAPI, static batches", "t5accel serve"
 Text = Callable[[np.random.Generator, int], str]  # a source of exactly so many tokens
