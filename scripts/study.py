@@ -22,10 +22,12 @@ from t5accel import machine
 from t5accel.lab.rows import Row, here, rows_so_far, write_rows
 from t5accel.mini.reader import stories
 from t5accel.study.bert import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
+from t5accel.study.bert_graphs import fed_run
 from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
+from t5accel.study.bert_served import Protocol, Served, numbered, served_rows, single_words
 from t5accel.study.gpt2 import random_gpt2
 from t5accel.study.gpt2_ways import Gpt2, gpt2_rows
-from t5accel.study.spans import read
+from t5accel.study.spans import Run, answerer, read, torch_run
 from t5accel.tasks import CONTEXT, QUESTION
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
@@ -63,6 +65,8 @@ def large(out: Path, threads: int) -> Readers:
 def bert_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
     """The cells of bert.json, each with what measures it."""
     yield "quality", lambda: quality(out, threads)
+    for model in (READER,) if quick else (READER, LARGE):
+        yield f"{model}, served", lambda model=model: served(model, out, threads)
     for batch in BATCHES:
         for title, rungs in (("the way", ON_THE_WAY), ("beside it", BESIDE)):
             for model, rounds in ((READER, 11), (LARGE, 5 if batch == 1 else 3)):
@@ -75,6 +79,31 @@ def bert_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
                                       keep_going=True)  # fmt: skip
 
                 yield f"{model}, {batch} × {TOKENS}, {title}", measure
+
+
+def served(model: str, out: Path, threads: int) -> list[Row]:
+    """Behind FastAPI: PyTorch, the fused graph, and the last rung. BERT large is asked less, for it takes seconds."""
+    if model == LARGE:
+        readers, tokenizer, thresholds = large(out, threads), numbered(30522), {"whole": 0.0, "pruned": 0.0}
+        where, protocol = LARGE, Protocol(requests=10, seconds=25.0)
+    else:
+        (readers, tokenizer, thresholds), where, protocol = small(out, threads), model, Protocol()
+    kept = readers.folder / "tokenizer"
+    tokenizer.save_pretrained(kept)
+
+    def one(name: str, which: str, model: str, run: Run, **how: Any) -> Served:
+        answer = answerer(tokenizer, run, threshold=thresholds[which])
+        return Served(name, model, str(kept), thresholds[which], answer, **how)
+
+    in_torch = torch_run(readers.models["whole"])
+    fused, last = readers.graph("whole", "fused"), readers.graph("pruned", "int8")
+    ways = [
+        one("FastAPI, transformers", "whole", where, in_torch),
+        one("FastAPI, ONNX Runtime", "whole", str(fused), in_torch),
+        one("FastAPI, all rungs", "pruned", str(last), fed_run(last, readers.settings()), bound=True, precision="int8"),
+    ]
+    words = single_words(tokenizer)
+    return served_rows(ways, words, protocol, threads=threads, logs=readers.folder, model=model)
 
 
 def quality(out: Path, threads: int) -> list[Row]:
