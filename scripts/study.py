@@ -26,7 +26,7 @@ from t5accel.study.bert_graphs import fed_run
 from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
 from t5accel.study.bert_served import Protocol, Served, numbered, served_rows, single_words
 from t5accel.study.gpt2 import random_gpt2
-from t5accel.study.gpt2_ways import Gpt2, gpt2_rows
+from t5accel.study.gpt2_ways import NO_CACHE, WAYS, Gpt2, gpt2_rows
 from t5accel.study.spans import Run, answerer, read, torch_run
 from t5accel.tasks import CONTEXT, QUESTION
 
@@ -34,6 +34,7 @@ LARGE, GPT2 = "random:bert-large", "random:gpt2"
 TOKENS, BATCHES = 512, (1, 8)
 ON_THE_WAY = [rung for rung in RUNGS if "whole" not in rung.name]
 BESIDE = [rung for rung in RUNGS if rung.name == "PyTorch" or "whole" in rung.name]
+TOO_LONG = (NO_CACHE, "ONNX Runtime, no cache, bound, last logits")  # a minute for 256 tokens
 Part = tuple[str, Callable[[], list[Row]]]
 
 
@@ -82,7 +83,7 @@ def bert_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
 
 
 def served(model: str, out: Path, threads: int) -> list[Row]:
-    """Behind FastAPI: PyTorch, the fused graph, and the last rung. BERT large is asked less, for it takes seconds."""
+    """Behind FastAPI: PyTorch, the fused graph, the last two rungs. BERT large is asked less, for it takes seconds."""
     if model == LARGE:
         readers, tokenizer, thresholds = large(out, threads), numbered(30522), {"whole": 0.0, "pruned": 0.0}
         where, protocol = LARGE, Protocol(requests=10, seconds=25.0)
@@ -96,11 +97,13 @@ def served(model: str, out: Path, threads: int) -> list[Row]:
         return Served(name, model, str(kept), thresholds[which], answer, **how)
 
     in_torch = torch_run(readers.models["whole"])
-    fused, last = readers.graph("whole", "fused"), readers.graph("pruned", "int8")
+    fused, last = str(readers.graph("whole", "fused")), str(readers.graph("pruned", "int8"))
+    in_int8 = fed_run(last, readers.settings())
     ways = [
         one("FastAPI, transformers", "whole", where, in_torch),
-        one("FastAPI, ONNX Runtime", "whole", str(fused), in_torch),
-        one("FastAPI, all rungs", "pruned", str(last), fed_run(last, readers.settings()), bound=True, precision="int8"),
+        one("FastAPI, ONNX Runtime", "whole", fused, in_torch),
+        one("FastAPI, pruned, int8", "pruned", last, in_int8, precision="int8"),
+        one("FastAPI, pruned, int8, bound", "pruned", last, in_int8, precision="int8", bound=True),
     ]
     words = single_words(tokenizer)
     return served_rows(ways, words, protocol, threads=threads, logs=readers.folder, model=model)
@@ -119,11 +122,12 @@ def gpt2_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
     def subject() -> Gpt2:
         return Gpt2(random_gpt2(), out / "gpt2", threads)
 
-    for new_tokens, rounds in ((16, 5), (64, 5)) if quick else ((16, 5), (64, 5), (256, 3)):
+    for new_tokens in (16, 64) if quick else (16, 64, 256):
+        ways = [way for way in WAYS if new_tokens <= 64 or way not in TOO_LONG]
         yield (
             f"{GPT2}, {new_tokens} tokens",
-            lambda new_tokens=new_tokens, rounds=rounds: gpt2_rows(
-                subject(), model=GPT2, new_tokens=new_tokens, rounds=rounds, keep_going=True
+            lambda new_tokens=new_tokens, ways=ways: gpt2_rows(
+                subject(), model=GPT2, new_tokens=new_tokens, ways=ways, rounds=3, keep_going=True
             ),
         )
 

@@ -376,5 +376,7 @@ def save_reader(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     model = model.to("cpu", torch.float16).float()
     model.config.null_score_diff_threshold = round(choose_threshold(model, tokenizer), 3)
     model.half().save_pretrained(folder)
+    tokenizer.backend_tokenizer.no_truncation()  # of its last call, which tokenizer.json would ask of every reader
+    tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
     return folder
