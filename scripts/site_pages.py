@@ -77,7 +77,7 @@ def boards() -> str:
     parts = [
         "# Scoreboards",
         "Recorded runs, equal output first; speeds of two tables are those of two runs and do not compare. Notebook "
-        "[15_scoreboard_and_claims](notebooks/15_scoreboard_and_claims.ipynb) reads them with you. An en dash stands "
+        "[16_scoreboard_and_claims](notebooks/16_scoreboard_and_claims.ipynb) reads them with you. An en dash stands "
         "for what was not measured.",
     ]
     for file, title, columns in BOARDS:
