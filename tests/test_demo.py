@@ -55,13 +55,14 @@ def test_answers_stand_beside_each_other_with_their_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "source", "said"),
-    [(["ours, fp32"], "abc", "Choose 2 to 4 ways"), ([], "abc", "Choose 2 to 4 ways"),
-     (["ours, fp32", "ours, int8"], "a" * 513, "513 tokens, and the page takes 512")],
+    ("model", "chosen", "source", "said"),
+    [("mini", ["ours, fp32"], "abc", "Choose 2 to 4 ways"), ("mini", [], "abc", "Choose 2 to 4 ways"),
+     ("mini", ["ours, fp32", "ours, int8"], "a" * 513, "513 tokens, and the page takes 512"),
+     ("my-t5", ["ours, fp32", "student, int8"], "abc", "my-t5 has no way “student, int8”")],
 )  # fmt: skip
-def test_what_cannot_be_answered_gets_a_sentence(chosen: list[str], source: str, said: str) -> None:
+def test_what_cannot_be_answered_gets_a_sentence(model: str, chosen: list[str], source: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        list(demo.answers("mini", chosen, source, load=made_up))
+        list(demo.answers(model, chosen, source, load=made_up))
 
 
 def test_an_empty_field_is_named() -> None:

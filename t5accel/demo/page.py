@@ -51,9 +51,11 @@ def answers(
         What happens, in a sentence; and by label what has been written and in which time.
 
     Raises:
-        InputError: too few or too many ways, or a text too long; else as `race.way`.
+        InputError: too few or too many ways, one that this model does not have, or a text too long; else as `race.way`.
     """
     known = ways_of(model)
+    if missing := [label for label in chosen if label not in known]:
+        raise InputError(f"{model} has no way “{missing[0]}”: choose among the others.")
     chosen = [label for label in known if label in chosen]
     if not FEWEST <= len(chosen) <= MOST:
         raise InputError(f"Choose {FEWEST} to {MOST} ways to compare.")
@@ -129,6 +131,8 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
     tasks = {task.label: task for task in menu()}
     first = next(iter(tasks.values()))
     known = list(ways_of(model))
+    # A menu that changed while somebody clicks would make of the click an error: all labels are always there.
+    labels = list(ways_of("mini")) if own_model else known
 
     gradio.Markdown(
         "A T5 writes an answer. The ways take turns, and who has computed least goes next: each has the machine to "
@@ -141,7 +145,7 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
         )
     example = gradio.Dropdown(_labels(first), value=None, label="Examples", interactive=True)
     boxes = [gradio.Textbox(**_box(first, place), lines=2, interactive=True) for place in range(2)]
-    chosen = gradio.CheckboxGroup(known, value=known[:MOST], label="Ways")
+    chosen = gradio.CheckboxGroup(labels, value=known[:MOST], label="Ways")
     with gradio.Row():
         run = gradio.Button("Run", variant="primary")
         stop = gradio.Button("Stop")
@@ -161,9 +165,8 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
     def choose_example(label: str, number: int | None) -> list[Any]:
         return _example(gradio, tasks[label], number)
 
-    def choose_model(name: str) -> Any:
-        ways = list(ways_of(name.strip()))
-        return gradio.update(choices=ways, value=ways[:MOST])
+    def choose_model(name: str) -> list[str]:
+        return list(ways_of(name.strip()))[:MOST]
 
     def answer_all(label: str, name: str, ways: list[str], *texts: str) -> Iterator[list[Any]]:
         try:

@@ -27,7 +27,6 @@ MODELS = ("student", "int8", "fp32")
 # and at half of all steps the second token is more than 4 behind.
 NEAR = 0.25
 MOST_OTHERS = 10  # answers with such a token
-MOST_TRANSFER_BYTES = 25e6
 LONG = {"text": "The storm closed the road and the school. " * 80}
 
 
@@ -129,7 +128,7 @@ def test_a_first_visit_is_small_stays_at_home_and_works_without_a_network_afterw
     assert [path for path in site.asked if re.search("models/student.*/weights.data", path)]
     assert not [path for path in site.asked if re.search("models/(int8|fp32)", path)], "nobody chose these"
     sent = web.transfer_bytes({*site.asked} - {"/service-worker.js"})
-    assert sent < MOST_TRANSFER_BYTES, f"{sent / 1e6:.1f} MB"
+    assert sent < web.MOST_TRANSFER_BYTES, f"{sent / 1e6:.1f} MB"
 
     site.close()  # no network any more
     page.goto(site.url)
