@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -69,7 +70,7 @@ LENGTHS = (32, 64, 128, 256, 512)
 SEQUENTIAL, NEW_TOKENS = 50, 8  # the seeds' protocol: so many requests, one after the other, for each source length
 CLIENTS = 16
 IN_TURN, RAY = "Triton, iterative sequences", "Ray Serve, static batches"
-LAST = (IN_TURN, RAY, "neighbours")  # systems and parts that come when all others are measured
+LAST = (IN_TURN, RAY)  # those that come when all others are measured
 COMPARED = 12  # answers
 
 
@@ -211,7 +212,8 @@ class Plan:
     fewest: int = FEWEST_ANSWERS  # of a point
     lengths: tuple[int, ...] = LENGTHS
     requests: int = SEQUENTIAL
-    beside_s: float = 10.0
+    beside_s: float = 4.0
+    besides: int = 5
     pairs: int = 7  # with streams and without
     stream_s: float = 2.0
     restarts: int = 3
@@ -226,6 +228,7 @@ QUICK = Plan(
     lengths=(32,),
     requests=4,
     beside_s=1.0,
+    besides=1,
     pairs=1,
     stream_s=1.0,
     restarts=1,
@@ -251,23 +254,26 @@ class Measuring:
         assert_varied(tokenizer([text for text, _ in found])["input_ids"][:1])
         return found
 
-    def parts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Server, Part]]:
-        """The name of each part, the server, and what measures it; ``rows`` are those so far."""
-        for server in self.servers:
-            yield "curve", server, lambda server=server: self.alone(server)
-        for server in self.servers:
-            yield "short beside long", server, lambda server=server: self.beside(server, rows)
-        for server in self.servers:
-            if server.name == OURS:
-                yield "streaming", server, lambda server=server: self.streaming(server, rows)
-        for server in self.servers:
-            if server.name.startswith(OURS):
-                yield "restart", server, lambda server=server: self.restarts(server)
-        for server in self.servers:
-            if server.name == OURS:
-                if self.model.name == "mini":
-                    yield "hostile", server, self.hostile
-                    yield "neighbours", server, self.neighbours
+    def parts(self, rows: Sequence[Mapping[str, Any]], *, last: bool) -> Iterator[tuple[str, str, Part]]:
+        """The name of each part, the system by which one sees that it is done, and what measures it.
+
+        ``rows`` are those so far. What is ``last`` comes when all else is measured, of all models.
+        """
+        if last:
+            if self.model.name == "mini":
+                yield "neighbours", OURS, self.neighbours
+            for server in self.servers:
+                if server.name in LAST:
+                    yield "curve", server.name, lambda server=server: in_turn([server], self.alone)
+            return
+        first = [server for server in self.servers if server.name not in LAST]
+        (ours,) = (server for server in self.servers if server.name == OURS)
+        yield "curve", OURS, lambda: in_turn(first, self.alone)
+        yield "short beside long", OURS, lambda: self.beside(first, rows)
+        yield "streaming", OURS, lambda: self.streaming(ours, rows)
+        yield "restart", OURS, lambda: self.restarts(ours)
+        if self.model.name == "mini":
+            yield "hostile", OURS, self.hostile
 
     def running(self, server: Server, **how: Any) -> Running:
         return Running(server, self.logs / f"{server.name.replace(' ', '-')}.log", **how)
@@ -283,14 +289,17 @@ class Measuring:
             for length in plan.lengths:
                 yield sequential(running, self.model, length, plan.requests)
 
-    def beside(self, server: Server, rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-        """Short answers beside long ones, at 70 % of the knee of static batches; of a server that can as much."""
+    def beside(self, servers: Sequence[Server], rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+        """Short answers beside long ones at 70 % of the knee of static batches, of all that can as much, in turn."""
         rate = 0.7 * (self.knee(STATIC, rows) or self.most(STATIC, rows) / 2)
-        if self.most(server.name, rows) <= rate:
-            return
-        with self.running(server) as running:
-            compared(running, self.bodies[:COMPARED], self.expected[server.precision])
-            yield self.sent(running, rate_per_s=rate, seconds=self.plan.beside_s, seed=1)
+
+        def times(server: Server) -> Iterator[Row]:
+            with self.running(server) as running:
+                compared(running, self.bodies[:COMPARED], self.expected[server.precision])
+                for seed in range(self.plan.besides):
+                    yield self.sent(running, rate_per_s=rate, seconds=self.plan.beside_s, seed=seed)
+
+        return in_turn([server for server in servers if self.most(server.name, rows) > rate], times)
 
     def streaming(self, server: Server, rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         """The time to the first token at half the knee, and what streams cost where the server has all it can do."""
@@ -368,26 +377,37 @@ class Measuring:
         return max((row["answers_per_s"] for row in chosen(rows, measured="closed loop", **about)), default=0.0)
 
 
-def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends_at: float, *, last: bool) -> bool:
-    """Whatever of a model is not among the rows yet, but for those that are ``last``, or those.
+def in_turn(servers: Sequence[Server], measured: Callable[[Server], Iterator[Row]]) -> Iterator[Row]:
+    """The rows of several servers that all run, one row of each in turn: slow moments of a machine meet them alike."""
+    about = {server.name: {"system": server.name, "precision": server.precision} for server in servers}
+    running = {server.name: measured(server) for server in servers}
+    with ExitStack() as stack:
+        for rows in running.values():
+            stack.enter_context(closing(rows))
+        while running:
+            for name, rows in list(running.items()):
+                try:
+                    yield {**next(rows), **about[name]}
+                except StopIteration:
+                    del running[name]
+                except Exception as error:  # whatever a server does that is not ours
+                    if name.startswith(OURS):
+                        raise
+                    said = f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"
+                    yield {"measured": "failure", "failed": said, **about[name]}
+                    del running[name]
 
-    Returns whether there was time for all of it.
-    """
-    done = {(row["model"], row["cell"], row["system"]) for row in rows}
-    parts = [part for part in of_model.parts(rows) if bool({*part[:1], part[1].name} & {*LAST}) == last]
-    for cell, server, part in tqdm(parts, desc=of_model.model.name, unit="part"):
-        about = {"cell": cell, "system": server.name, "model": of_model.model.name}
-        if tuple(about[key] for key in ("model", "cell", "system")) in done:
+
+def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends_at: float, *, last: bool) -> bool:
+    """Whatever of a model is not among the rows yet; returns whether there was time for all of it."""
+    model, threads = of_model.model.name, machine.cpu_threads()
+    for cell, system, part in tqdm([*of_model.parts(rows, last=last)], desc=model, unit="part"):
+        if next(chosen(rows, model=model, cell=cell, system=system), None):
             continue
         if time.perf_counter() > ends_at:
             return False
-        try:
-            found = [*part()]
-        except Exception as error:  # whatever a server does that is not ours
-            if server.name.startswith(OURS):
-                raise
-            found = [{"measured": "failure", "failed": f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"}]
-        rows += [{"precision": server.precision, **row, **about, "threads": machine.cpu_threads()} for row in found]
+        about = {"cell": cell, "model": model, "threads": threads}
+        rows += [{"system": system, "precision": "fp32", **row, **about} for row in part()]
         keep()
     return True
 

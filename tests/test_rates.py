@@ -64,7 +64,7 @@ def test_a_sweep_ends_just_beyond_the_knee(capacity: float, start: float) -> Non
 
 
 def test_a_sweep_ends_where_nothing_is_ever_enough() -> None:
-    assert len([*swept(lambda rate: point(rate, 9.0), 8.0, most=4)]) == 4
+    assert len([*swept(lambda rate: point(rate, 9.0), 8.0, most=4)]) == 2 * 4, "each rate twice"
 
 
 def test_aims_are_held_against_what_was_measured() -> None:
@@ -101,7 +101,7 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
 ) -> None:
     script = load_script("serving")
     servers = [other("static", "mini", name=script.STATIC, threads=1), ours("mini", threads=1, encoder_cache_mb=0)]
-    monkeypatch.setattr(script, "QUICK", script.Plan(0.3, 2, 0, (32,), 3, 0.5, 1, 0.3, 1, 1))
+    monkeypatch.setattr(script, "QUICK", script.Plan(0.3, 2, 0, (32,), 3, 0.5, 1, 1, 0.3, 1, 1))
     monkeypatch.setattr(script, "servers_for", lambda model, build, threads: [*servers, Server("none", ["false"])])
     file = tmp_path / "serving.json"
     monkeypatch.setattr("sys.argv", ["serving.py", "--quick", "--json", str(file), "--minutes", "0"])

@@ -7,9 +7,10 @@ long as the load lasts, and say more about that than about the server.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -97,39 +98,49 @@ def keeps_up(row: Mapping[str, Any]) -> bool:
 def knee(rows: Iterable[Mapping[str, Any]]) -> float:
     """The highest rate of these points at which a server kept up, with all below it; 0 if there is none.
 
+    Of a rate that was offered twice the better time counts: what else a machine does can only be in the way.
+
     >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
     >>> knee([point(30.0, 9.0), point(10.0, 0.1), point(20.0, 0.9), point(40.0, 0.9)])
     20.0
     """
-    found = 0.0
-    for row in sorted(rows, key=lambda row: row["rate_per_s"]):
-        if not keeps_up(row):
-            break
-        found = row["rate_per_s"]
-    return found
+    kept: dict[float, bool] = {}
+    for row in rows:
+        kept[row["rate_per_s"]] = kept.get(row["rate_per_s"], False) or keeps_up(row)
+    below = itertools.takewhile(lambda rate: kept[rate], sorted(kept))
+    return max(below, default=0.0)
 
 
 def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, most: int = MOST_POINTS) -> Iterator[Row]:
     """Points of a curve around the knee: upward until the server no longer keeps up, or downward until it does.
 
-    Downward by two steps at a time, and then one up again, so that the knee is known to one step in any case.
+    Downward by two steps at a time, and then one up again, so that the knee is known to one step in any case. Where it
+    does not keep up a point is measured twice.
 
     >>> def point(rate: float) -> Row:
     ...     return dict(rate_per_s=rate, p99_s=rate / 10, limit_s=1.0, answered=100, unanswered=0)
     >>> [[row["rate_per_s"] for row in swept(point, start, step=2.0)] for start in (4.0, 20.0)]
-    [[4.0, 8.0, 16.0], [20.0, 5.0, 10.0]]
+    [[4.0, 8.0, 16.0, 16.0], [20.0, 20.0, 5.0, 10.0]]
     """
-    row = point(start)
-    yield row
-    up, rate = keeps_up(row), start
+    kept: list[bool] = []
+
+    def tried(rate: float) -> Iterator[Row]:
+        for _ in range(2):
+            row = point(rate)
+            yield row
+            kept.append(keeps_up(row))
+            if kept[-1]:
+                return
+
+    yield from tried(start)
+    up, rate = kept[-1], start
     for _ in range(1, most):
         rate = rate * step if up else rate / step**2
-        row = point(rate)
-        yield row
-        if keeps_up(row) != up:
+        yield from tried(rate)
+        if kept[-1] != up:
             break
-    if not up and keeps_up(row):
-        yield point(rate * step)
+    if not up and kept[-1]:
+        yield from tried(rate * step)
 
 
 def curve(
@@ -207,13 +218,16 @@ def aims(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, str, 
     def row(measured: str, **more: Any) -> Mapping[str, Any]:
         return next(chosen(of_model, measured=measured, **{"system": OURS, **more}), {})
 
-    beside = [row("open loop", cell="short beside long", system=name) for name in (STATIC, OURS)]
+    def short_p99_s(system: str) -> float | None:
+        rows = chosen(of_model, measured="open loop", cell="short beside long", system=system)
+        return median(times) if (times := [row["short_p99_s"] for row in rows]) else None
+
     alone = [row("sequential", source_tokens=length) for length in (512, 32)]
     values = [
         ("knee over the baseline's", ">= 10", _ratio(found.get(OURS), found.get(BASELINE))),
         ("knee over that of static batches", ">= 1.5", _ratio(found.get(OURS), found.get(STATIC))),
         ("p99 of short answers beside long ones, of static batches over ours", ">= 3",
-         _ratio(*(one.get("short_p99_s") for one in beside))),
+         _ratio(short_p99_s(STATIC), short_p99_s(OURS))),
         ("p99 of 512 source tokens over that of 32", "<= 3", _ratio(*(one.get("p99_s") for one in alone))),
         ("throughput with streams over that without", ">= 0.95", row("streaming").get("ratio")),
         ("ready after a kill, s", "<= 3", row("restart").get("seconds")),
