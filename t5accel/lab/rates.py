@@ -111,6 +111,17 @@ def knee(rows: Iterable[Mapping[str, Any]]) -> float:
     return max(below, default=0.0)
 
 
+def said(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The knee of a server's points in words: with a sign where it kept up at the highest rate that was tried.
+
+    >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
+    >>> said([point(20.0, 0.1), point(40.0, 0.2)]), said([point(20.0, 0.1), point(40.0, 2.0)])
+    ('≥ 40', '20')
+    """
+    found = knee(rows)
+    return "≥ " * (found == max(row["rate_per_s"] for row in rows)) + f"{found:.3g}"
+
+
 def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, most: int = MOST_POINTS) -> Iterator[Row]:
     """Points of a curve around the knee: upward until the server no longer keeps up, or downward until it does.
 
@@ -189,8 +200,8 @@ def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
     >>> print(table([{**point, "system": BASELINE, "rate_per_s": 5.0}, {**point, "system": "a", "rate_per_s": 10.0},
     ...              {**alone, "system": "a"}], "m"))
     server                 knee, /s  over the baseline      32 tokens
-    FastAPI, transformers       5.0               1.0x              –
-    a                          10.0               2.0x  10.0 ± 2.0 ms
+    FastAPI, transformers       ≥ 5               1.0x              –
+    a                          ≥ 10               2.0x  10.0 ± 2.0 ms
     """
     found = knees(rows, model)
     alone = [*chosen(rows, measured="sequential", model=model)]
@@ -202,7 +213,8 @@ def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
         for length in lengths:
             row = next(chosen(alone, system=name, source_tokens=length), None)
             times.append(f"{row['mean_s'] * 1e3:.1f} ± {row['deviation_s'] * 1e3:.1f} ms" if row else "–")
-        lines.append((name, f"{rate:.1f}", f"{rate / base:.1f}x" if base else "–", *times))
+        points = [*chosen(rows, measured="open loop", cell="curve", model=model, system=name)]
+        lines.append((name, said(points), f"{rate / base:.1f}x" if base else "–", *times))
     return "\n".join(aligned(lines))
 
 
