@@ -141,7 +141,13 @@ def draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]], model: str, *, key
         best: dict[float, float] = {}  # of a rate that was offered twice
         for row in chosen(points, system=name):
             best[row["rate_per_s"]] = min(row.get(key, math.inf), best.get(row["rate_per_s"], math.inf))
-        axes.plot(*zip(*sorted(best.items()), strict=True), marker="o", markersize=4, label=name, color=COLOURS[place % len(COLOURS)])
+        axes.plot(
+            *zip(*sorted(best.items()), strict=True),
+            marker="o",
+            markersize=4,
+            label=name,
+            color=COLOURS[place % len(COLOURS)],
+        )
     limit = points[0]["limit_s"]
     axes.axhline(limit, color="#555555", linestyle="--", linewidth=1)
     axes.set(
