@@ -1,0 +1,90 @@
+"""Measure a step and a newcomer, simulate up to 1,000 replicas of that server, and draw the tables of docs/scale.md.
+
+    python scripts/scale.py --json data/results/scale.json    # measures on two threads, then simulates
+    python scripts/scale.py --page docs/scale.md              # draws its tables again from what is recorded
+
+The load is that of the serving chapter: nine answers in ten have 4 to 8 tokens, one has 128 (`lab.rates`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from t5accel import machine
+from t5accel.api import open_backend
+from t5accel.lab.plan import costs, knee, knees_table, measured_speeds, pace_of, speeds
+from t5accel.lab.rates import LONG, SHARE_LONG, SHORT
+from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.simulation import Failures, Pace
+from t5accel.lab.static_batch import Asked, together
+
+MODEL, LIMIT_S = "mini", 1.0
+TEXT = "translate English to French: " + "very " * 17 + "old"  # as long as the mean of that load
+TOKENS = [*range(SHORT[0], SHORT[1] + 1)] * ((SHARE_LONG - 1) * 2) + [LONG] * 10
+REPLICAS = (1, 10, 100, 1000)
+FAILURES = Failures(every_s=3600.0, restart_s=60.0)  # far more often than machines fail
+
+
+def pace(repeats: int = 9) -> Pace:
+    """Of this machine: what a step costs, how much more for each row, and what a newcomer's encoder takes."""
+    backend, tokenizer, _ = open_backend(MODEL, threads=machine.cpu_threads(), progress=False)
+
+    def seconds(rows: int, new: int) -> float:
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            together(backend, tokenizer, [Asked(TEXT, new, new)] * rows)
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    one, many = ((seconds(rows, 40) - seconds(rows, 8)) / 32 for rows in (1, 16))
+    row_s = max((many - one) / 15, 0.0)
+    return Pace(one - row_s, row_s, max(seconds(1, 1) - one, 0.0))
+
+
+def simulations(measured: Pace) -> Iterator[Row]:
+    """Knees of so many replicas, and of those that fail; replicas have a machine each."""
+    for replicas in REPLICAS:
+        for failures in (None, FAILURES):
+            seconds = 30.0 if replicas < 100 else 10.0
+            row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=seconds, failures=failures, closer=5)
+            more = {"replicas": replicas, "seconds": seconds} | (asdict(failures) if failures else {})
+            yield row | {"cell": "knee", "model": MODEL, "settings": more}
+
+
+def drawn(page: str) -> str:
+    """The page with every block drawn anew: what stands between `<!-- plan: NAME -->` and the end of its fence."""
+    tables = {"speeds": measured_speeds(speeds()), "costs": costs(speeds()), "knees": knees_table()}
+
+    def block(found: re.Match[str]) -> str:
+        return f"{found[1]}{tables[found[2]]}\n```"
+
+    return re.sub(r"(<!-- plan: (\w+) -->\n```text\n).*?```", block, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Measure and simulate, or draw the page."""
+    parser = argparse.ArgumentParser(description="Measure a pace, simulate many replicas, draw the page on scale.")
+    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--page", type=Path, help="whose tables are drawn from what is recorded")
+    args = parser.parse_args()
+    if args.json:
+        measured = pace()
+        about = {"measured": "pace", "cell": "pace", "system": "t5accel serve", "model": MODEL, "precision": "fp32"}
+        rows: list[Row] = [about | {"threads": machine.cpu_threads(), "settings": asdict(measured)}]
+        write_rows(args.json, rows, command="python scripts/scale.py")
+        for row in simulations(pace_of(rows[0])):
+            rows.append(row)
+            write_rows(args.json, rows, command="python scripts/scale.py")
+    if args.page:
+        args.page.write_text(drawn(args.page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
