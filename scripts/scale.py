@@ -27,8 +27,8 @@ from t5accel.lab.static_batch import Asked, together
 MODEL, LIMIT_S = "mini", 1.0
 TEXT = "translate English to French: " + "very " * 17 + "old"  # as long as the mean of that load
 TOKENS = [*range(SHORT[0], SHORT[1] + 1)] * ((SHARE_LONG - 1) * 2) + [LONG] * 10
-REPLICAS = (1, 10, 100, 1000)
-FAILURES = Failures(every_s=3600.0, restart_s=60.0)  # far more often than machines fail
+SECONDS = {1: 60.0, 10: 20.0, 100: 5.0, 1000: 5.0}  # of each simulated load; more replicas have more requests
+FAILURES = Failures(every_s=120.0, restart_s=10.0)  # a thousand times as often as machines fail
 
 
 def pace(repeats: int = 9) -> Pace:
@@ -50,10 +50,10 @@ def pace(repeats: int = 9) -> Pace:
 
 def simulations(measured: Pace) -> Iterator[Row]:
     """Knees of so many replicas, and of those that fail; replicas have a machine each."""
-    for replicas in REPLICAS:
-        for failures in (None, FAILURES):
-            seconds = 30.0 if replicas < 100 else 10.0
-            row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=seconds, failures=failures, closer=5)
+    for replicas, seconds in SECONDS.items():
+        for failures in (None, FAILURES) if replicas > 1 else (None,):
+            closer = 5 if replicas < 100 else 3
+            row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=seconds, failures=failures, closer=closer)
             more = {"replicas": replicas, "seconds": seconds} | (asdict(failures) if failures else {})
             yield row | {"cell": "knee", "model": MODEL, "settings": more}
 

@@ -230,7 +230,7 @@ def knees_table() -> str:
     """Simulated knees beside the measured one of the serving chapter, from what is recorded."""
     rows = recorded("scale.json")["rows"]
     served = knees(recorded("serving.json")["rows"], "mini").get("t5accel serve")
-    lines = [("replicas", "requests/s", "for each", "p99 there, s", "that fail once an hour")]
+    lines = [("replicas", "requests/s", "for each", "p99 there, s", "where they fail")]
     lines.append(("1, measured", *((f"{served:.0f}",) * 2 if served else ("not recorded yet", "–")), "–", "–"))
     calm = [row for row in chosen(rows, measured="simulation") if "every_s" not in row["settings"]]
     for row in calm:
