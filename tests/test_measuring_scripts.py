@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,14 +129,32 @@ def test_sorted_batches_are_timed_beside_batches_in_file_order_on_equal_answers(
 
 def test_the_command_is_timed_over_short_texts_and_every_row_has_to_be_there(tmp_path: Path, monkeypatch) -> None:
     script = load_script("batch")
-    row = checked(script.many(6, tmp_path))
+    (row,) = map(checked, script.many(6, tmp_path))
     assert row["answered"] == row["texts"] == 6 and 2 < row["distinct"] <= 6 < row["new_tokens"] <= 6 * 24
     assert row["peak_memory_bytes"] > 5e7 and row["output_bytes"] > row["input_bytes"] > 6 * 30
     again = tmp_path / "again"
     again.mkdir()
-    monkeypatch.setattr(script.json, "loads", lambda line: {"id": 0, "answer": "Oui."})
+    read = SimpleNamespace(dumps=json.dumps, loads=lambda line: {"id": 0, "answer": "Oui."})
+    monkeypatch.setattr(script, "json", read)
     with pytest.raises(RuntimeError, match="6 rows"):
-        script.many(6, again)
+        [*script.many(6, again)]
+
+
+def test_whole_jobs_are_timed_beside_each_other_on_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("batch")
+    real, engines = script.job, []
+
+    def without_ray(python: Path, texts: list[str], model: Path, engine: str, threads: int) -> np.ndarray:
+        engines.append((engine, threads, len(texts)))
+        return real(Path(sys.executable), texts, model, "local", threads)
+
+    monkeypatch.setattr(script, "job", without_ray)
+    monkeypatch.setattr(script.machine, "cpu_threads", lambda: 2)
+    rows = [checked(row) for row in script.engine_rows(1, 1, copies=(1,))]
+    assert [row["system"] for row in rows] == ["local engine", "Ray, one actor", "Ray, an actor for each core"]
+    assert all(row["equal"] == row["of"] == row["texts"] and "tokens_per_s" not in row for row in rows)
+    assert [*dict.fromkeys(engines)] == [("local", 2, rows[0]["texts"]), ("ray", 2, rows[0]["texts"]),
+                                         ("ray", 1, rows[0]["texts"])]  # fmt: skip
 
 
 def opened() -> Any:
