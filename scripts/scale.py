@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 
 from t5accel import machine
 from t5accel.api import open_backend
-from t5accel.lab.plan import costs, knee, knees_table, measured_speeds, pace_of, speeds
+from t5accel.lab.plan import costs, knee, knees_table, measured_pace, measured_speeds, pace_of, speeds
 from t5accel.lab.rates import LONG, SHARE_LONG, SHORT
-from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.rows import Row, here, rows_so_far, write_rows
 from t5accel.lab.simulation import Failures, Pace
-from t5accel.lab.static_batch import Asked, together
 
+COMMAND = "python scripts/scale.py"
 MODEL, LIMIT_S = "mini", 1.0
 TEXT = "translate English to French: " + "very " * 17 + "old"  # as long as the mean of that load
 TOKENS = [*range(SHORT[0], SHORT[1] + 1)] * ((SHARE_LONG - 1) * 2) + [LONG] * 10
@@ -31,31 +28,12 @@ SECONDS = {1: 60.0, 10: 20.0, 100: 5.0, 1000: 5.0}  # of each simulated load; mo
 FAILURES = Failures(every_s=120.0, restart_s=10.0)  # a thousand times as often as machines fail
 
 
-def pace(repeats: int = 9) -> Pace:
-    """Of this machine: what a step costs, how much more for each row, and what a newcomer's encoder takes."""
-    backend, tokenizer, _ = open_backend(MODEL, threads=machine.cpu_threads(), progress=False)
-
-    def seconds(rows: int, new: int) -> float:
-        times = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            together(backend, tokenizer, [Asked(TEXT, new, new)] * rows)
-            times.append(time.perf_counter() - began)
-        return median(times)
-
-    one, many = ((seconds(rows, 40) - seconds(rows, 8)) / 32 for rows in (1, 16))
-    row_s = max((many - one) / 15, 0.0)
-    return Pace(one - row_s, row_s, max(seconds(1, 1) - one, 0.0))
-
-
-def simulations(measured: Pace) -> Iterator[Row]:
-    """Knees of so many replicas, and of those that fail; replicas have a machine each."""
-    for replicas, seconds in SECONDS.items():
-        for failures in (None, FAILURES) if replicas > 1 else (None,):
-            closer = 5 if replicas < 100 else 3
-            row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=seconds, failures=failures, closer=closer)
-            more = {"replicas": replicas, "seconds": seconds} | (asdict(failures) if failures else {})
-            yield row | {"cell": "knee", "model": MODEL, "settings": more}
+def simulation(measured: Pace, replicas: int, seconds: float, failures: Failures | None) -> Row:
+    """The knee of so many replicas, each with a machine of its own."""
+    closer = 5 if replicas < 100 else 3
+    row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=seconds, failures=failures, closer=closer)
+    more = {"replicas": replicas, "seconds": seconds} | (asdict(failures) if failures else {})
+    return row | {"cell": "knee", "model": MODEL, "settings": more}
 
 
 def drawn(page: str) -> str:
@@ -71,17 +49,22 @@ def drawn(page: str) -> str:
 def main() -> None:
     """Measure and simulate, or draw the page."""
     parser = argparse.ArgumentParser(description="Measure a pace, simulate many replicas, draw the page on scale.")
-    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--json", type=Path, help="where the rows go; called again at the same commit, it goes on")
+    parser.add_argument("--pace-only", action="store_true", help="nothing is simulated yet")
     parser.add_argument("--page", type=Path, help="whose tables are drawn from what is recorded")
     args = parser.parse_args()
     if args.json:
-        measured = pace()
-        about = {"measured": "pace", "cell": "pace", "system": "t5accel serve", "model": MODEL, "precision": "fp32"}
-        rows: list[Row] = [about | {"threads": machine.cpu_threads(), "settings": asdict(measured)}]
-        write_rows(args.json, rows, command="python scripts/scale.py")
-        for row in simulations(pace_of(rows[0])):
-            rows.append(row)
-            write_rows(args.json, rows, command="python scripts/scale.py")
+        rows: list[Row] = rows_so_far(args.json, {**here(), "command": COMMAND})
+        if not rows:
+            threads = machine.cpu_threads()
+            measured = measured_pace(*open_backend(MODEL, threads=threads, progress=False)[:2], TEXT, repeats=9)
+            about = {"measured": "pace", "cell": "pace", "system": "t5accel serve", "model": MODEL, "precision": "fp32"}
+            rows.append(about | {"threads": threads, "settings": asdict(measured)})
+            write_rows(args.json, rows, command=COMMAND)
+        kinds = [(*one, fail) for one in SECONDS.items() for fail in (None, FAILURES) if not fail or one[0] > 1]
+        for kind in () if args.pace_only else kinds[len(rows) - 1 :]:
+            rows.append(simulation(pace_of(rows[0]), *kind))
+            write_rows(args.json, rows, command=COMMAND)
     if args.page:
         args.page.write_text(drawn(args.page.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -10,16 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from t5accel import tasks
 from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
 from t5accel.lab.rates import keeps_up, knees
 from t5accel.lab.rows import aligned, chosen, recorded
 from t5accel.lab.simulation import Failures, Pace, simulate
+from t5accel.lab.static_batch import Asked, together
 
 ASSUMED = "November 2026"  # of prices and failures: round numbers, in the range of what clouds ask
 STORAGE = 0.023  # dollars a month for 10^9 bytes that lie there
@@ -216,6 +219,31 @@ def knee(
                 f"At {rate:.3g} jobs a second 99 of 100 take up to {row['p99_s']} s: {limit_s} is too little."
             )
     return found
+
+
+def measured_pace(backend: Backend, tokenizer: Any, text: str, *, repeats: int = 5) -> Pace:
+    """What a step costs on this machine, how much more for each row, and what a newcomer with this text takes.
+
+    Medians of whole answers of 40 tokens and of 8, by one row and by 16; a first token is a newcomer and a step.
+
+    >>> from t5accel.api import open_backend
+    >>> backend, tokenizer, _ = open_backend("mini", progress=False)
+    >>> pace = measured_pace(backend, tokenizer, "translate English to French: I am tired.", repeats=1)
+    >>> pace.rows, 0 < pace.step_s < 1
+    (32, True)
+    """
+
+    def seconds(rows: int, new: int) -> float:
+        times = []
+        for _ in range(repeats):
+            began = perf_counter()
+            together(backend, tokenizer, [Asked(text, new, new)] * rows)
+            times.append(perf_counter() - began)
+        return median(times)
+
+    one, many = ((seconds(rows, 40) - seconds(rows, 8)) / 32 for rows in (1, 16))
+    row_s = max((many - one) / 15, 0.0)
+    return Pace(one - row_s, row_s, max(seconds(1, 1) - one, 0.0))
 
 
 def pace_of(row: Mapping[str, Any]) -> Pace:
