@@ -216,7 +216,7 @@ def knee(
             high = rate
         else:
             raise InputError(
-                f"At {rate:.3g} jobs a second 99 of 100 take up to {row['p99_s']} s: {limit_s} is too little."
+                f"limit_s is {limit_s}, and p99 is {row['p99_s']} s at {rate:.3g} jobs a second: give more."
             )
     return found
 
