@@ -25,7 +25,7 @@ MODEL, LIMIT_S = "mini", 1.0
 TEXT = "translate English to French: " + "very " * 17 + "old"  # as long as the mean of that load
 TOKENS = [*range(SHORT[0], SHORT[1] + 1)] * ((SHARE_LONG - 1) * 2) + [LONG] * 10
 SECONDS = {1: 60.0, 10: 20.0, 100: 5.0, 1000: 5.0}  # of each simulated load; more replicas have more requests
-FAILURES = Failures(every_s=120.0, restart_s=10.0)  # a thousand times as often as machines fail
+FAILURES = Failures(every_s=120.0, restart_s=10.0)  # hundreds of times as often as machines fail
 
 
 def simulation(measured: Pace, replicas: int, seconds: float, failures: Failures | None) -> Row:
