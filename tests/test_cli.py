@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -275,8 +276,9 @@ def test_an_interrupted_process_says_so_in_a_sentence(tmp_path):
     command = [sys.executable, "-m", "t5accel", "run", "-"]
     assert call("run", TEXT).exit_code == 0
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    ) as process:  # fmt: skip
         process.stdin.write(TEXT + "\n")
         process.stdin.flush()
         process.stdout.readline()  # it is at work
