@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from t5accel.demo.menu import Task, menu
@@ -115,9 +116,9 @@ def make_demo(model: str = "mini", *, own_model: bool = True) -> Blocks:
     gradio = _gradio()
     with gradio.Blocks(title="t5accel: side by side", analytics_enabled=False) as page:
         gradio.Markdown("# One text, several ways")
-        with gradio.Tab("Write"):
+        with gradio.Tab("A T5 writes"):
             _writers(gradio, model, own_model)
-        with gradio.Tab("Read"):
+        with gradio.Tab("A BERT reads"):
             _readers(gradio)
     return page.queue(max_size=MAX_WAITING)
 
@@ -257,7 +258,7 @@ def _named(task: Task, texts: Sequence[str]) -> dict[str, str]:
 
 
 def _labels(task: Task) -> list[tuple[str, int]]:
-    return [(next(iter(texts.values())), number) for number, texts in enumerate(task.examples)]
+    return [(shorten(next(iter(texts.values())), 90, placeholder=" …"), at) for at, texts in enumerate(task.examples)]
 
 
 def _box(task: Task, place: int) -> dict[str, Any]:
@@ -292,10 +293,12 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
     way(*list(ways_of(model).values())[1])
     page = make_demo(model, own_model=not share)
     fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
+    theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1])
+    theme.set(block_info_text_color="*neutral_500", block_info_text_color_dark="*neutral_400")  # or it is hardly seen
     _, url, public = page.launch(
         server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=not block, ssr_mode=False,
         run_history=False, enable_monitoring=False, footer_links=[],
-        theme=gradio.themes.Base(font=fonts[0], font_mono=fonts[1]), app_kwargs={"middleware": [_at_home()]},
+        theme=theme, app_kwargs={"middleware": [_at_home()]},
     )  # fmt: skip
     return public or url
 
