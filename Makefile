@@ -41,7 +41,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DELETE_ON_ERROR:
 .SUFFIXES:
 .PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
-	test-triton release-check lab bench peers serving gpu-bundle lint format site web \
+	test-triton test-ray test-ray-long release-check lab bench peers serving gpu-bundle lint format site web \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -142,10 +142,16 @@ test-kernel: .venv/.stamp $(KERNEL)/.stamp ## Interpret our GPU kernel on the CP
 test-triton: .venv/.stamp build/servers/triton/.stamp ## Start NVIDIA's Triton server on a repository of ours, and compare its answers
 	@$(VENV) -m pytest -q tests/with_triton
 
+test-ray: .venv/.stamp build/servers/ray/.stamp ## Run batch jobs and replicas on Ray on this machine, and kill what runs them
+	@$(VENV) -m pytest -q tests/with_ray
+
+test-ray-long: .venv/.stamp build/servers/ray/.stamp ## Kill such a job twenty times, give it ten times the rows, let replicas grow
+	@$(VENV) -m pytest -q tests/with_ray -m long
+
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run
 	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long"
-	@for target in test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton; do \
+	@for target in test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton test-ray test-ray-long; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 
 wheelhouse: EXTRAS := cpu,course,optimum

@@ -3,16 +3,24 @@
 Answers have their natural length, and are compared before anything is timed. Two files: the evaluation sets one behind
 the other, as they are bundled (each task has texts of about one length), and the same texts mixed.
 `data/results/batch.json` is where a recorded run belongs.
+
+With ``--ray`` also whole jobs of two sizes, each a process from its start to its end: on all cores in that process, by
+one actor of Ray on as many, and by an actor on each. They run in build/servers/ray, where `make test-ray` installs Ray.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,6 +28,7 @@ import numpy as np
 from t5accel import machine, tasks
 from t5accel.api import open_backend
 from t5accel.batch.answers import Answerer
+from t5accel.graphs.export.cache import checked_export
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row, write_rows
@@ -27,6 +36,18 @@ from t5accel.timing import Work
 
 MODEL, LONGEST, NAIVE = "mini", 64, "32 at a time, in file order"
 BUDGETS = (1024, 4096, 16384)
+ROOT = Path(__file__).resolve().parents[1]
+RAY = ROOT / "build/servers/ray/bin/python"
+COPIES, SHARD_ROWS = (1, 8), 100  # of the mixed texts, and of a shard
+JOB = """
+import sys
+from t5accel.batch.job import Model, Settings
+from t5accel.batch.run import in_this_process, run
+from t5accel.cluster.shards import on_ray
+given, out, model, engine, threads, longest, rows = sys.argv[1:]
+settings = Settings(max_new_tokens=int(longest), shard_rows=int(rows))
+run(given, out, Model(model, threads=int(threads)), settings, engine=on_ray if engine == "ray" else in_this_process)
+"""
 
 
 class InFileOrder(Answerer):
@@ -77,21 +98,61 @@ def rows_of(precision: str, limit: int | None, rounds: int, budgets: tuple[int, 
         yield from measured(given, work, rounds=rounds, **facts)
 
 
+def job(python: Path, texts: list[str], model: Path, engine: str, threads: int) -> np.ndarray:
+    """A whole job in a new folder -> its answers as bytes, 0 behind their end: (N, L) int64."""
+    with TemporaryDirectory() as folder:
+        given, out = Path(folder, "in.jsonl"), Path(folder, "out")
+        given.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        command = [python, "-c", JOB, given, out, model, engine, threads, LONGEST, SHARD_ROWS]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([*map(str, command)], env=environment, check=True, stderr=subprocess.DEVNULL)
+        lines = [line for part in sorted(out.glob("part-*")) for line in part.read_text(encoding="utf-8").splitlines()]
+    answers = [json.loads(line)["answer"].encode() for line in lines]
+    found = np.zeros((len(answers), max(map(len, answers))), dtype=np.int64)
+    for row, answer in zip(found, answers, strict=True):
+        row[: len(answer)] = [*answer]
+    return found
+
+
+def engine_rows(limit: int | None, rounds: int, python: Path = RAY, copies: tuple[int, ...] = COPIES) -> Iterator[Row]:
+    """Jobs of the local engine and of Ray, in fp32."""
+    threads, model = machine.cpu_threads(), checked_export(MODEL)[0]
+    given = {"local engine": ("local", threads), "Ray, one actor": ("ray", threads)}
+    given |= {"Ray, an actor for each core": ("ray", 1)} if threads > 1 else {}
+    mixed = [texts for order, texts in files(limit) if order == "mixed"][0]
+    for times in copies:
+        texts = mixed * times
+        ways = [Way(name, partial(lambda run: run, partial(job, python, texts, model, *how)),
+                    facts={"settings": {"threads of each": how[1], "rows of a shard": SHARD_ROWS}})
+                for name, how in given.items()]  # fmt: skip
+        work = Work(1, 1, LONGEST, threads=threads, forced_length=False)
+        facts = {"model": MODEL, "cell": "whole jobs", "precision": "fp32", "recipe_hash": RECIPES["fp32"].hash}
+        facts |= {"batch": None, "source_tokens": None, "encoder": "included", "texts": len(texts)}
+        for row in measured(ways, work, rounds=rounds, **facts):
+            del row["new_tokens"], row["tokens_per_s"]  # what was compared are bytes
+            yield row
+
+
 def main() -> None:
     """Measure, and write the rows in one piece."""
     parser = argparse.ArgumentParser(description="Measure sorted batches beside batches in file order.")
     parser.add_argument("--json", type=Path, required=True, help="where the rows go")
     parser.add_argument("--limit", type=int, help="texts of each group of a task (all)")
     parser.add_argument("--rounds", type=int, default=7, help="of the interleaved timing (7)")
+    parser.add_argument("--ray", action="store_true", help="whole jobs, too: the local engine beside Ray's")
     args = parser.parse_args()
+    if args.ray and not RAY.exists():
+        sys.exit(f"{RAY} is missing: `make test-ray` installs it.")
     rows = [row for precision in ("fp32", "int8") for row in rows_of(precision, args.limit, args.rounds)]
+    rows += engine_rows(args.limit, args.rounds) if args.ray else []
     limit = f" --limit {args.limit}" if args.limit else ""
-    write_rows(args.json, rows, command=f"python scripts/batch.py{limit} --rounds {args.rounds}")
+    ray = " --ray" if args.ray else ""
+    write_rows(args.json, rows, command=f"python scripts/batch.py{limit} --rounds {args.rounds}{ray}")
     for row in rows:
         low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
         print(
             f"{row['precision']:5} {row['cell']:12} {row['system']:28} {row['ratio']:.2f}x ({low:.2f}–{high:.2f}), "
-            f"{row['tokens_per_s']:.0f} tokens/s, {median(row['latency_s']):.1f} s, {row['equal']} of {row['of']} equal"
+            f"{row['texts']} texts, {median(row['latency_s']):.1f} s, {row['equal']} of {row['of']} equal"
         )
 
 

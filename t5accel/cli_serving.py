@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from t5accel.errors import InputError
+
 serving = typer.Typer()
+
+
+class Engine(StrEnum):
+    """Where work is done."""
+
+    local = "local"
+    ray = "ray"
+
+
+def _local_without_address(engine: Engine | None, address: str | None) -> None:
+    if address is not None and engine != Engine.ray:
+        raise InputError(f"address is {address!r}, and the engine is local: give --engine ray, or no address.")
 
 
 @serving.command()
@@ -39,13 +55,18 @@ def serve(
     grace_s: Annotated[float | None, typer.Option(help="After SIGTERM, for what runs. Default: 30.")] = None,
     stuck_s: Annotated[float | None, typer.Option(help="A step that long, and it is not alive. Default: 60.")] = None,
     log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,
+    engine: Annotated[Engine | None, typer.Option(help="local, or ray: replicas of the model. Default: local.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of a cluster of Ray. Default: one on this machine.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Of ray, at most: as requests wait. Default: 2.")] = None,
+    replicas_min: Annotated[int | None, typer.Option(help="Of ray, at least. Default: 1.")] = None,
 ) -> None:
     """Answer requests over HTTP, which join and leave a running batch; --rows may also be T5ACCEL_ROWS, and so on."""
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
     try:
         from pydantic import ValidationError
 
-        from t5accel.serving.server import serve as serve_until_stopped
+        from t5accel.cluster import front
+        from t5accel.serving import server
         from t5accel.serving.settings import Settings
     except ImportError as error:
         from t5accel.errors import MissingPackageError
@@ -54,11 +75,10 @@ def serve(
     try:
         settings = Settings(**given)
     except ValidationError as error:
-        from t5accel.errors import InputError
-
         found = error.errors()[0]
         raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
-    serve_until_stopped(settings)
+    _local_without_address(settings.engine, settings.address)
+    (front if settings.engine == Engine.ray else server).serve(settings)
 
 
 @serving.command()
@@ -91,17 +111,26 @@ def batch(
     max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of an answer.")] = 64,
     max_source_tokens: Annotated[int, typer.Option(help="Of a text; longer ones are rejected.")] = 512,
     batch_tokens: Annotated[int, typer.Option(help="Of a batch's padded sources, times the beams.")] = 4096,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Default: all cores that this process may use; of each actor of ray 1.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="local, or ray: actors that each hold the model.")] = Engine.local,
+    address: Annotated[str | None, typer.Option(help="Of a cluster of Ray. Default: one on this machine.")] = None,
+    stuck_s: Annotated[float, typer.Option(help="Nothing heard of any actor of ray for so long ends the job.")] = 600.0,
 ) -> None:
     """Answer every row of files; killed at any moment, the same command goes on."""
     from t5accel.batch.job import Model, Settings
-    from t5accel.batch.run import run
+    from t5accel.batch.run import in_this_process, run
+    from t5accel.cluster.shards import on_ray
+
+    _local_without_address(engine, address)
 
     settings = Settings(
         column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
         max_source_tokens=max_source_tokens, batch_tokens=batch_tokens,
     )  # fmt: skip
-    done, before = run(given, out, Model(model, precision, threads), settings, progress=True)
+    chosen = partial(on_ray, address=address, stuck_s=stuck_s) if engine == Engine.ray else in_this_process
+    done, before = run(given, out, Model(model, precision, threads), settings, engine=chosen, progress=True)
     earlier = f", {before} were done before" * bool(before)
     rejected = f"; rejected: {done.rejected}, see {out}/_rejects" if done.rejected else ""
     typer.echo(f"{out}: {done.answered} rows answered, {done.tokens} tokens{earlier}{rejected}")

@@ -33,6 +33,10 @@ class JobError(T5AccelError, OSError):
     """A batch job that cannot go on: its input vanished or changed, its disk is full. What is done is kept."""
 
 
+class ClusterError(T5AccelError, ConnectionError):
+    """A cluster of Ray that does not answer, or could not be started."""
+
+
 class UnequalWorkError(T5AccelError, ValueError):
     """Two timings that did not do the same work: their ratio would mean nothing."""
 

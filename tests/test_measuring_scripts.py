@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,23 @@ def test_sorted_batches_are_timed_beside_batches_in_file_order_on_equal_answers(
         assert row["equal"] == row["of"] == row["texts"] and row["tokens_per_s"] > 0 and row["forced"] is False
     sizes = [len(chosen) for chosen, _ in script.InFileOrder(*opened(), rows=3).tokens([np.array([5, 1])] * 7)]
     assert sizes == [3, 3, 1]
+
+
+def test_whole_jobs_are_timed_beside_each_other_on_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("batch")
+    real, engines = script.job, []
+
+    def without_ray(python: Path, texts: list[str], model: Path, engine: str, threads: int) -> np.ndarray:
+        engines.append((engine, threads, len(texts)))
+        return real(Path(sys.executable), texts, model, "local", threads)
+
+    monkeypatch.setattr(script, "job", without_ray)
+    monkeypatch.setattr(script.machine, "cpu_threads", lambda: 2)
+    rows = [checked(row) for row in script.engine_rows(1, 1, copies=(1,))]
+    assert [row["system"] for row in rows] == ["local engine", "Ray, one actor", "Ray, an actor for each core"]
+    assert all(row["equal"] == row["of"] == row["texts"] and "tokens_per_s" not in row for row in rows)
+    assert [*dict.fromkeys(engines)] == [("local", 2, rows[0]["texts"]), ("ray", 2, rows[0]["texts"]),
+                                         ("ray", 1, rows[0]["texts"])]  # fmt: skip
 
 
 def opened() -> Any:

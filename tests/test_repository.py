@@ -39,6 +39,7 @@ FLOORS = {
     "lab": 5,
     "api": 5,
     "batch": 5,
+    "cluster": 5,
     "mini": 5,
     "study": 5,
     "serving": 5,

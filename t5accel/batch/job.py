@@ -10,7 +10,7 @@ import glob
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,7 @@ from t5accel.api import open_backend
 from t5accel.batch.answers import Answer, Answerer
 from t5accel.batch.output import REJECTS, Output
 from t5accel.batch.rows import KINDS, Unfit, kind_of, read_range
+from t5accel.checkpoints import BUNDLED
 from t5accel.checks import as_count
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.export.manifest import describe_file
@@ -142,6 +143,11 @@ class Model:
     name: str = "mini"
     precision: str = "fp32"
     threads: int | None = None
+
+    def absolute(self) -> Model:
+        """The same for a process that works elsewhere: of a folder, where it lies."""
+        is_folder = self.name not in BUNDLED and os.path.isdir(self.name)
+        return replace(self, name=os.path.abspath(self.name)) if is_folder else self
 
     def open(self, settings: Settings) -> tuple[Answerer, dict[str, str]]:
         """What answers texts, and what it is: the manifest's facts, by which the same model is known again."""

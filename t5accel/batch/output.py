@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +96,10 @@ class Output:
             for partial in above.glob(".*.partial"):
                 partial.unlink(missing_ok=True)
 
+    def absolute(self) -> Output:
+        """The same for a process that works elsewhere."""
+        return Output(self.folder.absolute())
+
     def has(self, name: str) -> bool:
         """Whether that file was written."""
         return (self.folder / name).is_file()
@@ -110,7 +115,8 @@ class Output:
             JobError: the disk is full, or refuses.
         """
         target = self.folder / name
-        partial = target.with_name(f".{target.name}.partial")
+        # Of this process alone: an actor whose job was killed may be at the same shard for a moment.
+        partial = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.partial")
         try:
             target.parent.mkdir(exist_ok=True)
             write(partial)

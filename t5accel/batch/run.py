@@ -1,24 +1,49 @@
-"""Run a batch job: files of texts in, the same rows with answers out, shard by shard."""
+"""Run a batch job: files of texts in, the same rows with answers out, shard by shard, in this process or by others."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from time import perf_counter
+from typing import Any
 
 from tqdm import tqdm
 
-from t5accel.batch.job import FORMAT, Done, Model, Settings, do_shard, shards, sources
+from t5accel.batch.answers import Answerer
+from t5accel.batch.job import FORMAT, Done, Model, Settings, Shard, do_shard, shards, sources
 from t5accel.batch.output import Output
 
 DEFAULT, MINI = Settings(), Model()
 
 
+@dataclass(frozen=True)
+class Job:
+    """What any process has to know to do a shard of it; ``what`` is the model as of `job.Model.open`."""
+
+    model: Model
+    settings: Settings
+    output: Output
+    what: dict[str, str]
+
+
+# The job, the shards that are not done, what answers in this process, and who is told of rows and tokens.
+Engine = Callable[[Job, Sequence[Shard], Answerer, Callable[[int, int], Any]], Iterator[Done]]
+
+
+def in_this_process(
+    job: Job, pending: Sequence[Shard], answer: Answerer, on_batch: Callable[[int, int], Any]
+) -> Iterator[Done]:
+    """One shard after the other."""
+    for shard in pending:
+        yield do_shard(answer, job.settings, job.output, shard, on_batch)
+
+
 def run(
     given: str | os.PathLike[str], out: str | os.PathLike[str], model: Model = MINI, settings: Settings = DEFAULT, *,
-    progress: bool = False,
+    engine: Engine = in_this_process, progress: bool = False,
 ) -> tuple[Done, int]:  # fmt: skip
     """Answer every row that has no answer yet; called again after an interruption, it goes on.
 
@@ -26,6 +51,8 @@ def run(
         given: a file, a folder or a glob; kinds of files are those of `rows.KINDS`.
         out: the folder for shards, manifest and rejects; made if it is missing.
         model, settings: who answers, and what is asked.
+        engine: who does the shards; `cluster.shards.on_ray` is another one. All write the same files, and any goes on
+            with what another began.
         progress: a bar on standard error, with tokens per second and the time that is left.
 
     Returns:
@@ -35,6 +62,7 @@ def run(
         InputError: an argument is wrong, or ``out`` is another job's, or another is at it.
         JobError: the input vanished or changed, or the disk is full; what is done is kept.
         ExportError, UnknownModelError, …: there is no such model.
+        MissingPackageError, ClusterError: as the engine says.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -60,8 +88,9 @@ def run(
         pending = [shard for shard in planned if not output.has(shard.output)]
         before, done = rows - sum(shard.rows for shard in pending), Done()
         with Progress(rows, before, shown=progress) as bar:
-            for shard in pending:
-                made = do_shard(answerer, settings, output, shard, bar.add)
+            work = engine(Job(model, settings, output, what), pending, answerer, bar.add)
+            del answerer  # an engine may have no need for it
+            for made in work:
                 bar.add(made.rejected, 0)
                 done += made
     return done, before

@@ -10,17 +10,18 @@ import time
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
 from t5accel.errors import InputError
 from t5accel.serving.app import make_app
-from t5accel.serving.scheduler import Scheduler
 from t5accel.serving.settings import Settings
 
 UNREAD = 64 * 1024  # bytes that wait for a client in our memory and in the system's, each
 # Python lets a busy thread go on for 5 ms before another may run; for the engine these are steps of a small model.
 SWITCH_S = 0.0005
+LOG = "%(asctime)s %(name)s %(message)s"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -75,7 +76,7 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """After SIGTERM it answers 503, and ends when nothing runs any more, or at the end of the grace."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace_s: float):
+    def __init__(self, config: uvicorn.Config, scheduler: Any, grace_s: float):
         super().__init__(config)
         self._scheduler, self._grace_s, self._ends_at = scheduler, grace_s, 0.0
 
@@ -89,31 +90,41 @@ class Server(uvicorn.Server):
         return idle or self.force_exit or time.monotonic() >= self._ends_at + 1
 
 
-def serve(settings: Settings) -> None:
-    """Open the model and serve until SIGTERM or SIGINT.
+def opened(settings: Settings) -> FastAPI:
+    """The application around the model that the settings name.
 
     Raises:
         InputError: the model has no tokenizer, or its answers would depend on who else is served.
         ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `api.open_backend`.
-
-    >>> serve(Settings(model="mini", precision="int8-dynamic"))
-    Traceback (most recent call last):
-    t5accel.errors.InputError: precision 'int8-dynamic' finds the scale of what the decoder multiplies ...
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     backend, tokenizer, what = open_backend(settings.model, precision=settings.precision, threads=settings.threads)
     if tokenizer is None:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)
-    scheduler: Scheduler = app.state.service.scheduler
-    logging.getLogger("t5accel.serving").info(
-        "%s by %s, %s", settings.model, what, scheduler.why_static or "requests join a running batch"
-    )
+    sys.setswitchinterval(SWITCH_S)
+    why = app.state.service.scheduler.why_static or "requests join a running batch"
+    logging.getLogger("t5accel.serving").info("%s by %s, %s", settings.model, what, why)
+    return app
+
+
+def listen(app: Any, scheduler: Any, settings: Settings) -> None:
+    """Hand requests to an application until SIGTERM or SIGINT; ``scheduler`` says what runs, and is told to drain."""
     patient = type("Connection", (Connection,), {"head_s": settings.head_s, "write_s": settings.write_s})
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, http=patient, loop="asyncio", ws="none", lifespan="on",
         log_config=None, access_log=False, server_header=False, limit_concurrency=settings.connections,
         h11_max_incomplete_event_size=64 * 1024, timeout_graceful_shutdown=5,
     )  # fmt: skip
-    sys.setswitchinterval(SWITCH_S)
     Server(config, scheduler, settings.grace_s).run()
+
+
+def serve(settings: Settings) -> None:
+    """Open the model and serve; raises as `opened`.
+
+    >>> serve(Settings(model="mini", precision="int8-dynamic"))
+    Traceback (most recent call last):
+    t5accel.errors.InputError: precision 'int8-dynamic' finds the scale of what the decoder multiplies ...
+    """
+    logging.basicConfig(level=logging.INFO, format=LOG)
+    app = opened(settings)
+    listen(app, app.state.service.scheduler, settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -39,6 +41,10 @@ class Settings(BaseSettings):
     grace_s: float = Field(30.0, ge=0, description="After SIGTERM, for what is running.")
     stuck_s: float = Field(60.0, gt=0, description="One step longer than that, and the server is not alive.")
     api_key: SecretStr | None = Field(None, description="By the environment only: T5ACCEL_API_KEY.")
+    engine: Literal["local", "ray"] = Field("local", description="ray: replicas of the model behind this process.")
+    address: str | None = Field(None, description="Of a cluster of Ray. Default: one on this machine.")
+    replicas: int = Field(2, ge=1, description="Of ray, at most: another one when more wait than rows are free.")
+    replicas_min: int = Field(1, ge=1, description="Of ray, at least.")
     log_texts: bool = Field(False, description="Write texts and answers to the log.")
 
     @property

@@ -1,0 +1,1 @@
+"""Batch jobs and servers on several cores or machines, by Ray."""
