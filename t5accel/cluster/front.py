@@ -24,6 +24,7 @@ from t5accel.serving.server import LOG, listen, opened
 from t5accel.serving.settings import Settings
 
 TRIES = 3  # a request that takes its replica with it shall not take all of them
+PAUSE_S = 0.2  # before a request is asked again: others know by then that the replica is dead
 READY_S = 5.0  # for any replica to say that it is ready
 TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
 
@@ -102,7 +103,8 @@ class Front:
 
     async def _answered(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         request, began = {name: scope[name] for name in TRAVELS if name in scope}, None
-        for _ in range(TRIES):
+        for tried in range(TRIES):
+            await asyncio.sleep(PAUSE_S * tried)
             messages = self._ask(request, body)
             try:
                 async for message in messages:
