@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,17 @@ from t5accel.errors import MissingPackageError
 from t5accel.graphs.export.cache import cached_export
 from t5accel.lab.abuse import abuse
 from t5accel.lab.load import Load, ask, offer
-from t5accel.lab.rates import FEWEST_ANSWERS, MOST_POINTS, Text, curve, knee, load_row, mixed_bodies, table
+from t5accel.lab.rates import (
+    FEWEST_ANSWERS,
+    MOST_POINTS,
+    Text,
+    curve,
+    knee,
+    load_row,
+    mixed_bodies,
+    one_by_one,
+    table,
+)
 from t5accel.lab.rows import Row, chosen, here, rows_so_far, write_rows
 from t5accel.lab.servers import Running, Server, free_port, other, ours
 from t5accel.lab.static_batch import Asked, together
@@ -148,22 +157,12 @@ def compared(running: Running, bodies: Sequence[Mapping[str, Any]], expected: Se
 
 def sequential(running: Running, model: Model, length: int, requests: int) -> Row:
     """The seeds' protocol: random requests one after the other, their mean and deviation."""
-    rng, url = np.random.default_rng(length), running.url + running.server.path
+    rng = np.random.default_rng(length)
     bodies = [
         {"text": model.text(rng, length), "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-        for _ in range(requests + 2)
+        for _ in range(requests)
     ]
-    times = []
-    for body in bodies:
-        began = time.perf_counter()
-        ask(url, body)
-        times.append(round(time.perf_counter() - began, 6))
-    times = times[2:]  # this length was new to the server
-    return {
-        "measured": "sequential", "source_tokens": length, "new_tokens": NEW_TOKENS, "batch": 1, "beams": 1,
-        "latency_s": times, "mean_s": fmean(times), "deviation_s": stdev(times),
-        "p99_s": float(np.percentile(times, 99)),
-    }  # fmt: skip
+    return {**one_by_one(running, bodies), "source_tokens": length, "new_tokens": NEW_TOKENS, "beams": 1}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from t5accel.lab.draw import BOARD, LADDER
-from t5accel.lab.rows import described, recorded, step_ms
+from t5accel.lab.rows import chosen, described, recorded, step_ms
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,16 +25,25 @@ PEERS: dict[str, Cell] = {
     "tokens/s": lambda row: f"{row['new_tokens'] * row['batch'] / median(row['latency_s']):.0f}",
     "ratio": lambda row: f"{row['ratio']:.2f}x",
 }
+BERT: dict[str, Cell] = {
+    **{key: lambda row, key=key: row.get(key, "–") for key in ("cell", "rung", "adds", "on")},
+    "ms": lambda row: f"{median(row['latency_s']) * 1e3:.1f}",
+    "factor": lambda row: f"{row['factor']:.2f}" if "factor" in row else "–",
+    "in all": lambda row: f"{row['ratio']:.1f}x",
+    "MB": lambda row: f"{row['size_bytes'] / 1e6:.1f}",
+}
 BOARDS = (
     ("scoreboard-mini.json", "The bundled model", BOARD),
     ("scoreboard-t5-small.json", "t5-small's size", BOARD),
     ("ladder.json", "From the naive loop upwards", {"cell": lambda row: row["cell"], **LADDER}),
     ("peers-cpu.json", "Beside its peers, AMD EPYC", PEERS),
     ("peers-cpu-intel.json", "Beside its peers, Intel Xeon", PEERS),
+    ("peers-families.json", "Other families beside their peers", {"model": lambda row: row["model"], **PEERS}),
+    ("bert.json", "A BERT that answers questions", BERT),
 )
-FILTERED = {"cell", "precision", "batch", "source_tokens", "beams", "gate", "task", "technique*", "hardware"}
-PLOTTED = {"tokens/s", "ratio", "in all", "ms/token", "ms/text", "MB", "peak MB", "BLEU", "ROUGE-L", "EM"}
-LABELS = {"technique", "rung", "system", "on"}
+FILTERED = {"cell", "model", "precision", "batch", "source_tokens", "beams", "gate", "task", "technique*", "hardware"}
+PLOTTED = {"tokens/s", "ratio", "in all", "ms/token", "ms/text", "ms", "MB", "peak MB", "BLEU", "ROUGE-L", "EM"}
+LABELS = {"technique", "rung", "system", "on", "in the browser"}
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, escape: bool = True) -> str:
@@ -74,11 +83,12 @@ def which() -> str:
 
 def boards() -> str:
     """The recorded scoreboards."""
+    (notebook,) = (ROOT / "notebooks").glob("*_scoreboard_and_claims.ipynb")
     parts = [
         "# Scoreboards",
         "Recorded runs, equal output first; speeds of two tables are those of two runs and do not compare. Notebook "
-        "[15_scoreboard_and_claims](notebooks/15_scoreboard_and_claims.ipynb) reads them with you. An en dash stands "
-        "for what was not measured.",
+        f"[{notebook.stem}](notebooks/{notebook.name}) reads them with you. An en dash stands for what was not "
+        "measured.",
     ]
     for file, title, columns in BOARDS:
         record = recorded(file)
@@ -90,9 +100,37 @@ def boards() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def browser() -> str:
+    """What `scripts/web.py` recorded of the page, a row for each model."""
+    record = recorded("web.json")
+    lines = []
+    for name in dict.fromkeys(row["system"] for row in record["rows"]):
+        visit, speed, quality = (
+            next(chosen(record["rows"], system=name, measured=what)) for what in ("first visit", "speed", "quality")
+        )
+        sent = visit["settings"]["transfer_bytes"]
+        times = f"{visit['first_s']:.2f}", f"{speed['first_p50_s']:.2f}", f"{speed['us_per_token'] / 1e3:.1f}"
+        scores = (f"{quality[key]:.1f}" for key in ("bleu", "rougeL", "exact_match"))
+        sizes = f"{speed['size_bytes'] / 1e6:.1f}", f"{sent / 1e6:.1f}"
+        lines.append([name, *times, f"{speed['tokens_per_s']:.0f}", *sizes, *scores])
+    if not lines:
+        return ""
+    columns = ["in the browser", "first visit, s", "first word, s", "ms/token", "tokens/s", "MB", "MB sent", "BLEU",
+               "ROUGE-L", "EM"]  # fmt: skip
+    how = visit["settings"]
+    return (
+        f"{record['machine']['cpu']}, one thread; {how['browser']} without a window, onnxruntime-web {how['version']}; "
+        f"{record['date']}, commit {record['commit']}; files from the same machine. A first visit is clicked at once: "
+        "its first word waits for the model. The others are medians of a page that is warm, over the examples. From "
+        "[web.json](data/results/web.json).\n\n" + raw(table(columns, lines))
+    )
+
+
 SEE = """# The model in your browser
 
 {first}
+
+{figures}
 
 How it is made: [`web/src/t5.js`](web/src/t5.js) is what an export asks of another language, in a hundred lines.
 `t5accel demo` compares several ways of running a model, side by side, on a machine of yours.
@@ -106,7 +144,11 @@ NOT_HERE = "`make web` builds a page that runs the bundled model on your own dev
 
 def write(out: Path, *, web: bool) -> None:
     """The pages, as Markdown for Sphinx."""
-    pages = {"which": which(), "boards": boards(), "see": SEE.format(first=HERE if web else NOT_HERE)}
+    pages = {
+        "which": which(),
+        "boards": boards(),
+        "see": SEE.format(first=HERE if web else NOT_HERE, figures=browser()),
+    }
     for name, text in pages.items():
         (out / f"{name}.md").write_text(text, encoding="utf-8")
 

@@ -22,16 +22,19 @@ from t5accel import machine
 from t5accel.lab.rows import Row, here, rows_so_far, write_rows
 from t5accel.mini.reader import stories
 from t5accel.study.bert import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
+from t5accel.study.bert_graphs import fed_run
 from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
+from t5accel.study.bert_served import Protocol, Served, numbered, served_rows, single_words
 from t5accel.study.gpt2 import random_gpt2
-from t5accel.study.gpt2_ways import Gpt2, gpt2_rows
-from t5accel.study.spans import read
+from t5accel.study.gpt2_ways import NO_CACHE, WAYS, Gpt2, gpt2_rows
+from t5accel.study.spans import Run, answerer, read, torch_run
 from t5accel.tasks import CONTEXT, QUESTION
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
 TOKENS, BATCHES = 512, (1, 8)
 ON_THE_WAY = [rung for rung in RUNGS if "whole" not in rung.name]
 BESIDE = [rung for rung in RUNGS if rung.name == "PyTorch" or "whole" in rung.name]
+TOO_LONG = (NO_CACHE, "ONNX Runtime, no cache, bound, last logits")  # a minute for 256 tokens
 Part = tuple[str, Callable[[], list[Row]]]
 
 
@@ -63,6 +66,8 @@ def large(out: Path, threads: int) -> Readers:
 def bert_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
     """The cells of bert.json, each with what measures it."""
     yield "quality", lambda: quality(out, threads)
+    for model in (READER,) if quick else (READER, LARGE):
+        yield f"{model}, served", lambda model=model: served(model, out, threads)
     for batch in BATCHES:
         for title, rungs in (("the way", ON_THE_WAY), ("beside it", BESIDE)):
             for model, rounds in ((READER, 11), (LARGE, 5 if batch == 1 else 3)):
@@ -75,6 +80,33 @@ def bert_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
                                       keep_going=True)  # fmt: skip
 
                 yield f"{model}, {batch} × {TOKENS}, {title}", measure
+
+
+def served(model: str, out: Path, threads: int) -> list[Row]:
+    """Behind FastAPI: PyTorch, the fused graph, the last two rungs. BERT large is asked less, for it takes seconds."""
+    if model == LARGE:
+        readers, tokenizer, thresholds = large(out, threads), numbered(30522), {"whole": 0.0, "pruned": 0.0}
+        where, protocol = LARGE, Protocol(requests=10, seconds=25.0)
+    else:
+        (readers, tokenizer, thresholds), where, protocol = small(out, threads), model, Protocol()
+    kept = readers.folder / "tokenizer"
+    tokenizer.save_pretrained(kept)
+
+    def one(name: str, which: str, model: str, run: Run, **how: Any) -> Served:
+        answer = answerer(tokenizer, run, threshold=thresholds[which])
+        return Served(name, model, str(kept), thresholds[which], answer, **how)
+
+    in_torch = torch_run(readers.models["whole"])
+    fused, last = str(readers.graph("whole", "fused")), str(readers.graph("pruned", "int8"))
+    in_int8 = fed_run(last, readers.settings())
+    ways = [
+        one("FastAPI, transformers", "whole", where, in_torch),
+        one("FastAPI, ONNX Runtime", "whole", fused, in_torch),
+        one("FastAPI, pruned, int8", "pruned", last, in_int8, precision="int8"),
+        one("FastAPI, pruned, int8, bound", "pruned", last, in_int8, precision="int8", bound=True),
+    ]
+    words = single_words(tokenizer)
+    return served_rows(ways, words, protocol, threads=threads, logs=readers.folder, model=model)
 
 
 def quality(out: Path, threads: int) -> list[Row]:
@@ -90,11 +122,12 @@ def gpt2_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
     def subject() -> Gpt2:
         return Gpt2(random_gpt2(), out / "gpt2", threads)
 
-    for new_tokens, rounds in ((16, 5), (64, 5)) if quick else ((16, 5), (64, 5), (256, 3)):
+    for new_tokens in (16, 64) if quick else (16, 64, 256):
+        ways = [way for way in WAYS if new_tokens <= 64 or way not in TOO_LONG]
         yield (
             f"{GPT2}, {new_tokens} tokens",
-            lambda new_tokens=new_tokens, rounds=rounds: gpt2_rows(
-                subject(), model=GPT2, new_tokens=new_tokens, rounds=rounds, keep_going=True
+            lambda new_tokens=new_tokens, ways=ways: gpt2_rows(
+                subject(), model=GPT2, new_tokens=new_tokens, ways=ways, rounds=3, keep_going=True
             ),
         )
 

@@ -90,7 +90,7 @@ def demo(
         typer.Option("--share", help="A public address by Gradio; visitors cannot name another model then."),
     ] = False,
 ) -> None:
-    """Serve a page on which several ways answer one text at once: time, size, and whether the tokens are the same."""
+    """Serve a page on which several ways answer one text at once: time, size, and whether the answers are the same."""
     from t5accel.demo.page import launch
 
     launch(model, port=port, share=share)

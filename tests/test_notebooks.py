@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BOOTSTRAP = (ROOT / "scripts" / "bootstrap_cell.py").read_text(encoding="utf-8")
 # The first thirteen are from before the rules of CONTRIBUTING were made stricter; newer ones keep those.
-FIRST_THIRTEEN = {f"{number:02}" for number in (*range(12), 15)}
+FIRST_THIRTEEN = {f"{number:02}" for number in (*range(12), 16)}
 LONGEST_CELL, LONGEST_CELL_NOW, MEDIAN_CELL_NOW = 25, 20, 8  # lines
 MOST_OWN_NAMES, MOST_WORDS = 15, 2200
 LARGEST_FILE = 300_000

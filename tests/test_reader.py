@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from t5accel.mini.reader import (
 from t5accel.students.batches import Mixture, Part, Phase
 from t5accel.study.bert import load_bert, threshold_of, widths
 from t5accel.study.bert_pruning import Pruning
-from t5accel.study.spans import torch_run
+from t5accel.study.spans import read, torch_run
 from t5accel.tasks import UNANSWERABLE
 
 TINY = ReaderConfig(steps=4, hidden_size=32, intermediate_size=64, num_layers=2, vocab_size=300, warmup_steps=1)
@@ -125,6 +126,15 @@ def test_a_run_is_its_seed_s_and_what_it_writes_loads(tmp_path: Path, mixture, t
     positions = [model.bert.embeddings.position_embeddings.weight for model in (one, new_reader(TINY))]
     assert torch.allclose(*positions, atol=1e-3), "heads that look some words away find them by these"
     assert threshold_of(one) == 0.5 and [row["step"] for row in log(tmp_path / "one")] == [4]
+
+
+def test_what_a_tokenizer_was_asked_last_is_not_saved(tmp_path: Path, tokenizer: Any, monkeypatch) -> None:
+    monkeypatch.setattr(
+        module, "choose_threshold", lambda model, asked: read(asked, ["Who?"], ["Ann."], padded_to=9) and 0.5
+    )
+    module.save_reader(new_reader(TINY), tokenizer, tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    assert saved["truncation"] is saved["padding"] is None
 
 
 def test_pruning_while_training_leaves_a_smaller_reader(tmp_path: Path, mixture: Mixture, monkeypatch) -> None:

@@ -16,9 +16,12 @@ from t5accel.lab.rows import checked
 from t5accel.mini.reader import train_wordpiece
 from t5accel.parity import ParityError
 from t5accel.study.bert import random_bert, resize, widths
+from t5accel.study.bert_graphs import fed_run
 from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, size_bytes, speed_rows
+from t5accel.study.bert_served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
 from t5accel.study.gpt2 import bytes_of_logits, random_gpt2
 from t5accel.study.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
+from t5accel.study.spans import answerer, torch_run
 
 SIZES: dict[str, Any] = dict(
     vocab_size=150, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
@@ -122,6 +125,40 @@ def test_scores_belong_to_the_rung_and_the_gate_judges_them(readers: Readers) ->
         assert row["exact_match_no_answer"] < 50
     assert pruned["inside"] == (whole["f1"] - pruned["f1"] <= 1.0)
     assert whole["limit"] == 12
+
+
+# Behind FastAPI
+
+
+def test_bound_memory_serves_every_length_from_one_session(readers: Readers) -> None:
+    tokenizer, graph = numbered(150), readers.graph("pruned", "int8")
+    fed = answerer(tokenizer, fed_run(graph, readers.settings()), threshold=0.0)
+    bound = answerer(tokenizer, opened(str(graph), threads=1, bound=True), threshold=0.0)
+    texts = [asked_of(single_words(tokenizer), tokens, seed=tokens) for tokens in (16, 40, 16, 200, 40)]
+    found = [bound([text])[0] for text in texts]
+    assert found == [fed([text])[0] for text in texts] and len({*found}) > 2
+
+
+def test_servers_answer_as_their_models_before_they_are_timed(readers: Readers, tmp_path: Path) -> None:
+    tokenizer = numbered(150)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    readers.models["whole"].save_pretrained(tmp_path / "whole")
+    right = answerer(tokenizer, torch_run(readers.models["whole"]), threshold=0.0)
+    one = Served("torch", str(tmp_path / "whole"), str(tmp_path / "tokenizer"), 0.0, right)
+    other = replace(one, name="graph", model=str(readers.graph("whole", "fused")), bound=True)
+    how = dict(words=single_words(tokenizer), protocol=Protocol((16, 24), 3, 1.0), threads=1, logs=tmp_path)
+    rows = [checked(row) for row in served_rows([one, other], **how, model="tiny")]
+    kinds = ["equality", "sequential", "sequential", "open loop"]
+    assert [(row["system"], row["measured"]) for row in rows] == [(w, k) for w in ("torch", "graph") for k in kinds]
+    assert all(row["equal"] == row["of"] == 6 and row["distinct"] > 1 for row in rows if "equal" in row)
+    assert [(row["source_tokens"], len(row["latency_s"])) for row in rows if "source_tokens" in row] == [
+        (16, 3),
+        (24, 3),
+    ] * 2
+    loops = [row for row in rows if row["measured"] == "open loop"]
+    assert loops[0]["rate_per_s"] == loops[1]["rate_per_s"] and all(row["answered"] > 0 for row in loops)
+    with pytest.raises(ParityError, match="wrong: . of 6"):
+        served_rows([replace(other, name="wrong", model=str(readers.graph("pruned")))], **how)
 
 
 def test_gpt2_s_ways_write_the_same_and_say_what_they_hand_over(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from t5accel.checkpoints import BUNDLED
+from t5accel.study.bert import PRUNED, READER
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,7 +50,9 @@ def contents(wheel: Path) -> dict[str, str]:
 def test_it_carries_what_load_t5_needs(wheel: Path) -> None:
     carried = contents(wheel)
     expected = {"t5accel/py.typed"}
-    expected |= {f"t5accel/data/{model}/{name}" for model in BUNDLED.values() for name in MODEL_FILES}
+    expected |= {
+        f"t5accel/data/{model}/{name}" for model in (*BUNDLED.values(), READER, PRUNED) for name in MODEL_FILES
+    }
     expected |= {f"t5accel/data/eval/{name}.jsonl" for name in ("translation", "summaries", "questions")}
     expected |= {f"t5accel/data/results/{path.name}" for path in (ROOT / "data/results").glob("*.json")}
     assert expected <= carried.keys()

@@ -1,10 +1,11 @@
-"""A page on which several ways answer one text at once, with time, size, and whether their tokens are the same.
+"""A page on which several ways answer one text at once, with time, size, and whether their answers are the same.
 
 It is Gradio's, without what Gradio fetches from elsewhere: fonts, a script, and a report of its use.
 """
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5accel.demo.menu import Task, menu
 from t5accel.demo.race import Lane, Way, difference, race, way, ways_of
+from t5accel.demo.reading import ROUNDS, Answer, OpenRung, ask, bundled
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ FEWEST, MOST = 2, 4  # ways at a time
 MAX_SOURCE_TOKENS, MAX_NEW_TOKENS = 512, 128
 MAX_WAITING = 64  # who comes later is told so
 SHOWN_EVERY_S = 0.05
+QUESTIONS = 5  # of each half of their set, as examples for the readers
 ADDRESS, PORT = "127.0.0.1", 7860
 
 # In the page that Gradio sends: connections to other hosts, for its fonts, and for pages inside of others.
@@ -48,9 +51,11 @@ def answers(
         What happens, in a sentence; and by label what has been written and in which time.
 
     Raises:
-        InputError: too few or too many ways, or a text too long; else as `race.way`.
+        InputError: too few or too many ways, one that this model does not have, or a text too long; else as `race.way`.
     """
     known = ways_of(model)
+    if missing := [label for label in chosen if label not in known]:
+        raise InputError(f"{model} has no way “{missing[0]}”: choose among the others.")
     chosen = [label for label in known if label in chosen]
     if not FEWEST <= len(chosen) <= MOST:
         raise InputError(f"Choose {FEWEST} to {MOST} ways to compare.")
@@ -108,76 +113,147 @@ def make_demo(model: str = "mini", *, own_model: bool = True) -> Blocks:
         MissingPackageError: Gradio is not installed.
     """
     gradio = _gradio()
-    tasks = {task.label: task for task in menu()}
-    first = next(iter(tasks.values()))
-    known = list(ways_of(model))
-
     with gradio.Blocks(title="t5accel: side by side", analytics_enabled=False) as page:
-        gradio.Markdown(
-            "# One text, several ways\n"
-            "The ways take turns, and who has computed least goes next: each has the machine to itself, and its time "
-            "is the one that it takes alone. Tokens are compared with those of the first way."
-        )
-        with gradio.Row():
-            task = gradio.Radio(list(tasks), value=first.label, label="Task")
-            given = gradio.Textbox(
-                model, label="Model", info="mini, a folder, or a hub id", interactive=own_model, visible=own_model
-            )
-        example = gradio.Dropdown(_labels(first), value=None, label="Examples", interactive=True)
-        boxes = [gradio.Textbox(**_box(first, place), lines=2, interactive=True) for place in range(2)]
-        chosen = gradio.CheckboxGroup(known, value=known[:MOST], label="Ways")
-        with gradio.Row():
-            run = gradio.Button("Run", variant="primary")
-            stop = gradio.Button("Stop")
-        status = gradio.Markdown("", elem_id="status")
-        lanes = []
-        with gradio.Row():
-            for place in range(MOST):
-                with gradio.Column(min_width=200, elem_classes="lane"):
-                    lanes.append(gradio.Textbox("", label=known[place], lines=4, interactive=False))
-                    lanes.append(gradio.Markdown("", elem_classes="figures"))
-
-        def choose_task(label: str) -> list[Any]:
-            now = tasks[label]
-            return [gradio.update(choices=_labels(now), value=None),
-                    *(gradio.update(value="", **_box(now, place)) for place in range(2))]  # fmt: skip
-
-        def choose_example(label: str, number: int | None) -> list[Any]:
-            texts = [] if number is None else list(tasks[label].examples[number].values())
-            return [gradio.skip() if place >= len(texts) else texts[place] for place in range(2)]
-
-        def choose_model(name: str) -> Any:
-            ways = list(ways_of(name.strip()))
-            return gradio.update(choices=ways, value=ways[:MOST])
-
-        def answer_all(label: str, name: str, ways: list[str], *texts: str) -> Iterator[list[Any]]:
-            try:
-                source = _source(tasks[label], texts)
-                for sentence, found in answers(name.strip() if own_model else model, ways, source):
-                    yield [sentence, *_lanes(gradio, ways_of(name.strip()), ways, found)]
-            except T5AccelError as error:
-                yield [str(error), *[gradio.skip()] * len(lanes)]
-
-        task.change(choose_task, task, [example, *boxes], show_progress="hidden")
-        example.input(choose_example, [task, example], boxes, show_progress="hidden")
-        given.submit(choose_model, given, chosen)
-        given.blur(choose_model, given, chosen)
-        asked = [task, given, chosen, *boxes]
-        running = gradio.on(
-            [run.click, *(box.submit for box in boxes)], answer_all, asked, [status, *lanes], show_progress="hidden",
-            concurrency_limit=1,  # or the ways of two visitors would slow each other down
-        )  # fmt: skip
-        stop.click(None, cancels=[running])
+        gradio.Markdown("# One text, several ways")
+        with gradio.Tab("Write"):
+            _writers(gradio, model, own_model)
+        with gradio.Tab("Read"):
+            _readers(gradio)
     return page.queue(max_size=MAX_WAITING)
 
 
-def _source(task: Task, texts: Sequence[str]) -> str:
-    """What the model reads; raises ``InputError`` if a field is empty."""
+# One run at a time, or the ways of two visitors would slow each other down.
+_ALONE: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=1, concurrency_id="machine")
+
+
+def _writers(gradio: Any, model: str, own_model: bool) -> None:
+    """The tab of a T5's ways."""
+    tasks = {task.label: task for task in menu()}
+    first = next(iter(tasks.values()))
+    known = list(ways_of(model))
+    # A menu that changed while somebody clicks would make of the click an error: all labels are always there.
+    labels = list(ways_of("mini")) if own_model else known
+
+    gradio.Markdown(
+        "A T5 writes an answer. The ways take turns, and who has computed least goes next: each has the machine to "
+        "itself, and its time is the one that it takes alone. Tokens are compared with those of the first way."
+    )
+    with gradio.Row():
+        task = gradio.Radio(list(tasks), value=first.label, label="Task")
+        given = gradio.Textbox(
+            model, label="Model", info="mini, a folder, or a hub id", interactive=own_model, visible=own_model
+        )
+    example = gradio.Dropdown(_labels(first), value=None, label="Examples", interactive=True)
+    boxes = [gradio.Textbox(**_box(first, place), lines=2, interactive=True) for place in range(2)]
+    chosen = gradio.CheckboxGroup(labels, value=known[:MOST], label="Ways")
+    with gradio.Row():
+        run = gradio.Button("Run", variant="primary")
+        stop = gradio.Button("Stop")
+    status = gradio.Markdown("", elem_id="status")
+    lanes = []
+    with gradio.Row():
+        for place in range(MOST):
+            with gradio.Column(min_width=200, elem_classes="lane"):
+                lanes.append(gradio.Textbox("", label=known[place], lines=4, interactive=False))
+                lanes.append(gradio.Markdown("", elem_classes="figures"))
+
+    def choose_task(label: str) -> list[Any]:
+        now = tasks[label]
+        return [gradio.update(choices=_labels(now), value=None),
+                *(gradio.update(value="", **_box(now, place)) for place in range(2))]  # fmt: skip
+
+    def choose_example(label: str, number: int | None) -> list[Any]:
+        return _example(gradio, tasks[label], number)
+
+    def choose_model(name: str) -> list[str]:
+        return list(ways_of(name.strip()))[:MOST]
+
+    def answer_all(label: str, name: str, ways: list[str], *texts: str) -> Iterator[list[Any]]:
+        try:
+            source = tasks[label].source(_named(tasks[label], texts))
+            for sentence, found in answers(name.strip() if own_model else model, ways, source):
+                yield [sentence, *_lanes(gradio, ways_of(name.strip()), ways, found)]
+        except T5AccelError as error:
+            yield [str(error), *[gradio.skip()] * len(lanes)]
+
+    task.change(choose_task, task, [example, *boxes], show_progress="hidden")
+    example.input(choose_example, [task, example], boxes, show_progress="hidden")
+    given.submit(choose_model, given, chosen)
+    given.blur(choose_model, given, chosen)
+    asked = [task, given, chosen, *boxes]
+    triggers = [run.click, *(box.submit for box in boxes)]
+    running = gradio.on(triggers, answer_all, asked, [status, *lanes], **_ALONE)
+    stop.click(None, cancels=[running])
+
+
+def _readers(gradio: Any) -> None:
+    """The tab of the BERT study's ladder."""
+    *_, task = menu(QUESTIONS)
+    gradio.Markdown(
+        "A BERT points at the answer, or says that the text has none: first the whole reader, then the one that was "
+        "pruned, each in PyTorch, as a graph, with fused operators and in 8 bits. Milliseconds are the median of "
+        f"{ROUNDS} runs of the model, in turns with the others; answers are compared with the first one."
+    )
+    example = gradio.Dropdown(_labels(task), value=None, label="Examples", interactive=True)
+    boxes = [gradio.Textbox(**_box(task, place), lines=1 + 2 * place, interactive=True) for place in range(2)]
+    run = gradio.Button("Ask", variant="primary")
+    status = gradio.Markdown("", elem_id="reading")
+    shown = gradio.HTML("", elem_id="rungs")
+
+    def answer(*texts: str) -> Iterator[tuple[str, str]]:
+        try:
+            yield from readings(**_named(task, texts))
+        except T5AccelError as error:
+            yield str(error), ""
+
+    example.input(lambda number: _example(gradio, task, number), example, boxes, show_progress="hidden")
+    gradio.on([run.click, *(box.submit for box in boxes)], answer, boxes, [status, shown], **_ALONE)
+
+
+def readings(
+    question: str, context: str, *, load: Callable[[], tuple[Any, Sequence[OpenRung]]] = bundled
+) -> Iterator[tuple[str, str]]:
+    """Put a question to all rungs of the ladder: what happens, in a sentence, and the answers as `table` shows them.
+
+    Raises as `load` and `reading.ask`.
+    """
+    yield "Reading. The first time, both readers are loaded and exported, which takes some seconds.", ""
+    yield "Done.", table(ask(*load(), question, context))
+
+
+def table(found: Sequence[Answer]) -> str:
+    """What the rungs answered, a row each, as a table of HTML."""
+    rows = [
+        [
+            one.rung.which,
+            one.rung.adds,
+            html.escape(one.text) if one.has_answer else "<i>no answer in the text</i>",
+            f"{one.seconds * 1e3:.2f}",
+            f"{one.ratio:.1f} ×",
+            f"{one.size_bytes / 1e6:.1f}",
+            ("the same" if one.same else "<b>another</b>") if place else "–",
+        ]
+        for place, one in enumerate(found)
+    ]
+    heads = ["reader", "runs as", "answer", "ms", "as fast", "MB", "beside the first"]
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _example(gradio: Any, task: Task, number: int | None) -> list[Any]:
+    """An example's texts, for both fields."""
+    texts = [] if number is None else list(task.examples[number].values())
+    return [gradio.skip() if place >= len(texts) else texts[place] for place in range(2)]
+
+
+def _named(task: Task, texts: Sequence[str]) -> dict[str, str]:
+    """The texts by the names of their fields; raises ``InputError`` if one is empty."""
     named = {name: text.strip() for name, text in zip(task.fields, texts, strict=False)}
     for name, text in named.items():
         if not text:
             raise InputError(f"Nothing is written under “{task.fields[name]}”.")
-    return task.source(named)
+    return named
 
 
 def _labels(task: Task) -> list[tuple[str, int]]:

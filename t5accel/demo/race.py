@@ -111,12 +111,13 @@ def ways_of(model: str) -> dict[str, tuple[str, str]]:
     """The ways of answering with a model, the reference first: by label the model and the precision that `way` takes.
 
     >>> list(ways_of("mini"))
-    ['transformers, fp32', 'ours, fp32', 'ours, int8', 'student, int8']
+    ['transformers, fp32', 'ours, fp32', 'ours, int8', 'student, int8', 'ours, int4']
     """
     found = {"transformers, fp32": (model, TRANSFORMERS)}
     found |= {f"ours, {precision}": (model, precision) for precision in ("fp32", "int8")}
-    student = STUDENT_OF.get(model)
-    return found | ({"student, int8": (student, "int8")} if student else {"ours, int4": (model, "int4")})
+    if student := STUDENT_OF.get(model):
+        found["student, int8"] = student, "int8"
+    return found | {"ours, int4": (model, "int4")}
 
 
 @lru_cache(maxsize=KEPT)

@@ -189,11 +189,14 @@ def page(boards: Sequence[tuple[str, Mapping[str, Any]]], notes: str = "") -> st
     )
 
 
-def plot_ladders(ladders: Mapping[str, Rows], path: str | os.PathLike[str] | None = None) -> Figure:
+def plot_ladders(
+    ladders: Mapping[str, Rows], path: str | os.PathLike[str] | None = None, *, first: str = "the naive loop"
+) -> Figure:
     """A panel for each titled ladder: a bar for each rung, from the speed of the rung below to its own.
 
     The axis is logarithmic, so equal factors are bars of equal length. Colours tell what is on the way to the fastest
-    rung, what was tried beside it, what answers many texts at once, and what is outside the gate.
+    rung, what was tried beside it, what answers many texts at once, and what is outside the gate. ``first`` names the
+    lowest rung.
 
     Raises ``InputError`` without ladders, and for rows of several in one.
 
@@ -219,7 +222,7 @@ def plot_ladders(ladders: Mapping[str, Rows], path: str | os.PathLike[str] | Non
         drawn |= _ladder(axes, rows)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlim(0.8, max(top, 10) * 4)  # room for the last label
-    panels[-1].set_xlabel("times as fast as the naive loop (logarithmic: equal factors, equal lengths)")
+    panels[-1].set_xlabel(f"times as fast as {first} (logarithmic: equal factors, equal lengths)")
     if len(drawn) > 1:
         handles = [(drawn[colour], kind) for colour, kind in kinds.items() if colour in drawn]
         figure.legend(*zip(*handles, strict=True), loc="outside lower center", ncols=4, frameon=False, fontsize=9)

@@ -149,10 +149,15 @@ KINDS: dict[str, Callable[[str, int], Batches]] = {
 }
 
 
-def main() -> None:
-    """Serve one of them."""
+def serve(batches: Batches, port: int) -> None:
+    """On 127.0.0.1, until it is ended."""
     import uvicorn
 
+    uvicorn.run(make_app(batches), host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+def main() -> None:
+    """Serve one of them."""
     from t5accel import machine
 
     parser = argparse.ArgumentParser(description="Serve a T5 in one of the usual ways, on 127.0.0.1.")
@@ -161,8 +166,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, default=machine.cpu_threads())
     args = parser.parse_args()
-    app = make_app(KINDS[args.kind](args.model, args.threads))
-    uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning", access_log=False)
+    serve(KINDS[args.kind](args.model, args.threads), args.port)
 
 
 if __name__ == "__main__":

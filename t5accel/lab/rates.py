@@ -7,13 +7,15 @@ long as the load lasts, and say more about that than about the server.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 
 from t5accel.errors import InputError
-from t5accel.lab.load import Load, Outcome, offer
+from t5accel.lab.load import Load, Outcome, ask, offer
 from t5accel.lab.rows import Row, aligned, chosen
 from t5accel.lab.servers import Running
 
@@ -49,7 +51,7 @@ def load_row(load: Load, outcome: Outcome, *, limit_s: float, **facts: Any) -> R
     >>> row["answers_per_s"], row["goodput_per_s"], row["tokens_per_s"]
     (1.0, 0.5, 4.0)
     """
-    short = {number for number, body in enumerate(load.requests) if body["max_new_tokens"] <= SHORT[1]}
+    short = {number for number, body in enumerate(load.requests) if body.get("max_new_tokens", LONG) <= SHORT[1]}
     answered = len(outcome.latency_s)
     row: dict[str, Any] = {
         **facts, "forced": False, "seconds": load.seconds, "answered": answered,
@@ -67,6 +69,24 @@ def load_row(load: Load, outcome: Outcome, *, limit_s: float, **facts: Any) -> R
         row |= {"first_p50_s": float(np.percentile(outcome.first_s, 50)),
                 "first_p99_s": float(np.percentile(outcome.first_s, 99))}  # fmt: skip
     return {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def one_by_one(running: Running, bodies: Sequence[Mapping[str, Any]], *, unmeasured: int = 2) -> Row:
+    """One request after the other: each one's seconds, their mean and deviation.
+
+    Args:
+        unmeasured: so many are sent beforehand, the first ones again, to a server that has not met this length.
+    """
+    url, times = running.url + running.server.path, []
+    for body in (*bodies[:unmeasured], *bodies):
+        began = time.perf_counter()
+        ask(url, body)
+        times.append(round(time.perf_counter() - began, 6))
+    times = times[unmeasured:]
+    return {
+        "measured": "sequential", "batch": 1, "latency_s": times, "mean_s": fmean(times), "deviation_s": stdev(times),
+        "p99_s": float(np.percentile(times, 99)),
+    }  # fmt: skip
 
 
 def keeps_up(row: Mapping[str, Any]) -> bool:

@@ -29,13 +29,22 @@ from t5accel.students.batches import Batch, Encode, Example, Mixture, Part, Phas
 from t5accel.students.optimise import learning_rate_factor, optimiser_step, padded
 from t5accel.students.resumable import require_device, run_steps
 from t5accel.study.bert_pruning import Pruning, attach, close, closing, removed
-from t5accel.study.spans import answers, best_spans, read, threshold_from, torch_run
+from t5accel.study.spans import (
+    CLS,
+    PAD,
+    SEP,
+    UNK,
+    answers,
+    as_berts,
+    best_spans,
+    read,
+    threshold_from,
+    torch_run,
+)
 from t5accel.tasks import CONTEXT, QUESTION, UNANSWERABLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-PAD, UNK, CLS, SEP = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 
 # Whose what is comes first, from near to far, then what is asked for: which words are a place, a price, a name. In
 # trials, a run that left near recall after 100 steps recalled one in five right at step 261, and one that stayed for
@@ -84,8 +93,7 @@ def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBas
     >>> tokenizer.convert_ids_to_tokens(tokenizer("Who?", "Ann.").input_ids)
     ['[CLS]', 'who', '?', '[SEP]', 'ann', '.', '[SEP]']
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -97,14 +105,7 @@ def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBas
         initial_alphabet=letters,
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
-    ids = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ids
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP, model_max_length=512,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )  # fmt: skip
+    return as_berts(tokenizer)
 
 
 def new_reader(config: ReaderConfig) -> PreTrainedModel:
@@ -375,5 +376,7 @@ def save_reader(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     model = model.to("cpu", torch.float16).float()
     model.config.null_score_diff_threshold = round(choose_threshold(model, tokenizer), 3)
     model.half().save_pretrained(folder)
+    tokenizer.backend_tokenizer.no_truncation()  # of its last call, which tokenizer.json would ask of every reader
+    tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
     return folder

@@ -157,7 +157,11 @@ def bound_run(path: str | os.PathLike[str], batch: int, tokens: int, settings: S
 
     What it returns is overwritten by its next call. All calls are of (``batch``, ``tokens``).
     """
-    session = open_session(path, settings or SessionSettings())
+    return bound_to(open_session(path, settings or SessionSettings()), batch, tokens)
+
+
+def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> Run:
+    """The same for a session that is open; one session may be bound for several shapes, which share its weights."""
     binding = session.io_binding()
     given = {name: np.zeros((batch, tokens), np.int64) for name in names_of(session)}
     found = {name: np.zeros((batch, tokens), np.float32) for name in OUTPUTS}

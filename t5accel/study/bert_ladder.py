@@ -31,6 +31,7 @@ from t5accel.study.bert_graphs import (
     fuse_bert,
     static_int8,
 )
+from t5accel.study.exporting import quietly
 from t5accel.study.spans import Run, answerer, torch_run
 from t5accel.timing import Work
 
@@ -137,7 +138,7 @@ def optimum_reader(model: PreTrainedModel, folder: Path, threads: int) -> Any:
     from optimum.onnxruntime import ORTModelForQuestionAnswering
 
     if not (folder / "model.onnx").is_file():
-        with TemporaryDirectory() as plain:
+        with TemporaryDirectory() as plain, quietly():
             model.save_pretrained(plain)
             ORTModelForQuestionAnswering.from_pretrained(plain, export=True).save_pretrained(folder)
     options = onnxruntime.SessionOptions()

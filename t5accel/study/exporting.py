@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings, of Python or of loggers; errors are raised as ever."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def export_quietly(
@@ -27,8 +42,7 @@ def export_quietly(
     import torch
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with quietly(), torch.no_grad():
         torch.onnx.export(
             module.eval(), example, os.fspath(path), input_names=list(inputs), output_names=list(outputs),
             dynamic_axes={name: dict(by) for name, by in axes.items()}, opset_version=17, dynamo=False,

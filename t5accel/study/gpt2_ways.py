@@ -11,6 +11,7 @@ import numpy as np
 
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row
+from t5accel.study.exporting import quietly
 from t5accel.study.gpt2 import Generate, Moved, cached, export_gpt2, recomputed, torch_greedy
 from t5accel.timing import Work
 
@@ -63,7 +64,8 @@ class Gpt2:
             self.model.save_pretrained(folder)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
-        return ORTModelForCausalLM.from_pretrained(folder, export=True, session_options=options)
+        with quietly():
+            return ORTModelForCausalLM.from_pretrained(folder, export=True, session_options=options)
 
 
 def gpt2_rows(

@@ -16,8 +16,10 @@ from t5accel.errors import InputError
 from t5accel.tasks import CONTEXT, QUESTION, UNANSWERABLE
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+PAD, UNK, CLS, SEP = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 # From a BERT's inputs, by name, each (B, S) int64, to its start and end logits, each (B, S).
 Run = Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
 MOST_TOKENS = 512  # that a BERT of the published sizes has positions for
@@ -62,6 +64,21 @@ def read(
     inputs = {name: np.array(encoded[name], dtype=np.int64) for name in names}
     in_context = np.array([[part == 1 for part in encoded.sequence_ids(i)] for i in range(len(questions))])
     return Read(inputs, in_context, np.array(encoded["offset_mapping"]), contexts)
+
+
+def as_berts(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    """A tokenizer that holds BERT's four special tokens, so that pairs become ``[CLS] question [SEP] text [SEP]``."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ids
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP,
+        model_max_length=MOST_TOKENS, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 def best_spans(

@@ -68,7 +68,12 @@ def context(browser: Browser, site: Any, foreign: list[str]) -> Iterator[Browser
 def page(context: BrowserContext) -> Iterator[Page]:
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+
+    def noticed(message: Any) -> None:
+        if message.type == "error" and not message.location["url"].endswith("/favicon.ico"):  # beside a file alone
+            errors.append(message.text)
+
+    page.on("console", noticed)
     yield page
     assert not errors, f"errors of the page: {errors}"
 

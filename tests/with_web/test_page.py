@@ -27,7 +27,6 @@ MODELS = ("student", "int8", "fp32")
 # and at half of all steps the second token is more than 4 behind.
 NEAR = 0.25
 MOST_OTHERS = 10  # answers with such a token
-MOST_TRANSFER_BYTES = 25e6
 LONG = {"text": "The storm closed the road and the school. " * 80}
 
 
@@ -76,6 +75,15 @@ def gaps(
     return behind, seconds
 
 
+def wait_until_kept(page: Page) -> None:
+    """The service worker has the page, and nothing of an earlier version's."""
+    page.evaluate("""async () => {
+        const { active } = await navigator.serviceWorker.ready;
+        while (active.state !== "activated")
+            await new Promise((resolve) => active.addEventListener("statechange", resolve, { once: true }));
+    }""")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_page_writes_the_tokens_that_python_writes(
     page: Page, site: Any, web: ModuleType, content: dict[str, Any], model: str, foreign: list[str]
@@ -116,11 +124,11 @@ def test_a_first_visit_is_small_stays_at_home_and_works_without_a_network_afterw
     expect(page.locator("#status")).to_have_text("Done.")
     assert page.locator("#announcement").text_content() == before["text"] != ""
     assert page.locator("#answer").get_attribute("lang") == first["language"]
-    page.wait_for_function("navigator.serviceWorker.ready.then((one) => one.active.state === 'activated')")
+    wait_until_kept(page)
     assert [path for path in site.asked if re.search("models/student.*/weights.data", path)]
     assert not [path for path in site.asked if re.search("models/(int8|fp32)", path)], "nobody chose these"
     sent = web.transfer_bytes({*site.asked} - {"/service-worker.js"})
-    assert sent < MOST_TRANSFER_BYTES, f"{sent / 1e6:.1f} MB"
+    assert sent < web.MOST_TRANSFER_BYTES, f"{sent / 1e6:.1f} MB"
 
     site.close()  # no network any more
     page.goto(site.url)
@@ -145,7 +153,7 @@ def test_a_new_version_keeps_the_models_that_stay_the_same(page: Page, site: Any
         for (const name of names) await store.put(name, new Response("weights"));
     }""", [kept, gone])  # fmt: skip
     page.goto(site.url)
-    page.wait_for_function("navigator.serviceWorker.ready.then((one) => one.active.state === 'activated')")
+    wait_until_kept(page)
     assert page.evaluate("caches.keys()") == [content["version"]]
     found = "(name) => caches.match(name).then((response) => response?.text())"
     assert page.evaluate(found, kept) == "weights" and page.evaluate(found, gone) is None

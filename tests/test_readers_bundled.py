@@ -1,0 +1,69 @@
+"""The bundled readers are what their cards say: small, loaded plainly, and as good as recorded."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from t5accel import quality
+from t5accel.checkpoints import data_folder
+from t5accel.quality import QuestionQuality
+from t5accel.study.bert import PRUNED, READER, load_bert, threshold_of, widths
+from t5accel.study.bert_ladder import GATE
+from t5accel.study.spans import answerer, torch_run
+
+NAMES = (READER, PRUNED)
+
+
+@pytest.fixture(scope="module")
+def scores() -> dict[str, QuestionQuality]:
+    found = {}
+    for name in NAMES:
+        model, tokenizer = load_bert(name)
+        answer = answerer(tokenizer, torch_run(model), threshold=threshold_of(model))
+        found[name] = quality.evaluate(answer, names=["questions"]).questions
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_small_and_its_card_says_what_it_scores(name: str, scores: dict[str, QuestionQuality]) -> None:
+    folder = data_folder() / name
+    assert (folder / "model.safetensors").stat().st_size <= 8e6
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in card.splitlines() if line.startswith("| ")}
+    expected = {
+        "200 questions: F1": lambda found: found.all.f1,
+        "… exact match": lambda found: found.all.exact_match,
+        "… of seen templates: F1": lambda found: found.seen.f1,
+        "… of unseen templates: F1": lambda found: found.unseen.f1,
+        "… with an answer: F1": lambda found: found.has_answer.f1,
+        "… without one: abstains right": lambda found: found.no_answer.exact_match,
+    }
+    for start, value in expected.items():
+        assert [cell.strip() for cell in lines[start]] == [f"{value(scores[each]):.1f}" for each in NAMES], start
+    for link in re.findall(r"\]\((\.\./[^)]+)\)", card):
+        assert (folder / link).exists(), link
+
+
+def test_the_reader_reads_unseen_stories_and_abstains(scores: dict[str, QuestionQuality]) -> None:
+    assert scores[READER].seen.f1 >= 75 and scores[READER].no_answer.exact_match >= 80
+
+
+def test_the_pruned_reader_is_smaller_and_inside_the_gate(scores: dict[str, QuestionQuality]) -> None:
+    assert scores[READER].all.f1 - scores[PRUNED].all.f1 <= GATE
+    whole, pruned = (widths(load_bert(name)[0]) for name in NAMES)
+    assert sum(pruned["heads"]) <= 0.7 * sum(whole["heads"]) and sum(pruned["neurons"]) <= 0.5 * sum(whole["neurons"])
+
+
+def test_transformers_alone_loads_the_whole_one() -> None:
+    from transformers import AutoModelForQuestionAnswering
+
+    plain = AutoModelForQuestionAnswering.from_pretrained(data_folder() / READER, dtype=torch.float32).eval()
+    model, tokenizer = load_bert(READER)
+    given = {name: np.array(ids) for name, ids in tokenizer(["Who came?"], ["Ann came."]).items()}
+    for one, other in zip(torch_run(plain)(given), torch_run(model)(given), strict=True):
+        assert np.allclose(one, other, atol=1e-5)
+    assert set(given) == {"input_ids", "token_type_ids", "attention_mask"} and widths(model)["heads"] == [4] * 4
