@@ -116,15 +116,17 @@ class Front:
                     began = {}
                     await send(message)
                 return
-            except Lost as error:
-                log.warning("a replica was lost with a request to %s: %s", request["path"], error)
-                if began == {}:  # of more than one message are streams alone
-                    lost = b"event: error\ndata: " + refusal(_again()).body + b"\n\n"
-                    await send({"type": "http.response.body", "body": lost, "more_body": False})
-                    return
             except Exception as error:
-                await refusal(error)(scope, receive, send)
-                return
+                lost = isinstance(error, Lost)
+                if lost:
+                    log.warning("a replica was lost with a request to %s: %s", request["path"], error)
+                if began == {}:  # of more than one message are streams alone
+                    event = b"event: error\ndata: " + refusal(_again() if lost else error).body + b"\n\n"
+                    await send({"type": "http.response.body", "body": event, "more_body": False})
+                    return
+                if not lost:
+                    await refusal(error)(scope, receive, send)
+                    return
             finally:
                 await messages.aclose()
         await refusal(_again())(scope, receive, send)
@@ -146,7 +148,7 @@ async def _disconnect(receive: Any) -> None:
 
 
 def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator[Message]]:
-    from ray.serve.exceptions import BackPressureError
+    from ray.serve.exceptions import BackPressureError, RayServeException
 
     async def ask(request: Message, body: bytes) -> AsyncIterator[Message]:
         answer = handle.remote(request, body)
@@ -157,10 +159,11 @@ def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator
             raise QueueFullError("All replicas have as many requests as may wait: try again in 1 s.", 1) from error
         except ray.exceptions.RayTaskError as error:
             raise EngineError(f"A replica failed: {type(error.cause).__name__}.") from error
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, RayServeException) as error:
             raise Lost(type(error).__name__) from error
-        finally:
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone
             answer.cancel()
+            raise
 
     return ask
 
