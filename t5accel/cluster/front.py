@@ -102,7 +102,7 @@ class Front:
             await work
 
     async def _answered(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        request, began = {name: scope[name] for name in TRAVELS if name in scope}, None
+        request, began, ended = {name: scope[name] for name in TRAVELS if name in scope}, None, False
         for tried in range(TRIES):
             await asyncio.sleep(PAUSE_S * tried)
             messages = self._ask(request, body)
@@ -115,8 +115,11 @@ class Front:
                         await send(began)
                     began = {}
                     await send(message)
+                    ended = not message.get("more_body", False)
                 return
             except Exception as error:
+                if ended:
+                    return
                 lost = isinstance(error, Lost)
                 if lost:
                     log.warning("a replica was lost with a request to %s: %s", request["path"], error)
