@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from t5accel.batch.answers import Answerer
 from t5accel.graphs.export.cache import checked_export
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.harness import Way, measured
-from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.rows import Row, here, rows_so_far, write_rows
 from t5accel.timing import Work
 
 MODEL, LONGEST, NAIVE = "mini", 64, "32 at a time, in file order"
@@ -48,6 +49,8 @@ given, out, model, engine, threads, longest, rows = sys.argv[1:]
 settings = Settings(max_new_tokens=int(longest), shard_rows=int(rows))
 run(given, out, Model(model, threads=int(threads)), settings, engine=on_ray if engine == "ray" else in_this_process)
 """
+SHORT = {"model": "mini-d1", "precision": "int8"}  # for the many short texts …
+SHORT_ANSWER = 24  # … and their answers: a student that does not find the end is cut off there
 
 
 class InFileOrder(Answerer):
@@ -133,22 +136,76 @@ def engine_rows(limit: int | None, rounds: int, python: Path = RAY, copies: tupl
             yield row
 
 
+def many(count: int, folder: Path) -> Row:
+    """`t5accel batch` over so many short texts: seconds from start to end, loading included, and what lies there then.
+
+    Raises:
+        RuntimeError: it failed, or a row is missing, there twice, or without an answer.
+    """
+    sentences = [tasks.source_text("translation", row) for row in tasks.rows("translation")]
+    given, out = folder / f"{count}.jsonl", folder / f"answers-{count}"
+    with given.open("w", encoding="utf-8") as file:
+        for place, text in enumerate(random.Random(0).choices(sentences, k=count)):
+            file.write(json.dumps({"id": place, "text": text}, ensure_ascii=False) + "\n")
+    options = [f"--{name}={value}" for name, value in SHORT.items()] + [f"--max-new-tokens={SHORT_ANSWER}"]
+    command = [sys.executable, "-m", "t5accel", "batch", str(given), str(out), *options]
+    began = perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    said = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)  # of this process alone
+    seconds = perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    parts = sorted(out.glob("part-*.jsonl"))
+    answers = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
+    if process.returncode or [row["id"] for row in answers] != [*range(count)] or not all(r["answer"] for r in answers):
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode} and {len(answers)} rows: {said}")
+    tokens = int(said.split(" rows answered, ")[1].split()[0])
+    return {
+        "measured": "job", "cell": f"{count:,} short texts", "system": "t5accel batch", **SHORT,
+        "recipe_hash": RECIPES[SHORT["precision"]].hash, "texts": count, "answered": len(answers),
+        "distinct": len({row["answer"] for row in answers}), "new_tokens": tokens, "forced": False,
+        "threads": machine.cpu_threads(), "seconds": seconds, "answers_per_s": count / seconds,
+        "tokens_per_s": tokens / seconds, "settings": {"max_new_tokens": SHORT_ANSWER},
+        "peak_memory_bytes": used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "input_bytes": given.stat().st_size, "output_bytes": sum(part.stat().st_size for part in parts),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure, and write the rows in one piece."""
     parser = argparse.ArgumentParser(description="Measure sorted batches beside batches in file order.")
     parser.add_argument("--json", type=Path, required=True, help="where the rows go")
     parser.add_argument("--limit", type=int, help="texts of each group of a task (all)")
     parser.add_argument("--rounds", type=int, default=7, help="of the interleaved timing (7)")
+    parser.add_argument("--short", type=int, default=100_000, help="short texts; a tenth of them first (100000)")
     parser.add_argument("--ray", action="store_true", help="whole jobs, too: the local engine beside Ray's")
     args = parser.parse_args()
     if args.ray and not RAY.exists():
         sys.exit(f"{RAY} is missing: `make test-ray` installs it.")
-    rows = [row for precision in ("fp32", "int8") for row in rows_of(precision, args.limit, args.rounds)]
-    rows += engine_rows(args.limit, args.rounds) if args.ray else []
-    limit = f" --limit {args.limit}" if args.limit else ""
-    ray = " --ray" if args.ray else ""
-    write_rows(args.json, rows, command=f"python scripts/batch.py{limit} --rounds {args.rounds}{ray}")
+    limit, ray = f" --limit {args.limit}" if args.limit else "", " --ray" * args.ray
+    command = f"python scripts/batch.py{limit} --rounds {args.rounds} --short {args.short}{ray}"
+    rows = rows_so_far(args.json, {**here(), "command": command})
+
+    def add(cell: str, measure: Callable[[], list[Row]], precision: str) -> None:
+        if any((row["cell"], row["precision"]) == (cell, precision) for row in rows):
+            return
+        rows.extend(measure())
+        write_rows(args.json, rows, command=command)
+
+    with TemporaryDirectory() as folder:
+        for count in (args.short // 10, args.short):
+            add(f"{count:,} short texts", lambda count=count: [many(count, Path(folder))], SHORT["precision"])
+    for precision in ("fp32", "int8"):
+        add("mixed", lambda precision=precision: [*rows_of(precision, args.limit, args.rounds)], precision)
+    if args.ray:
+        add("whole jobs", lambda: [*engine_rows(args.limit, args.rounds)], "fp32")
     for row in rows:
+        if row["measured"] == "job":
+            print(
+                f"{row['precision']:5} {row['cell']}: {row['answers_per_s']:.0f} rows/s, {row['tokens_per_s']:.0f} "
+                f"tokens/s, {row['seconds']:.1f} s, {row['peak_memory_bytes'] / 1e6:.0f} MB at most"
+            )
+            continue
         low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
         print(
             f"{row['precision']:5} {row['cell']:12} {row['system']:28} {row['ratio']:.2f}x ({low:.2f}–{high:.2f}), "

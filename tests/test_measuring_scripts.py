@@ -142,6 +142,18 @@ def test_whole_jobs_are_timed_beside_each_other_on_equal_answers(monkeypatch: py
                                          ("ray", 1, rows[0]["texts"])]  # fmt: skip
 
 
+def test_the_command_is_timed_over_short_texts_and_every_row_has_to_be_there(tmp_path: Path, monkeypatch) -> None:
+    script = load_script("batch")
+    row = checked(script.many(6, tmp_path))
+    assert row["answered"] == row["texts"] == 6 and 2 < row["distinct"] <= 6 < row["new_tokens"] <= 6 * 24
+    assert row["peak_memory_bytes"] > 5e7 and row["output_bytes"] > row["input_bytes"] > 6 * 30
+    again = tmp_path / "again"
+    again.mkdir()
+    monkeypatch.setattr(script.json, "loads", lambda line: {"id": 0, "answer": "Oui."})
+    with pytest.raises(RuntimeError, match="6 rows"):
+        script.many(6, again)
+
+
 def opened() -> Any:
     from t5accel.api import open_backend
 
