@@ -46,9 +46,9 @@ class Front:
     ...     yield {"type": "http.response.start", "status": 200, "headers": []}
     ...     yield {"type": "http.response.body", "body": b"here", "more_body": False}
     >>> async def receive() -> Message:
-    ...     return {"type": "http.request"} if not tried else await asyncio.sleep(9)
+    ...     return given.pop() if given else await asyncio.sleep(9)
     >>> async def send(message: Message) -> None: print(message.get("status", message.get("body")))
-    >>> tried: list[str] = []
+    >>> tried, given = [], [{"type": "http.request"}]
     >>> scope = {"type": "http", "method": "GET", "path": "/generate", "headers": []}
     >>> asyncio.run(Front(answer)(scope, receive, send))
     200
