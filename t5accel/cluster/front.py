@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
 from t5accel.batch.job import Model
-from t5accel.cluster.ray_session import connected
+from t5accel.cluster.ray_session import connected, cores_for
 from t5accel.cluster.replica import Message, Replica
-from t5accel.errors import ClusterError, EngineError, QueueFullError
+from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError
 from t5accel.serving.guard import Guard, Refused, log, refusal
 from t5accel.serving.metrics import Metrics
 from t5accel.serving.server import LOG, listen, opened
@@ -180,23 +181,26 @@ def serve(settings: Settings) -> None:
 
     Raises:
         MissingPackageError, ClusterError: as of `ray_session.connected`.
+        InputError: there are not enough cores, or fewer replicas at most than at least.
         InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serving.server.opened`.
     """
     logging.basicConfig(level=logging.INFO, format=LOG)
-    threads = settings.threads or 1
+    threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
+    if least > most:
+        raise InputError(f"replicas_min is {least} and replicas, the most that there may be, is {most}: raise it.")
     settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
     opened(settings).state.service.scheduler.close()  # what is wrong with it is said here, and its export is made
-    name = f"t5accel-{socket.gethostname()}-{settings.port}"
+    name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"
     with connected(settings.address) as ray:
         from ray import serve
 
+        cores_for(ray, least, threads, settings.address)
         deployment = serve.deployment(Replica).options(
             name="Replica", ray_actor_options={"num_cpus": threads}, graceful_shutdown_timeout_s=settings.grace_s,
             max_ongoing_requests=settings.rows + settings.queue, max_queued_requests=settings.queue,
             health_check_period_s=5, health_check_timeout_s=settings.stuck_s,
             autoscaling_config=dict(
-                min_replicas=settings.replicas_min, max_replicas=max(settings.replicas, settings.replicas_min),
-                target_ongoing_requests=settings.rows,
+                min_replicas=least, max_replicas=most, target_ongoing_requests=settings.rows
             ),
         )  # fmt: skip
         try:
