@@ -199,9 +199,7 @@ def serve(settings: Settings) -> None:
             name="Replica", ray_actor_options={"num_cpus": threads}, graceful_shutdown_timeout_s=settings.grace_s,
             max_ongoing_requests=settings.rows + settings.queue, max_queued_requests=settings.queue,
             health_check_period_s=5, health_check_timeout_s=settings.stuck_s,
-            autoscaling_config=dict(
-                min_replicas=least, max_replicas=most, target_ongoing_requests=settings.rows
-            ),
+            autoscaling_config=dict(min_replicas=least, max_replicas=most, target_ongoing_requests=settings.rows),
         )  # fmt: skip
         try:
             serve.start(proxy_location="Disabled")
