@@ -232,7 +232,8 @@ def table(found: Sequence[Answer]) -> str:
     heads = ["reader", "idea", "answer", "ms", "times as fast", "MB", "as the first"]
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div style="overflow-x: auto">{inner}</div>'  # a narrow screen moves the table, not the page
 
 
 def _example(gradio: Any, task: Task, number: int | None) -> list[Any]:
