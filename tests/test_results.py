@@ -21,6 +21,9 @@ from t5accel.lab.peers import (
     named,
     standings,
 )
+from t5accel.lab.rates import BASELINE, STATIC, said
+from t5accel.lab.rates import OURS as OURS_SERVED
+from t5accel.lab.rows import chosen
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,6 +129,28 @@ def test_the_readme_says_how_high_the_ladders_are() -> None:
     assert len(ends) == 3
     for title, ratio in ends:
         assert f"{ratio:.0f} times" in text, f"{title}: {ratio:.0f}"
+
+
+def test_the_readme_says_at_which_rates_servers_keep_up() -> None:
+    systems = {
+        OURS_SERVED: "`t5accel serve`",
+        f"{OURS_SERVED}, int8": "the same in int8",
+        STATIC: "FastAPI, our engine, static batches",
+        "Triton, dynamic batching": "NVIDIA's Triton, our engine, dynamic batching",
+        "FastAPI, our engine": "FastAPI, our engine, one by one",
+        BASELINE: "FastAPI, transformers, one by one",
+    }
+    rows, readme = read("serving.json")["rows"], (ROOT / "README.md").read_text(encoding="utf-8")
+    points = [*chosen(rows, measured="open loop", cell="curve")]
+    for system, words in systems.items():
+        mini, small = (said([*chosen(points, system=system, model=model)]) for model in ("mini", "random:t5-small"))
+        assert f"| {words} | {mini} | {small} |" in readme
+    equal = [row for row in rows if row["cell"] == "neighbours"]
+    assert all(row["equal"] == row["of"] for row in equal if row["precision"] in ("fp32", "int8-fp32-products"))
+    assert max(row["largest_difference"] for row in equal) < 0.1
+    for forced, start in ((False, "of"), (True, "beside 29 others, but")):
+        (row,) = (row for row in equal if row["precision"] == "int8" and row["forced"] == forced)
+        assert f"{start} {row['of'] if not forced else row['of'] - row['equal']}" in readme
 
 
 def test_the_run_of_the_bundled_model_learned() -> None:
