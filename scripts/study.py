@@ -27,7 +27,7 @@ from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_input
 from t5accel.study.bert_served import Protocol, Served, numbered, served_rows, single_words
 from t5accel.study.gpt2 import random_gpt2
 from t5accel.study.gpt2_ways import NO_CACHE, WAYS, Gpt2, gpt2_rows
-from t5accel.study.spans import Run, answerer, read, torch_run
+from t5accel.study.spans import answerer, read, torch_run
 from t5accel.tasks import CONTEXT, QUESTION
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
@@ -86,19 +86,18 @@ def served(model: str, out: Path, threads: int) -> list[Row]:
     """Behind FastAPI: PyTorch, the fused graph, the last two rungs. BERT large is asked less, for it takes seconds."""
     if model == LARGE:
         readers, tokenizer, thresholds = large(out, threads), numbered(30522), {"whole": 0.0, "pruned": 0.0}
-        where, protocol = LARGE, Protocol(requests=10, seconds=25.0)
+        where, protocol = LARGE, Protocol(requests=8, seconds=15.0)
     else:
         (readers, tokenizer, thresholds), where, protocol = small(out, threads), model, Protocol()
     kept = readers.folder / "tokenizer"
     tokenizer.save_pretrained(kept)
 
-    def one(name: str, which: str, model: str, run: Run, **how: Any) -> Served:
-        answer = answerer(tokenizer, run, threshold=thresholds[which])
+    def one(name: str, which: str, model: str, answer: Any, **how: Any) -> Served:
         return Served(name, model, str(kept), thresholds[which], answer, **how)
 
-    in_torch = torch_run(readers.models["whole"])
     fused, last = str(readers.graph("whole", "fused")), str(readers.graph("pruned", "int8"))
-    in_int8 = fed_run(last, readers.settings())
+    in_torch = answerer(tokenizer, torch_run(readers.models["whole"]), threshold=thresholds["whole"])
+    in_int8 = answerer(tokenizer, fed_run(last, readers.settings()), threshold=thresholds["pruned"])
     ways = [
         one("FastAPI, transformers", "whole", where, in_torch),
         one("FastAPI, ONNX Runtime", "whole", fused, in_torch),

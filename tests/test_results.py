@@ -79,6 +79,20 @@ def test_what_the_engine_costs_and_what_the_readme_says_of_it() -> None:
         assert number in text.replace("\n", " "), f"the README lacks {number}"
 
 
+def test_what_the_web_page_reaches_and_what_the_readme_says_of_it() -> None:
+    rows = {(row["system"], row["measured"]): row for row in read("web.json")["rows"]}
+    student, teacher, whole = dict.fromkeys(system for system, _ in rows)
+    visit, warm = rows[student, "first visit"], rows[student, "speed"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for number in (
+        f"{visit['first_s']:.2f} s after a click", f"{warm['first_p50_s']:.2f} s once it is warm",
+        f"{warm['tokens_per_s']:.0f} tokens/s; {visit['settings']['transfer_bytes'] / 1e6:.1f} MB",
+        f"{rows[teacher, 'speed']['tokens_per_s']:.0f} tokens/s in 8 bits and "
+        f"{rows[whole, 'speed']['tokens_per_s']:.0f} in fp32",
+    ):  # fmt: skip
+        assert number in text.replace("\n", " "), f"the README lacks {number}"
+
+
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     rows = read("step-parts.json")["rows"]
     assert [row["precision"] for row in rows] == ["fp32", "int8", "int4"]

@@ -7,7 +7,6 @@ and ``end_logits``, each (B, S) float32.
 from __future__ import annotations
 
 import io
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t5accel.backends.ort.session import SessionSettings, open_session
-from t5accel.study.exporting import export_quietly
+from t5accel.study.exporting import export_quietly, quietly
 from t5accel.study.spans import Run
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ def fuse_bert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict
     """
     from onnxruntime.transformers import optimizer
 
-    logging.getLogger("onnxruntime.transformers").setLevel(logging.ERROR)
-    with redirect_stdout(io.StringIO()):  # it prints what it makes of each layer
+    with quietly(), redirect_stdout(io.StringIO()):  # it prints what it makes of each layer
         fused = optimizer.optimize_model(os.fspath(path), "bert", opt_level=0)
     fused.save_model_to_file(os.fspath(out))
     found = Counter(node.op_type for node in fused.model.graph.node)
@@ -105,8 +103,9 @@ def dynamic_int8(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> P
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     floats = {"DefaultTensorType": TensorProto.FLOAT}  # what comes out of fused operators, which no standard knows
-    quantize_dynamic(path, out, per_channel=True, weight_type=QuantType.QInt8, extra_options=floats,
-                     op_types_to_quantize=["MatMul", "Gemm", "Attention"])  # fmt: skip
+    with quietly():
+        quantize_dynamic(path, out, per_channel=True, weight_type=QuantType.QInt8, extra_options=floats,
+                         op_types_to_quantize=["MatMul", "Gemm", "Attention"])  # fmt: skip
     return Path(out)
 
 
@@ -134,11 +133,12 @@ def static_int8(
         def get_next(self) -> Mapping[str, np.ndarray] | None:
             return next(self.left, None)
 
-    quantize_static(
-        path, out, Examples(), quant_format=QuantFormat.QDQ, per_channel=True, weight_type=QuantType.QInt8,
-        activation_type=QuantType.QUInt8, op_types_to_quantize=["MatMul", "Gemm"],
-        calibrate_method=getattr(CalibrationMethod, method),
-    )  # fmt: skip
+    with quietly():
+        quantize_static(
+            path, out, Examples(), quant_format=QuantFormat.QDQ, per_channel=True, weight_type=QuantType.QInt8,
+            activation_type=QuantType.QUInt8, op_types_to_quantize=["MatMul", "Gemm"],
+            calibrate_method=getattr(CalibrationMethod, method),
+        )  # fmt: skip
     return Path(out)
 
 
