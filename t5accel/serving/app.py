@@ -112,8 +112,7 @@ class Service:
         ticket.listener = news.set
         try:
             while True:
-                done = ticket.is_done
-                new = ticket.tokens[sent:]
+                done, new = ticket.is_done, ticket.tokens[sent:]  # in this order
                 sent += len(new)
                 piece = text.add(new)
                 if done:

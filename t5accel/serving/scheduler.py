@@ -6,8 +6,7 @@ the column that comes next, whichever that is, and nobody's keys and values are 
 One thread, the engine's, does all the work, in rounds (`Scheduler.round`): those leave who are done, cancelled or late;
 as many join as the `Limits` allow, their sources encoded first; all rows take one step. **A job's tokens never depend
 on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other may change places.
-In "int8" and "int4" what is multiplied is rounded to 8 bits. Now and then a last bit is one step of these, and stays in
-keys and values: there ties are wider, unless the recipe's ``accuracy_level`` is 1.
+Where products round to 8 bits ("int8", "int4"), a last bit may be one step of these: ties are wider.
 """
 
 from __future__ import annotations
