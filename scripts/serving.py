@@ -220,7 +220,8 @@ class Plan:
     sentences: int = 10  # of each kind, that are answered beside each other
 
 
-SLOWER = Plan(points=6, fewest=50, lengths=(LENGTHS[0], LENGTHS[-1]), pairs=3)  # of the larger model
+# Of the larger model. Answers may take 4 s, so a rate that is too high shows only after some time.
+SLOWER = Plan(seconds=10.0, fewest=50, lengths=(LENGTHS[0], LENGTHS[-1]), beside_s=8.0, besides=3, pairs=3)
 QUICK = Plan(
     seconds=1.0,
     points=2,

@@ -74,6 +74,8 @@ def test_aims_are_held_against_what_was_measured() -> None:
         {**point(rate, 0.5), **about, "cell": "curve", "system": name}
         for name, rate in ((BASELINE, 1.0), (STATIC, 10.0), (OURS, 20.0))
     ]
+    assert aims(rows, "m") == [], "no knee was reached"
+    rows += [{**row, "rate_per_s": 2 * row["rate_per_s"], "p99_s": 9.0} for row in rows]
     beside = {**about, "cell": "short beside long"}
     rows += [{**beside, "system": STATIC, "short_p99_s": 0.9}, {**beside, "system": OURS, "short_p99_s": 0.2}]
     rows += [dict(model="m", system=OURS, measured="sequential", source_tokens=n, p99_s=n / 100) for n in (32, 512)]
