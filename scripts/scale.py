@@ -24,15 +24,15 @@ COMMAND = "python scripts/scale.py"
 MODEL, LIMIT_S = "mini", 1.0
 TEXT = "translate English to French: " + "very " * 17 + "old"  # as long as the mean of that load
 TOKENS = [*range(SHORT[0], SHORT[1] + 1)] * ((SHARE_LONG - 1) * 2) + [LONG] * 10
-SECONDS = {1: 60.0, 10: 20.0, 100: 5.0, 1000: 5.0}  # of each simulated load; more replicas have more requests
+REPLICAS, SECONDS = (1, 10, 100, 1000), 7.0  # of each simulated load, as of a measured one (`scripts/serving.py`)
 FAILURES = Failures(every_s=120.0, restart_s=10.0)  # hundreds of times as often as machines fail
 
 
-def simulation(measured: Pace, replicas: int, seconds: float, failures: Failures | None) -> Row:
+def simulation(measured: Pace, replicas: int, failures: Failures | None) -> Row:
     """The knee of so many replicas, each with a machine of its own."""
     closer = 5 if replicas < 100 else 3
-    row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=seconds, failures=failures, closer=closer)
-    more = {"replicas": replicas, "seconds": seconds} | (asdict(failures) if failures else {})
+    row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=SECONDS, failures=failures, closer=closer)
+    more = {"replicas": replicas, "seconds": SECONDS} | (asdict(failures) if failures else {})
     return row | {"cell": "knee", "model": MODEL, "settings": more}
 
 
@@ -61,7 +61,7 @@ def main() -> None:
             about = {"measured": "pace", "cell": "pace", "system": "t5accel serve", "model": MODEL, "precision": "fp32"}
             rows.append(about | {"threads": threads, "settings": asdict(measured)})
             write_rows(args.json, rows, command=COMMAND)
-        kinds = [(*one, fail) for one in SECONDS.items() for fail in (None, FAILURES) if not fail or one[0] > 1]
+        kinds = [(count, fail) for count in REPLICAS for fail in (None, FAILURES) if not fail or count > 1]
         for kind in () if args.pace_only else kinds[len(rows) - 1 :]:
             rows.append(simulation(pace_of(rows[0]), *kind))
             write_rows(args.json, rows, command=COMMAND)
