@@ -1,11 +1,14 @@
 """Measure batch jobs: texts sorted by length in batches by a token budget, beside 32 at a time as the file has them.
 
 Answers have their natural length, and are compared before anything is timed. Two files: the evaluation sets one behind
-the other, as they are bundled (each task has texts of about one length), and the same texts mixed.
-`data/results/batch.json` is where a recorded run belongs.
+the other, as they are bundled (each task has texts of about one length), and the same texts mixed. Then `t5accel batch`
+itself, a process of its own, over ten thousand short texts and over ten times as many: how fast, in which memory, and
+is every row there? `data/results/batch.json` is where a recorded run belongs; called again with the same arguments at
+the same commit, it goes on.
 
-With ``--ray`` also whole jobs of two sizes, each a process from its start to its end: on all cores in that process, by
-one actor of Ray on as many, and by an actor on each. They run in build/servers/ray, where `make test-ray` installs Ray.
+With ``--ray`` whole jobs of two sizes instead, for a file of their own, `data/results/batch-ray.json`: each a process
+from its start to its end: on all cores in that process, by one actor of Ray on as many, and by an actor on each. They
+run in build/servers/ray, where `make test-ray` installs Ray.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -31,11 +35,13 @@ from t5accel.batch.answers import Answerer
 from t5accel.graphs.export.cache import checked_export
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.harness import Way, measured
-from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.rows import Row, here, rows_so_far, write_rows
 from t5accel.timing import Work
 
 MODEL, LONGEST, NAIVE = "mini", 64, "32 at a time, in file order"
 BUDGETS = (1024, 4096, 16384)
+SHORT = {"model": "mini-d1", "precision": "int8"}  # for the many short texts …
+SHORT_ANSWER = 24  # … and their answers: a student that does not find the end is cut off there
 ROOT = Path(__file__).resolve().parents[1]
 RAY = ROOT / "build/servers/ray/bin/python"
 COPIES, SHARD_ROWS = (1, 8), 100  # of the mixed texts, and of a shard
@@ -98,6 +104,41 @@ def rows_of(precision: str, limit: int | None, rounds: int, budgets: tuple[int, 
         yield from measured(given, work, rounds=rounds, **facts)
 
 
+def many(count: int, folder: Path) -> Iterator[Row]:
+    """`t5accel batch` over so many short texts: seconds from start to end, loading included, and what lies there then.
+
+    Raises:
+        RuntimeError: it failed, or a row is missing, there twice, or without an answer.
+    """
+    sentences = [tasks.source_text("translation", row) for row in tasks.rows("translation")]
+    given, out = folder / f"{count}.jsonl", folder / f"answers-{count}"
+    with given.open("w", encoding="utf-8") as file:
+        for place, text in enumerate(random.Random(0).choices(sentences, k=count)):
+            file.write(json.dumps({"id": place, "text": text}, ensure_ascii=False) + "\n")
+    options = [f"--{name}={value}" for name, value in SHORT.items()] + [f"--max-new-tokens={SHORT_ANSWER}"]
+    command = [sys.executable, "-m", "t5accel", "batch", str(given), str(out), *options]
+    began = perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    said = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)  # of this process alone
+    seconds = perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    parts = sorted(out.glob("part-*.jsonl"))
+    answers = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
+    if process.returncode or [row["id"] for row in answers] != [*range(count)] or not all(r["answer"] for r in answers):
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode} and {len(answers)} rows: {said}")
+    tokens = int(said.split(" rows answered, ")[1].split()[0])
+    yield {
+        "measured": "job", "cell": f"{count:,} short texts", "system": "t5accel batch", **SHORT,
+        "recipe_hash": RECIPES[SHORT["precision"]].hash, "texts": count, "answered": len(answers),
+        "distinct": len({row["answer"] for row in answers}), "new_tokens": tokens, "forced": False,
+        "threads": machine.cpu_threads(), "seconds": seconds, "answers_per_s": count / seconds,
+        "tokens_per_s": tokens / seconds, "settings": {"max_new_tokens": SHORT_ANSWER},
+        "peak_memory_bytes": used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "input_bytes": given.stat().st_size, "output_bytes": sum(part.stat().st_size for part in parts),
+    }  # fmt: skip
+
+
 def job(python: Path, texts: list[str], model: Path, engine: str, threads: int) -> np.ndarray:
     """A whole job in a new folder -> its answers as bytes, 0 behind their end: (N, L) int64."""
     with TemporaryDirectory() as folder:
@@ -139,16 +180,36 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the rows go")
     parser.add_argument("--limit", type=int, help="texts of each group of a task (all)")
     parser.add_argument("--rounds", type=int, default=7, help="of the interleaved timing (7)")
-    parser.add_argument("--ray", action="store_true", help="whole jobs, too: the local engine beside Ray's")
+    parser.add_argument("--short", type=int, default=100_000, help="short texts; a tenth of them first (100000)")
+    parser.add_argument("--ray", action="store_true", help="whole jobs alone: the local engine beside Ray's")
     args = parser.parse_args()
     if args.ray and not RAY.exists():
         sys.exit(f"{RAY} is missing: `make test-ray` installs it.")
-    rows = [row for precision in ("fp32", "int8") for row in rows_of(precision, args.limit, args.rounds)]
-    rows += engine_rows(args.limit, args.rounds) if args.ray else []
     limit = f" --limit {args.limit}" if args.limit else ""
-    ray = " --ray" if args.ray else ""
-    write_rows(args.json, rows, command=f"python scripts/batch.py{limit} --rounds {args.rounds}{ray}")
+    what = "--ray" if args.ray else f"--short {args.short}"
+    command = f"python scripts/batch.py{limit} --rounds {args.rounds} {what}"
+    rows = rows_so_far(args.json, {**here(), "command": command})
+
+    def add(cell: str, precision: str, measure: Callable[[], Iterable[Row]]) -> None:
+        if not any((row["cell"], row["precision"]) == (cell, precision) for row in rows):
+            rows.extend(measure())
+            write_rows(args.json, rows, command=command)
+
+    if args.ray:
+        add("whole jobs", "fp32", partial(engine_rows, args.limit, args.rounds))
+    else:
+        with TemporaryDirectory() as folder:
+            for count in (args.short // 10, args.short):
+                add(f"{count:,} short texts", SHORT["precision"], partial(many, count, Path(folder)))
+        for precision in ("fp32", "int8"):
+            add("mixed", precision, partial(rows_of, precision, args.limit, args.rounds))
     for row in rows:
+        if row["measured"] == "job":
+            print(
+                f"{row['precision']:5} {row['cell']}: {row['answers_per_s']:.0f} rows/s, {row['tokens_per_s']:.0f} "
+                f"tokens/s, {row['seconds']:.1f} s, {row['peak_memory_bytes'] / 1e6:.0f} MB at most"
+            )
+            continue
         low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
         print(
             f"{row['precision']:5} {row['cell']:12} {row['system']:28} {row['ratio']:.2f}x ({low:.2f}–{high:.2f}), "

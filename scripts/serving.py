@@ -17,7 +17,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,24 @@ from tqdm import tqdm
 from t5accel import machine
 from t5accel.api import open_backend
 from t5accel.checkpoints import BUNDLED, data_folder, load_t5
+from t5accel.decoding.backend import Backend
+from t5accel.decoding.job import Job
 from t5accel.errors import MissingPackageError
 from t5accel.graphs.export.cache import cached_export
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.abuse import abuse
 from t5accel.lab.load import Load, ask, offer
 from t5accel.lab.rates import (
+    BASELINE,
     FEWEST_ANSWERS,
+    LONG,
     MOST_POINTS,
+    OURS,
+    STATIC,
     Text,
+    aims,
     curve,
+    is_met,
     knee,
     load_row,
     mixed_bodies,
@@ -48,6 +58,10 @@ from t5accel.lab.servers import Running, Server, free_port, other, ours
 from t5accel.lab.static_batch import Asked, together
 from t5accel.lab.triton import triton_server, write_repository
 from t5accel.parity import ParityError, assert_varied
+from t5accel.serving.budget import Limits
+from t5accel.serving.scheduler import Scheduler
+from t5accel.tasks import rows as eval_rows
+from t5accel.tasks import source_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "random:t5-small"
@@ -55,7 +69,8 @@ LIMIT_S = {"mini": 1.0, SHAPE: 4.0}
 LENGTHS = (32, 64, 128, 256, 512)
 SEQUENTIAL, NEW_TOKENS = 50, 8  # the seeds' protocol: so many requests, one after the other, for each source length
 CLIENTS = 16
-STATIC, OURS = "FastAPI, static batches", "t5accel serve"
+IN_TURN, RAY = "Triton, iterative sequences", "Ray Serve, static batches"
+LAST = (IN_TURN, RAY)  # those that come when all others are measured
 COMPARED = 12  # answers
 
 
@@ -111,7 +126,7 @@ def of_t5_small_size(folder: Path) -> Model:
 def servers_for(model: Model, build: Path, threads: int) -> list[Server]:
     """All of them; without Triton or Ray where they are not installed."""
     found = [
-        other("transformers", model.where, name="FastAPI, transformers", threads=threads),
+        other("transformers", model.where, name=BASELINE, threads=threads),
         other("one-by-one", model.where, name="FastAPI, our engine", threads=threads),
         other("static", model.where, name=STATIC, threads=threads),
         ours(model.where, threads=threads, encoder_cache_mb=0),
@@ -126,7 +141,7 @@ def servers_for(model: Model, build: Path, threads: int) -> list[Server]:
     if (python := build / "ray/bin/python").exists():
         script, export = str(ROOT / "scripts/ray_server.py"), str(cached_export(model.where))
         command = [str(python), script, export, "--port={port}", f"--threads={threads}"]
-        found.append(Server("Ray Serve, static batches", command, ready="/ready"))
+        found.append(Server(RAY, command, ready="/ready"))
     else:
         print(f"{build / 'ray'} is missing: `make serving` makes it.")
     return found
@@ -140,10 +155,10 @@ def of_others() -> dict[str, str]:
 
 
 def compared(running: Running, bodies: Sequence[Mapping[str, Any]], expected: Sequence[tuple[str, int]]) -> Row:
-    """How many answers, asked for one by one and all at once, are those of our engine.
+    """How many answers, asked for one by one and all at once, are those of our engine in the same precision, alone.
 
     Raises:
-        ParityError: one is not, of a server whose answers have to be.
+        ParityError: one is not, of a server in fp32. In integers neighbours may decide ties.
     """
     url = running.url + running.server.path
     found = [ask(url, body) for body in bodies]
@@ -153,6 +168,29 @@ def compared(running: Running, bodies: Sequence[Mapping[str, Any]], expected: Se
     if running.server.precision == "fp32" and equal < len(found):
         raise ParityError(f"{running.server.name}: {len(found) - equal} of {len(found)} answers are not our engine's.")
     return {"equal": equal, "of": len(found), "distinct": len({text for text, _ in expected})}
+
+
+def one_after_another(backend: Backend, jobs: Sequence[Job]) -> list[list[int]]:
+    """The tokens of each, where a job joins every three steps."""
+    scheduler = Scheduler(backend, Limits(rows=len(jobs), encoder_cache_bytes=0), thread=False)
+    tickets = []
+    for job in jobs:
+        tickets.append(scheduler.submit(job))
+        for _ in range(3):
+            scheduler.round()
+    while scheduler.round():
+        pass
+    return [ticket.result(0)[0].tokens for ticket in tickets]
+
+
+def lead(backend: Backend, job: Job, alone: Sequence[int], other: Sequence[int]) -> float:
+    """Where two answers part, by how much that of the job alone led, in standard deviations of the logits."""
+    until = next(place for place, (one, two) in enumerate(zip(alone, other, strict=False)) if one != two)
+    ids = job.input_ids[None]
+    state = backend.start(backend.encode(ids, np.ones_like(ids)))
+    for token in [backend.decoder_start_token_id, *alone[:until]]:
+        logits = backend.step(state, np.full((1, 1, 1), token))[0, 0, 0]
+    return float((logits[alone[until]] - logits[other[until]]) / logits.std())
 
 
 def sequential(running: Running, model: Model, length: int, requests: int) -> Row:
@@ -169,19 +207,33 @@ def sequential(running: Running, model: Model, length: int, requests: int) -> Ro
 class Plan:
     """How much is measured."""
 
-    seconds: float = 7.0  # of each point of a curve
+    seconds: float = 4.0  # of each point of a curve
     points: int = MOST_POINTS
     fewest: int = FEWEST_ANSWERS  # of a point
     lengths: tuple[int, ...] = LENGTHS
     requests: int = SEQUENTIAL
-    beside_s: float = 15.0
-    pairs: int = 5  # with streams and without
-    stream_s: float = 3.0
+    beside_s: float = 4.0
+    besides: int = 5
+    pairs: int = 7  # with streams and without
+    stream_s: float = 2.0
     restarts: int = 3
+    sentences: int = 10  # of each kind, that are answered beside each other
 
 
+# Of the larger model. Answers may take 4 s, so a rate that is too high shows only after some time.
+SLOWER = Plan(seconds=10.0, fewest=50, lengths=(LENGTHS[0], LENGTHS[-1]), beside_s=8.0, besides=3, pairs=3)
 QUICK = Plan(
-    seconds=1.0, points=2, fewest=0, lengths=(32,), requests=4, beside_s=1.0, pairs=1, stream_s=1.0, restarts=1
+    seconds=1.0,
+    points=2,
+    fewest=0,
+    lengths=(32,),
+    requests=4,
+    beside_s=1.0,
+    besides=1,
+    pairs=1,
+    stream_s=1.0,
+    restarts=1,
+    sentences=3,
 )
 Part = Callable[[], Iterator[Row]]
 
@@ -193,26 +245,36 @@ class Measuring:
         self.model, self.servers, self.plan, self.logs = model, servers, plan, logs
         self.limit_s = LIMIT_S[model.name]
         self.bodies = mixed_bodies(model.text)
-        backend, tokenizer, _ = open_backend(model.where, progress=False)
-        asked = [Asked(**body) for body in self.bodies[:COMPARED]]
-        self.expected = [together(backend, tokenizer, [one])[0] for one in asked]
-        assert_varied(tokenizer([text for text, _ in self.expected])["input_ids"][:1])
+        self.expected = {server.precision: self.written_alone(server.precision) for server in servers}
 
-    def parts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Server, Part]]:
-        """The name of each part, the server, and what measures it; ``rows`` are those so far."""
-        for server in self.servers:
-            yield "curve", server, lambda server=server: self.alone(server)
-        for server in self.servers:
-            yield "short beside long", server, lambda server=server: self.beside(server, rows)
-        for server in self.servers:
-            if server.streams and server.precision == "fp32":
-                yield "streaming", server, lambda server=server: self.streaming(server, rows)
-        for server in self.servers:
-            if server.name.startswith(OURS):
-                yield "restart", server, lambda server=server: self.restarts(server)
-        for server in self.servers:
-            if server.name == OURS:
-                yield "hostile", server, self.hostile
+    def written_alone(self, precision: str) -> list[tuple[str, int]]:
+        """What our engine answers in this precision, source by source."""
+        backend, tokenizer, _ = open_backend(self.model.where, precision=precision, progress=False)
+        asked = [Asked(**body) for body in self.bodies[:COMPARED]]
+        found = [together(backend, tokenizer, [one])[0] for one in asked]
+        assert_varied(tokenizer([text for text, _ in found])["input_ids"][:1])
+        return found
+
+    def parts(self, rows: Sequence[Mapping[str, Any]], *, last: bool) -> Iterator[tuple[str, str, Part]]:
+        """The name of each part, the system by which one sees that it is done, and what measures it.
+
+        ``rows`` are those so far. What is ``last`` comes when all else is measured, of all models.
+        """
+        if last:
+            if self.model.name == "mini":
+                yield "neighbours", OURS, self.neighbours
+            for server in self.servers:
+                if server.name in LAST:
+                    yield "curve", server.name, lambda server=server: in_turn([server], self.alone)
+            return
+        first = [server for server in self.servers if server.name not in LAST]
+        (ours,) = (server for server in self.servers if server.name == OURS)
+        yield "curve", OURS, lambda: in_turn(first, self.alone)
+        yield "short beside long", OURS, lambda: self.beside(first, rows)
+        yield "streaming", OURS, lambda: self.streaming(ours, rows)
+        yield "restart", OURS, lambda: self.restarts(ours)
+        if self.model.name == "mini":
+            yield "hostile", OURS, self.hostile
 
     def running(self, server: Server, **how: Any) -> Running:
         return Running(server, self.logs / f"{server.name.replace(' ', '-')}.log", **how)
@@ -222,27 +284,30 @@ class Measuring:
         plan = self.plan
         with self.running(server) as running:
             yield {"measured": "start", "seconds": running.started_s}
-            yield {"measured": "equality"} | compared(running, self.bodies[:COMPARED], self.expected)
+            yield {"measured": "equality"} | compared(running, self.bodies[:COMPARED], self.expected[server.precision])
             yield from curve(running, self.bodies, limit_s=self.limit_s, seconds=plan.seconds, most=plan.points,
                              fewest=plan.fewest, clients=CLIENTS)  # fmt: skip
             for length in plan.lengths:
                 yield sequential(running, self.model, length, plan.requests)
 
-    def beside(self, server: Server, rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-        """Short answers beside long ones, at 70 % of the knee of static batches; of a server that can as much."""
-        rate = 0.7 * (self.knee(STATIC, rows) or self.most(STATIC, rows) / 2)
-        if self.most(server.name, rows) <= rate:
-            return
-        with self.running(server) as running:
-            compared(running, self.bodies[:COMPARED], self.expected)
-            yield self.sent(running, rate_per_s=rate, seconds=self.plan.beside_s, seed=1)
+    def beside(self, servers: Sequence[Server], rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+        """Short answers beside long ones at 70 % of the knee of static batches, of all that can as much, in turn."""
+        rate = 0.7 * (self.knee(STATIC, rows) or self.most(STATIC, rows))
+
+        def times(server: Server) -> Iterator[Row]:
+            with self.running(server) as running:
+                compared(running, self.bodies[:COMPARED], self.expected[server.precision])
+                for seed in range(self.plan.besides):
+                    yield self.sent(running, rate_per_s=rate, seconds=self.plan.beside_s, seed=seed)
+
+        return in_turn([server for server in servers if self.most(server.name, rows) >= rate], times)
 
     def streaming(self, server: Server, rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         """The time to the first token at half the knee, and what streams cost where the server has all it can do."""
         bodies = [{**body, "stream": True} for body in self.bodies]
         rate = 0.5 * (self.knee(server.name, rows) or self.most(server.name, rows) / 2)
         with self.running(server) as running:
-            compared(running, bodies[:COMPARED], self.expected)
+            compared(running, bodies[:COMPARED], self.expected[server.precision])
             yield self.sent(running, bodies, rate_per_s=rate, seconds=self.plan.beside_s, seed=2)
             pairs = []
             for number in range(self.plan.pairs):
@@ -270,12 +335,32 @@ class Measuring:
         server = ours(self.model.where, body_s=1, head_s=1, encoder_cache_mb=0)
         with self.running(server) as running:
             survived = abuse(running.port)
-            found = compared(running, self.bodies[:COMPARED], self.expected)
+            found = compared(running, self.bodies[:COMPARED], self.expected[server.precision])
             yield {
                 "measured": "hostile", "answered": survived.statuses.total(), "unanswered": survived.cut_off,
                 "seconds": survived.longest_s, **found,
                 "settings": {f"status {status}": count for status, count in sorted(survived.statuses.items())},
             }  # fmt: skip
+
+    def neighbours(self) -> Iterator[Row]:
+        """How many sentences are answered as alone where they join one after another, at natural and forced length."""
+        int8 = RECIPES["int8"]
+        exact = replace(int8, name="int8-fp32-products", decoder=replace(int8.decoder, accuracy_level=1),
+                        head=replace(int8.head, accuracy_level=1))  # fmt: skip
+        texts = [source_text("translation", row) for row in eval_rows("translation", limit=self.plan.sentences)]
+        for recipe in (RECIPES["fp32"], int8, RECIPES["int4"], exact):
+            backend, tokenizer, _ = open_backend(self.model.where, precision=recipe, progress=False)
+            sources = [ids for text in texts for ids in tokenizer([text])["input_ids"]]
+            for least, most in ((0, LONG), (LONG, LONG)):
+                jobs = [Job(ids, max_new_tokens=most, min_new_tokens=least) for ids in sources]
+                alone = [tokens for job in jobs for tokens in one_after_another(backend, [job])]
+                found = one_after_another(backend, jobs)
+                pairs = [(job, *both) for job, *both in zip(jobs, alone, found, strict=True) if both[0] != both[1]]
+                yield {
+                    "precision": recipe.name, "forced": bool(least), "new_tokens": most, "of": len(jobs),
+                    "measured": "equality", "equal": len(jobs) - len(pairs), "distinct": len({*map(tuple, alone)}),
+                    "largest_difference": max((lead(backend, *pair) for pair in pairs), default=0.0),
+                }  # fmt: skip
 
     def sent(self, running: Running, bodies: Sequence[Mapping[str, Any]] | None = None, **how: Any) -> Row:
         load = Load(running.url, self.bodies if bodies is None else bodies, path=running.server.path, **how)
@@ -288,28 +373,42 @@ class Measuring:
         return knee(chosen(rows, measured="open loop", **about))
 
     def most(self, name: str, rows: Sequence[Mapping[str, Any]]) -> float:
-        """What it answered a second under the closed loop; 0 where it failed."""
-        about = dict(model=self.model.name, system=name, cell="curve")
-        return max((row["answers_per_s"] for row in chosen(rows, measured="closed loop", **about)), default=0.0)
+        """The most that it answered a second; 0 where it failed."""
+        found = chosen(rows, model=self.model.name, system=name, cell="curve")
+        return max((row["answers_per_s"] for row in found if "answers_per_s" in row), default=0.0)
 
 
-def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends_at: float) -> bool:
+def in_turn(servers: Sequence[Server], measured: Callable[[Server], Iterator[Row]]) -> Iterator[Row]:
+    """The rows of several servers that all run, one row of each in turn: slow moments of a machine meet them alike."""
+    about = {server.name: {"system": server.name, "precision": server.precision} for server in servers}
+    running = {server.name: measured(server) for server in servers}
+    with ExitStack() as stack:
+        for rows in running.values():
+            stack.enter_context(closing(rows))
+        while running:
+            for name, rows in list(running.items()):
+                try:
+                    yield {**next(rows), **about[name]}
+                except StopIteration:
+                    del running[name]
+                except Exception as error:  # whatever a server does that is not ours
+                    if name.startswith(OURS):
+                        raise
+                    said = f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"
+                    yield {"measured": "failure", "failed": said, **about[name]}
+                    del running[name]
+
+
+def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends_at: float, *, last: bool) -> bool:
     """Whatever of a model is not among the rows yet; returns whether there was time for all of it."""
-    done = {(row["model"], row["cell"], row["system"]) for row in rows}
-    parts = [*of_model.parts(rows)]
-    for cell, server, part in tqdm(parts, desc=of_model.model.name, unit="part"):
-        about = {"cell": cell, "system": server.name, "model": of_model.model.name}
-        if tuple(about[key] for key in ("model", "cell", "system")) in done:
+    model, threads = of_model.model.name, machine.cpu_threads()
+    for cell, system, part in tqdm([*of_model.parts(rows, last=last)], desc=model, unit="part"):
+        if next(chosen(rows, model=model, cell=cell, system=system), None):
             continue
         if time.perf_counter() > ends_at:
             return False
-        try:
-            found = [*part()]
-        except Exception as error:  # whatever a server does that is not ours
-            if server.name.startswith(OURS):
-                raise
-            found = [{"measured": "failure", "failed": f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"}]
-        rows += [{**row, **about, "precision": server.precision, "threads": machine.cpu_threads()} for row in found]
+        about = {"cell": cell, "model": model, "threads": threads}
+        rows += [{"system": system, "precision": "fp32", **row, **about} for row in part()]
         keep()
     return True
 
@@ -333,15 +432,21 @@ def main() -> None:
     conditions["versions"] |= of_others()
     rows: list[Row] = rows_so_far(args.json, conditions)
     command = "python scripts/serving.py" + (" --quick" if args.quick else "")
+    models = []
     for name in args.models[:1] if args.quick else args.models:
         model = bundled() if name == "mini" else of_t5_small_size(folder / "t5-small")
-        servers = servers_for(model, args.build, threads)
-        of_model = Measuring(model, servers, QUICK if args.quick else Plan(), folder)
-        if not measure(of_model, rows, lambda: write_rows(args.json, rows, command=command, **conditions), ends_at):
-            print(f"{args.minutes:g} minutes are over: the same command measures the other parts.")
-            break
+        plan = QUICK if args.quick else SLOWER if name == SHAPE else Plan()
+        models.append(Measuring(model, servers_for(model, args.build, threads), plan, folder))
+
+    def keep() -> None:
+        write_rows(args.json, rows, command=command, **conditions)
+
+    if not all(measure(one, rows, keep, ends_at, last=last) for last in (False, True) for one in models):
+        print(f"{args.minutes:g} minutes are over: the same command measures the other parts.")
     for name in dict.fromkeys(row["model"] for row in rows):
         print(f"{name}\n{table(rows, name)}\n")
+        for what, wanted, value in aims(rows, name):
+            print(f"{what}: {value:.2f}, wanted {wanted}" + "; missed" * (not is_met(wanted, value)))
 
 
 if __name__ == "__main__":

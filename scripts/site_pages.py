@@ -28,6 +28,7 @@ PEERS: dict[str, Cell] = {
 BERT: dict[str, Cell] = {
     **{key: lambda row, key=key: row.get(key, "–") for key in ("cell", "rung", "adds", "on")},
     "ms": lambda row: f"{median(row['latency_s']) * 1e3:.1f}",
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
     "factor": lambda row: f"{row['factor']:.2f}" if "factor" in row else "–",
     "in all": lambda row: f"{row['ratio']:.1f}x",
     "MB": lambda row: f"{row['size_bytes'] / 1e6:.1f}",

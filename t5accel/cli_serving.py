@@ -43,6 +43,7 @@ def serve(
     stall_ms: Annotated[
         float | None, typer.Option(help="Running answers wait so long at most for newcomers' encoders. Default: 50.")
     ] = None,
+    join_share: Annotated[float | None, typer.Option(help="Of the time, for newcomers at most. Default: 0.25.")] = None,
     encoder_cache_mb: Annotated[int | None, typer.Option(help="For encoder outputs. Default: 256.")] = None,
     connections: Annotated[int | None, typer.Option(help="Open at a time. Default: 1000.")] = None,
     body_kb: Annotated[int | None, typer.Option(help="Of a request, at most. Default: 1024.")] = None,

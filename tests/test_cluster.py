@@ -100,6 +100,7 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
         ([*batch, *model, "--address", "here:1"], "address is 'here:1', and the engine is local"),
         (["serve", *model, "--engine", "ray", "--port", "0"], "pip install 't5accel[ray]'"),
         (["serve", *model, "--address", "here:1"], "address is 'here:1', and the engine is local"),
+        (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "replicas_min is 3 and replicas, the most"),
         (["serve", *model, "--engine", "spark"], "spark"),
     ):
         result = CliRunner().invoke(commands, command)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from t5accel.demo import page as demo
 from t5accel.demo import reading
+from t5accel.demo.at_home import AtHome
 from t5accel.demo.menu import menu
 from t5accel.demo.race import Way
 from t5accel.errors import InputError, ModelUnavailableError
@@ -159,7 +160,7 @@ def test_pages_lose_what_they_would_fetch_from_elsewhere(kind: bytes, kept: bool
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(demo._AtHome(app)({"type": "http"}, None, send))
+    asyncio.run(AtHome(app)({"type": "http"}, None, send))
     body = b"".join(message.get("body", b"") for message in sent)
     headers = dict(sent[0]["headers"])
     assert (b"example.com" in body) == kept and b"/own.css" in body and b"/own.js" in body

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,19 @@ def test_sorted_batches_are_timed_beside_batches_in_file_order_on_equal_answers(
         assert row["equal"] == row["of"] == row["texts"] and row["tokens_per_s"] > 0 and row["forced"] is False
     sizes = [len(chosen) for chosen, _ in script.InFileOrder(*opened(), rows=3).tokens([np.array([5, 1])] * 7)]
     assert sizes == [3, 3, 1]
+
+
+def test_the_command_is_timed_over_short_texts_and_every_row_has_to_be_there(tmp_path: Path, monkeypatch) -> None:
+    script = load_script("batch")
+    (row,) = map(checked, script.many(6, tmp_path))
+    assert row["answered"] == row["texts"] == 6 and 2 < row["distinct"] <= 6 < row["new_tokens"] <= 6 * 24
+    assert row["peak_memory_bytes"] > 5e7 and row["output_bytes"] > row["input_bytes"] > 6 * 30
+    again = tmp_path / "again"
+    again.mkdir()
+    read = SimpleNamespace(dumps=json.dumps, loads=lambda line: {"id": 0, "answer": "Oui."})
+    monkeypatch.setattr(script, "json", read)
+    with pytest.raises(RuntimeError, match="6 rows"):
+        [*script.many(6, again)]
 
 
 def test_whole_jobs_are_timed_beside_each_other_on_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:

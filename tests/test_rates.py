@@ -12,7 +12,20 @@ from script import load_script
 
 from t5accel.checkpoints import BUNDLED, data_folder
 from t5accel.errors import InputError
-from t5accel.lab.rates import curve, keeps_up, knee, knees, mixed_bodies, swept, table
+from t5accel.lab.rates import (
+    BASELINE,
+    OURS,
+    STATIC,
+    aims,
+    curve,
+    is_met,
+    keeps_up,
+    knee,
+    knees,
+    mixed_bodies,
+    swept,
+    table,
+)
 from t5accel.lab.rows import checked
 from t5accel.lab.servers import Server, other, ours
 from t5accel.parity import ParityError
@@ -51,7 +64,29 @@ def test_a_sweep_ends_just_beyond_the_knee(capacity: float, start: float) -> Non
 
 
 def test_a_sweep_ends_where_nothing_is_ever_enough() -> None:
-    assert len([*swept(lambda rate: point(rate, 9.0), 8.0, most=4)]) == 4
+    assert len([*swept(lambda rate: point(rate, 9.0), 8.0, most=4)]) == 2 * 4, "each rate twice"
+
+
+def test_aims_are_held_against_what_was_measured() -> None:
+    """Static batches of 10 requests/s and 900 ms for short answers; ours with 20 and 200."""
+    about = dict(model="m", measured="open loop")
+    rows = [
+        {**point(rate, 0.5), **about, "cell": "curve", "system": name}
+        for name, rate in ((BASELINE, 1.0), (STATIC, 10.0), (OURS, 20.0))
+    ]
+    assert aims(rows, "m") == [], "no knee was reached"
+    rows += [{**row, "rate_per_s": 2 * row["rate_per_s"], "p99_s": 9.0} for row in rows]
+    beside = {**about, "cell": "short beside long"}
+    rows += [{**beside, "system": STATIC, "short_p99_s": 0.9}, {**beside, "system": OURS, "short_p99_s": 0.2}]
+    rows += [dict(model="m", system=OURS, measured="sequential", source_tokens=n, p99_s=n / 100) for n in (32, 512)]
+    found = {what.split()[0] + wanted: (value, is_met(wanted, value)) for what, wanted, value in aims(rows, "m")}
+    assert found == {
+        "knee>= 10": (20.0, True),
+        "knee>= 1.5": (2.0, True),
+        "p99>= 3": (pytest.approx(4.5), True),
+        "p99<= 3": (16.0, False),
+    }
+    assert aims(rows, "n") == []
 
 
 def test_sources_have_exactly_as_many_tokens() -> None:
@@ -68,7 +103,7 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
 ) -> None:
     script = load_script("serving")
     servers = [other("static", "mini", name=script.STATIC, threads=1), ours("mini", threads=1, encoder_cache_mb=0)]
-    monkeypatch.setattr(script, "QUICK", script.Plan(0.3, 2, 0, (32,), 3, 0.5, 1, 0.3, 1))
+    monkeypatch.setattr(script, "QUICK", script.Plan(0.3, 2, 0, (32,), 3, 0.5, 1, 1, 0.3, 1, 1))
     monkeypatch.setattr(script, "servers_for", lambda model, build, threads: [*servers, Server("none", ["false"])])
     file = tmp_path / "serving.json"
     monkeypatch.setattr("sys.argv", ["serving.py", "--quick", "--json", str(file), "--minutes", "0"])

@@ -21,6 +21,9 @@ from t5accel.lab.peers import (
     named,
     standings,
 )
+from t5accel.lab.rates import BASELINE, STATIC, said
+from t5accel.lab.rates import OURS as OURS_SERVED
+from t5accel.lab.rows import chosen
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +79,20 @@ def test_what_the_engine_costs_and_what_the_readme_says_of_it() -> None:
         assert number in text.replace("\n", " "), f"the README lacks {number}"
 
 
+def test_what_the_web_page_reaches_and_what_the_readme_says_of_it() -> None:
+    rows = {(row["system"], row["measured"]): row for row in read("web.json")["rows"]}
+    student, teacher, whole = dict.fromkeys(system for system, _ in rows)
+    visit, warm = rows[student, "first visit"], rows[student, "speed"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for number in (
+        f"{visit['first_s']:.2f} s after a click", f"{warm['first_p50_s']:.2f} s once it is warm",
+        f"{warm['tokens_per_s']:.0f} tokens/s; {visit['settings']['transfer_bytes'] / 1e6:.1f} MB",
+        f"{rows[teacher, 'speed']['tokens_per_s']:.0f} tokens/s in 8 bits and "
+        f"{rows[whole, 'speed']['tokens_per_s']:.0f} in fp32",
+    ):  # fmt: skip
+        assert number in text.replace("\n", " "), f"the README lacks {number}"
+
+
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     rows = read("step-parts.json")["rows"]
     assert [row["precision"] for row in rows] == ["fp32", "int8", "int4"]
@@ -112,6 +129,28 @@ def test_the_readme_says_how_high_the_ladders_are() -> None:
     assert len(ends) == 3
     for title, ratio in ends:
         assert f"{ratio:.0f} times" in text, f"{title}: {ratio:.0f}"
+
+
+def test_the_readme_says_at_which_rates_servers_keep_up() -> None:
+    systems = {
+        OURS_SERVED: "`t5accel serve`",
+        f"{OURS_SERVED}, int8": "the same in int8",
+        STATIC: "FastAPI, our engine, static batches",
+        "Triton, dynamic batching": "NVIDIA's Triton, our engine, dynamic batching",
+        "FastAPI, our engine": "FastAPI, our engine, one by one",
+        BASELINE: "FastAPI, transformers, one by one",
+    }
+    rows, readme = read("serving.json")["rows"], (ROOT / "README.md").read_text(encoding="utf-8")
+    points = [*chosen(rows, measured="open loop", cell="curve")]
+    for system, words in systems.items():
+        mini, small = (said([*chosen(points, system=system, model=model)]) for model in ("mini", "random:t5-small"))
+        assert f"| {words} | {mini} | {small} |" in readme
+    equal = [row for row in rows if row["cell"] == "neighbours"]
+    assert all(row["equal"] == row["of"] for row in equal if row["precision"] in ("fp32", "int8-fp32-products"))
+    assert f"{max(row['largest_difference'] for row in equal):.2f} standard deviations" in readme
+    for forced, start in ((False, "of"), (True, "beside 29 others, but")):
+        (row,) = (row for row in equal if row["precision"] == "int8" and row["forced"] == forced)
+        assert f"{start} {row['of'] if not forced else row['of'] - row['equal']}" in readme
 
 
 def test_the_run_of_the_bundled_model_learned() -> None:

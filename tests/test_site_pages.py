@@ -72,6 +72,24 @@ def test_every_recorded_row_with_a_time_is_on_the_boards() -> None:
         assert all(shown == pytest.approx(rate, abs=0.51) for shown, rate in known)
 
 
+def test_the_figures_of_the_browser_are_those_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = dict(system="Student", size_bytes=6e6)
+    how = {"browser": "Chromium 150", "transfer_bytes": 9e6, "version": "1.30.0"}
+    rows = [
+        dict(measured="first visit", first_s=1.25, settings=how, **common),
+        dict(measured="speed", first_p50_s=0.031, us_per_token=4100.0, tokens_per_s=243.9, **common),
+        dict(measured="quality", system="Student", bleu=27.3, rougeL=58.1, exact_match=54.0),
+    ]
+    record = dict(machine={"cpu": "a CPU"}, date="2026-11-24", commit="4f0", rows=rows)
+    monkeypatch.setattr(pages, "recorded", lambda file: record if file == "web.json" else {"rows": []})
+    page = pages.browser()
+    ((_, row),) = Tables(page).tables
+    assert row == ["Student", "1.25", "0.03", "4.1", "244", "6.0", "9.0", "27.3", "58.1", "54.0"]
+    assert "a CPU, one thread; Chromium 150" in page and "2026-11-24, commit 4f0" in page
+    record["rows"] = []
+    assert pages.browser() == ""
+
+
 def test_texts_are_escaped_and_the_web_page_is_named_where_it_is_there(tmp_path: Path) -> None:
     assert "<td>a &lt; b</td>" in pages.table(["system"], [["a < b"]])
     for web, there in ((True, 1), (False, 0)):

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
 from t5accel.batch.job import Model
-from t5accel.cluster.ray_session import connected
+from t5accel.cluster.ray_session import connected, cores_for
 from t5accel.cluster.replica import Message, Replica
-from t5accel.errors import ClusterError, EngineError, QueueFullError
+from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError
 from t5accel.serving.guard import Guard, Refused, log, refusal
 from t5accel.serving.metrics import Metrics
 from t5accel.serving.server import LOG, listen, opened
 from t5accel.serving.settings import Settings
 
 TRIES = 3  # a request that takes its replica with it shall not take all of them
+PAUSE_S = 0.2  # before a request is asked again: others know by then that the replica is dead
 READY_S = 5.0  # for any replica to say that it is ready
 TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
 
@@ -45,9 +47,9 @@ class Front:
     ...     yield {"type": "http.response.start", "status": 200, "headers": []}
     ...     yield {"type": "http.response.body", "body": b"here", "more_body": False}
     >>> async def receive() -> Message:
-    ...     return {"type": "http.request"} if not tried else await asyncio.sleep(9)
+    ...     return given.pop() if given else await asyncio.sleep(9)
     >>> async def send(message: Message) -> None: print(message.get("status", message.get("body")))
-    >>> tried: list[str] = []
+    >>> tried, given = [], [{"type": "http.request"}]
     >>> scope = {"type": "http", "method": "GET", "path": "/generate", "headers": []}
     >>> asyncio.run(Front(answer)(scope, receive, send))
     200
@@ -101,8 +103,9 @@ class Front:
             await work
 
     async def _answered(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        request, began = {name: scope[name] for name in TRAVELS if name in scope}, None
-        for _ in range(TRIES):
+        request, began, ended = {name: scope[name] for name in TRAVELS if name in scope}, None, False
+        for tried in range(TRIES):
+            await asyncio.sleep(PAUSE_S * tried)
             messages = self._ask(request, body)
             try:
                 async for message in messages:
@@ -113,16 +116,21 @@ class Front:
                         await send(began)
                     began = {}
                     await send(message)
+                    ended = not message.get("more_body", False)
                 return
-            except Lost as error:
-                log.warning("a replica was lost with a request to %s: %s", request["path"], error)
-                if began == {}:  # of more than one message are streams alone
-                    lost = b"event: error\ndata: " + refusal(_again()).body + b"\n\n"
-                    await send({"type": "http.response.body", "body": lost, "more_body": False})
-                    return
             except Exception as error:
-                await refusal(error)(scope, receive, send)
-                return
+                if ended:
+                    return
+                lost = isinstance(error, Lost)
+                if lost:
+                    log.warning("a replica was lost with a request to %s: %s", request["path"], error)
+                if began == {}:  # of more than one message are streams alone
+                    event = b"event: error\ndata: " + refusal(_again() if lost else error).body + b"\n\n"
+                    await send({"type": "http.response.body", "body": event, "more_body": False})
+                    return
+                if not lost:
+                    await refusal(error)(scope, receive, send)
+                    return
             finally:
                 await messages.aclose()
         await refusal(_again())(scope, receive, send)
@@ -144,7 +152,7 @@ async def _disconnect(receive: Any) -> None:
 
 
 def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator[Message]]:
-    from ray.serve.exceptions import BackPressureError
+    from ray.serve.exceptions import BackPressureError, RayServeException
 
     async def ask(request: Message, body: bytes) -> AsyncIterator[Message]:
         answer = handle.remote(request, body)
@@ -155,10 +163,11 @@ def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator
             raise QueueFullError("All replicas have as many requests as may wait: try again in 1 s.", 1) from error
         except ray.exceptions.RayTaskError as error:
             raise EngineError(f"A replica failed: {type(error.cause).__name__}.") from error
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, RayServeException) as error:
             raise Lost(type(error).__name__) from error
-        finally:
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone
             answer.cancel()
+            raise
 
     return ask
 
@@ -172,24 +181,25 @@ def serve(settings: Settings) -> None:
 
     Raises:
         MissingPackageError, ClusterError: as of `ray_session.connected`.
+        InputError: there are not enough cores, or fewer replicas at most than at least.
         InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serving.server.opened`.
     """
     logging.basicConfig(level=logging.INFO, format=LOG)
-    threads = settings.threads or 1
+    threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
+    if least > most:
+        raise InputError(f"replicas_min is {least} and replicas, the most that there may be, is {most}: raise it.")
     settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
     opened(settings).state.service.scheduler.close()  # what is wrong with it is said here, and its export is made
-    name = f"t5accel-{socket.gethostname()}-{settings.port}"
+    name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"
     with connected(settings.address) as ray:
         from ray import serve
 
+        cores_for(ray, least, threads, settings.address)
         deployment = serve.deployment(Replica).options(
             name="Replica", ray_actor_options={"num_cpus": threads}, graceful_shutdown_timeout_s=settings.grace_s,
             max_ongoing_requests=settings.rows + settings.queue, max_queued_requests=settings.queue,
             health_check_period_s=5, health_check_timeout_s=settings.stuck_s,
-            autoscaling_config=dict(
-                min_replicas=settings.replicas_min, max_replicas=max(settings.replicas, settings.replicas_min),
-                target_ongoing_requests=settings.rows,
-            ),
+            autoscaling_config=dict(min_replicas=least, max_replicas=most, target_ongoing_requests=settings.rows),
         )  # fmt: skip
         try:
             serve.start(proxy_location="Disabled")

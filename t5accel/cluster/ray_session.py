@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from t5accel import machine
-from t5accel.errors import ClusterError, MissingPackageError
+from t5accel.errors import ClusterError, InputError, MissingPackageError
 
 OBJECTS = 200 << 20  # bytes for what travels between processes of one machine: descriptions and answers, no data
 
@@ -52,6 +52,19 @@ def connected(address: str | None = None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def cores_for(ray: Any, count: int, threads: int, address: str | None) -> int:
+    """How many of so many threads each the cluster has cores for now.
+
+    Raises:
+        InputError: for fewer than ``count``, in a cluster of this machine alone: others may grow, and are waited for.
+    """
+    found = int(ray.cluster_resources().get("CPU", 0)) // threads
+    if found < count and not address:
+        cores = machine.cpu_threads()
+        raise InputError(f"{count} of {threads} threads each were asked for, and there are {cores} cores: give fewer.")
+    return max(found, 1)
 
 
 def _look_for(address: str | None) -> None:

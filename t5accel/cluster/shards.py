@@ -21,7 +21,7 @@ from t5accel.batch.answers import Answerer
 from t5accel.batch.job import Done, Shard, do_shard
 from t5accel.batch.run import Job
 from t5accel.checks import is_number
-from t5accel.cluster.ray_session import connected
+from t5accel.cluster.ray_session import connected, cores_for
 from t5accel.errors import InputError, JobError, T5AccelError
 
 WINDOW = 1000  # shards that Ray is handed at a time
@@ -120,13 +120,11 @@ def on_ray(
 
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # which the import has set
         data.DataContext.get_current().enable_progress_bars = False
-        cores = int(ray.cluster_resources().get("CPU", 0))
-        if cores < threads:
-            raise InputError(f"An actor takes {threads} threads, and the cluster has {cores} cores: give --threads.")
+        most = cores_for(ray, 1, threads, address)
         pulse = ray.remote(num_cpus=0, max_restarts=-1)(Pulse).remote()
         for first in range(0, len(shards), WINDOW):
             items = [{"shard": pickle.dumps(shard)} for shard in shards[first : first + WINDOW]]
-            actors = min(len(items), cores // threads)
+            actors = min(len(items), most)
             made = data.from_items(items, override_num_blocks=len(items)).map_batches(
                 Actor, batch_size=1, batch_format="numpy", num_cpus=threads,
                 compute=data.ActorPoolStrategy(min_size=1, max_size=actors, initial_size=actors),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import html
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from t5accel.demo.at_home import AtHome
 from t5accel.demo.menu import Task, menu
 from t5accel.demo.race import Lane, Way, difference, race, way, ways_of
 from t5accel.demo.reading import ROUNDS, Answer, OpenRung, ask, bundled
@@ -27,13 +28,6 @@ MAX_WAITING = 64  # who comes later is told so
 SHOWN_EVERY_S = 0.05
 QUESTIONS = 5  # of each half of their set, as examples for the readers
 ADDRESS, PORT = "127.0.0.1", 7860
-
-# In the page that Gradio sends: connections to other hosts, for its fonts, and for pages inside of others.
-_FOREIGN = re.compile(
-    rb'<link\s+rel="(?:preconnect|dns-prefetch)"[^>]*>|<script[^>]*\bsrc="https?://[^>]*>\s*</script>'
-)
-# And should another release fetch something new, the browser refuses.
-_POLICY = b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 
 
 def answers(
@@ -115,9 +109,9 @@ def make_demo(model: str = "mini", *, own_model: bool = True) -> Blocks:
     gradio = _gradio()
     with gradio.Blocks(title="t5accel: side by side", analytics_enabled=False) as page:
         gradio.Markdown("# One text, several ways")
-        with gradio.Tab("Write"):
+        with gradio.Tab("A T5 writes"):
             _writers(gradio, model, own_model)
-        with gradio.Tab("Read"):
+        with gradio.Tab("A BERT reads"):
             _readers(gradio)
     return page.queue(max_size=MAX_WAITING)
 
@@ -131,7 +125,7 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
     tasks = {task.label: task for task in menu()}
     first = next(iter(tasks.values()))
     known = list(ways_of(model))
-    # A menu that changed while somebody clicks would make of the click an error: all labels are always there.
+    # A menu that changes while somebody clicks turns the click into an error: so all labels are always there.
     labels = list(ways_of("mini")) if own_model else known
 
     gradio.Markdown(
@@ -229,16 +223,17 @@ def table(found: Sequence[Answer]) -> str:
             one.rung.adds,
             html.escape(one.text) if one.has_answer else "<i>no answer in the text</i>",
             f"{one.seconds * 1e3:.2f}",
-            f"{one.ratio:.1f} ×",
+            f"{one.ratio:.1f}",
             f"{one.size_bytes / 1e6:.1f}",
             ("the same" if one.same else "<b>another</b>") if place else "–",
         ]
         for place, one in enumerate(found)
     ]
-    heads = ["reader", "runs as", "answer", "ms", "as fast", "MB", "beside the first"]
+    heads = ["reader", "idea", "answer", "ms", "times as fast", "MB", "as the first"]
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div style="overflow-x: auto">{inner}</div>'  # a narrow screen moves the table, not the page
 
 
 def _example(gradio: Any, task: Task, number: int | None) -> list[Any]:
@@ -257,7 +252,7 @@ def _named(task: Task, texts: Sequence[str]) -> dict[str, str]:
 
 
 def _labels(task: Task) -> list[tuple[str, int]]:
-    return [(next(iter(texts.values())), number) for number, texts in enumerate(task.examples)]
+    return [(shorten(next(iter(texts.values())), 90, placeholder=" …"), at) for at, texts in enumerate(task.examples)]
 
 
 def _box(task: Task, place: int) -> dict[str, Any]:
@@ -289,13 +284,17 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
         MissingPackageError, T5AccelError: Gradio is not installed; there is no such model.
     """
     gradio = _gradio()
+    from starlette.middleware import Middleware  # Gradio's
+
     way(*list(ways_of(model).values())[1])
     page = make_demo(model, own_model=not share)
     fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
+    theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1])
+    theme.set(block_info_text_color="*neutral_500", block_info_text_color_dark="*neutral_400")  # or it is hardly seen
     _, url, public = page.launch(
         server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=not block, ssr_mode=False,
         run_history=False, enable_monitoring=False, footer_links=[],
-        theme=gradio.themes.Base(font=fonts[0], font_mono=fonts[1]), app_kwargs={"middleware": [_at_home()]},
+        theme=theme, app_kwargs={"middleware": [Middleware(AtHome)]},
     )  # fmt: skip
     return public or url
 
@@ -307,41 +306,3 @@ def _gradio() -> Any:
     except ImportError as error:
         raise MissingPackageError(f"{error.name} is missing: pip install 't5accel[demo]'.") from error
     return gradio
-
-
-def _at_home() -> Any:
-    """Middleware that takes from the page what it would fetch from other hosts."""
-    from starlette.middleware import Middleware
-
-    return Middleware(_AtHome)
-
-
-class _AtHome:
-    def __init__(self, app: Any):
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        start: dict[str, Any] = {}
-        body = bytearray()
-
-        async def filtered(message: dict[str, Any]) -> None:
-            nonlocal start
-            if message["type"] == "http.response.start":
-                start = message
-                headers = dict(message["headers"])
-                if not headers.get(b"content-type", b"").startswith(b"text/html"):
-                    await send(message)
-            elif not dict(start["headers"]).get(b"content-type", b"").startswith(b"text/html"):
-                await send(message)
-            else:
-                body.extend(message.get("body", b""))
-                if not message.get("more_body"):
-                    page = _FOREIGN.sub(b"", bytes(body))
-                    kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
-                    added = [(b"content-length", str(len(page)).encode()), (b"content-security-policy", _POLICY)]
-                    await send({**start, "headers": [*kept, *added]})
-                    await send({"type": "http.response.body", "body": page})
-
-        await self._app(scope, receive, filtered)

@@ -76,6 +76,13 @@ def open_rungs(
     Args:
         whole, pruned: BERTs for questions, in fp32.
         threads: of every runtime; by default those that this process may use.
+
+    >>> from t5accel.study.bert import random_bert
+    >>> sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    >>> narrow = {**sizes, "layer_widths": {"heads": [1], "neurons": [8]}}
+    >>> first, second = open_rungs(random_bert(sizes), random_bert(narrow), SHOWN[:2])
+    >>> first.rung.name, second.rung.name, first.size_bytes < second.size_bytes  # a graph has nodes, too
+    ('PyTorch', 'ONNX, whole', True)
     """
     models = {"whole": whole, "pruned": pruned}
     with TemporaryDirectory() as folder:

@@ -7,9 +7,10 @@ long as the load lasts, and say more about that than about the server.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ from t5accel.lab.servers import Running
 SHORT, LONG, SHARE_LONG = (4, 8), 128, 10  # new tokens; one request in so many is long
 STEP = 1.25  # from one rate to the next
 MOST_POINTS = 8
-FEWEST_ANSWERS = 120  # of a point, if that takes no more than …
-MOST_SECONDS = 15.0  # … this, or the seconds that were asked for
+FEWEST_ANSWERS = 100  # of a point, if that takes no more than …
+MOST_SECONDS = 10.0  # … this, or the seconds that were asked for
 
-BASELINE = "FastAPI, transformers"
+BASELINE, STATIC, OURS = "FastAPI, transformers", "FastAPI, static batches", "t5accel serve"
 Text = Callable[[np.random.Generator, int], str]  # a source of exactly so many tokens
 
 
@@ -97,39 +98,60 @@ def keeps_up(row: Mapping[str, Any]) -> bool:
 def knee(rows: Iterable[Mapping[str, Any]]) -> float:
     """The highest rate of these points at which a server kept up, with all below it; 0 if there is none.
 
+    Of a rate that was offered twice the better time counts: what else a machine does can only be in the way.
+
     >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
     >>> knee([point(30.0, 9.0), point(10.0, 0.1), point(20.0, 0.9), point(40.0, 0.9)])
     20.0
     """
-    found = 0.0
-    for row in sorted(rows, key=lambda row: row["rate_per_s"]):
-        if not keeps_up(row):
-            break
-        found = row["rate_per_s"]
-    return found
+    kept: dict[float, bool] = {}
+    for row in rows:
+        kept[row["rate_per_s"]] = kept.get(row["rate_per_s"], False) or keeps_up(row)
+    below = itertools.takewhile(lambda rate: kept[rate], sorted(kept))
+    return max(below, default=0.0)
+
+
+def said(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The knee of a server's points in words: with a sign where it kept up at the highest rate that was tried.
+
+    >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
+    >>> said([point(20.0, 0.1), point(40.0, 0.2)]), said([point(20.0, 0.1), point(40.0, 2.0)])
+    ('≥ 40', '20')
+    """
+    found = knee(rows)
+    return "≥ " * (found == max(row["rate_per_s"] for row in rows)) + f"{found:.3g}"
 
 
 def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, most: int = MOST_POINTS) -> Iterator[Row]:
     """Points of a curve around the knee: upward until the server no longer keeps up, or downward until it does.
 
-    Downward by two steps at a time, and then one up again, so that the knee is known to one step in any case.
+    Downward by two steps at a time, and then one up again, so that the knee is known to one step in any case. Where it
+    does not keep up a point is measured twice.
 
     >>> def point(rate: float) -> Row:
     ...     return dict(rate_per_s=rate, p99_s=rate / 10, limit_s=1.0, answered=100, unanswered=0)
     >>> [[row["rate_per_s"] for row in swept(point, start, step=2.0)] for start in (4.0, 20.0)]
-    [[4.0, 8.0, 16.0], [20.0, 5.0, 10.0]]
+    [[4.0, 8.0, 16.0, 16.0], [20.0, 20.0, 5.0, 10.0]]
     """
-    row = point(start)
-    yield row
-    up, rate = keeps_up(row), start
+    kept: list[bool] = []
+
+    def tried(rate: float) -> Iterator[Row]:
+        for _ in range(2):
+            row = point(rate)
+            yield row
+            kept.append(keeps_up(row))
+            if kept[-1]:
+                return
+
+    yield from tried(start)
+    up, rate = kept[-1], start
     for _ in range(1, most):
         rate = rate * step if up else rate / step**2
-        row = point(rate)
-        yield row
-        if keeps_up(row) != up:
+        yield from tried(rate)
+        if kept[-1] != up:
             break
-    if not up and keeps_up(row):
-        yield point(rate * step)
+    if not up and kept[-1]:
+        yield from tried(rate * step)
 
 
 def curve(
@@ -178,8 +200,8 @@ def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
     >>> print(table([{**point, "system": BASELINE, "rate_per_s": 5.0}, {**point, "system": "a", "rate_per_s": 10.0},
     ...              {**alone, "system": "a"}], "m"))
     server                 knee, /s  over the baseline      32 tokens
-    FastAPI, transformers       5.0               1.0x              –
-    a                          10.0               2.0x  10.0 ± 2.0 ms
+    FastAPI, transformers       ≥ 5               1.0x              –
+    a                          ≥ 10               2.0x  10.0 ± 2.0 ms
     """
     found = knees(rows, model)
     alone = [*chosen(rows, measured="sequential", model=model)]
@@ -191,5 +213,54 @@ def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
         for length in lengths:
             row = next(chosen(alone, system=name, source_tokens=length), None)
             times.append(f"{row['mean_s'] * 1e3:.1f} ± {row['deviation_s'] * 1e3:.1f} ms" if row else "–")
-        lines.append((name, f"{rate:.1f}", f"{rate / base:.1f}x" if base else "–", *times))
+        points = [*chosen(rows, measured="open loop", cell="curve", model=model, system=name)]
+        lines.append((name, said(points), f"{rate / base:.1f}x" if base else "–", *times))
     return "\n".join(aligned(lines))
+
+
+def aims(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, str, float]]:
+    """What a server of ours should reach, and what was measured; of what was not measured there is no entry.
+
+    Nor is there one beside a server whose knee was not reached; where ours was not, the entry is the least it can be.
+
+    >>> ready = dict(measured="restart", model="m", system=OURS, seconds=0.8)
+    >>> aims([ready], "m")
+    [('ready after a kill, s', '<= 3', 0.8)]
+    """
+    found, of_model = knees(rows, model), [*chosen(rows, model=model)]
+    points = [*chosen(of_model, measured="open loop", cell="curve")]
+    reached = {name: rate for name, rate in found.items() if not said([*chosen(points, system=name)]).startswith("≥")}
+
+    def row(measured: str, **more: Any) -> Mapping[str, Any]:
+        return next(chosen(of_model, measured=measured, **{"system": OURS, **more}), {})
+
+    def short_p99_s(system: str) -> float | None:
+        rows = chosen(of_model, measured="open loop", cell="short beside long", system=system)
+        return median(times) if (times := [row["short_p99_s"] for row in rows]) else None
+
+    alone = [row("sequential", source_tokens=length) for length in (512, 32)]
+    values = [
+        ("knee over the baseline's", ">= 10", _ratio(found.get(OURS), reached.get(BASELINE))),
+        ("knee over that of static batches", ">= 1.5", _ratio(found.get(OURS), reached.get(STATIC))),
+        ("p99 of short answers beside long ones, of static batches over ours", ">= 3",
+         _ratio(short_p99_s(STATIC), short_p99_s(OURS))),
+        ("p99 of 512 source tokens over that of 32", "<= 3", _ratio(*(one.get("p99_s") for one in alone))),
+        ("throughput with streams over that without", ">= 0.95", row("streaming").get("ratio")),
+        ("ready after a kill, s", "<= 3", row("restart").get("seconds")),
+        ("hostile requests without an answer", "<= 0", row("hostile").get("unanswered")),
+    ]  # fmt: skip
+    return [(what, wanted, value) for what, wanted, value in values if value is not None]
+
+
+def is_met(wanted: str, value: float) -> bool:
+    """Whether a measured value is what `aims` wants.
+
+    >>> is_met(">= 10", 12.0), is_met("<= 3", 3.5)
+    (True, False)
+    """
+    sign, bound = wanted.split()
+    return value >= float(bound) if sign == ">=" else value <= float(bound)
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None

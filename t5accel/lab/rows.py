@@ -117,6 +117,8 @@ class Row(TypedDict, total=False):
     packages: list[str]
     nodes: int
     contrib_operators: list[str]
+    input_bytes: int  # of the files that a job read
+    output_bytes: int  # of those that it wrote
     moved_bytes: int  # handed over between Python and the runtime, both directions, of the whole work
 
     # Drafts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -137,8 +138,16 @@ def draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]], model: str, *, key
     """
     points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
     for place, name in enumerate(dict.fromkeys(row["system"] for row in points)):
-        line = sorted((row["rate_per_s"], row[key]) for row in chosen(points, system=name) if key in row)
-        axes.plot(*zip(*line, strict=True), marker="o", markersize=4, label=name, color=COLOURS[place % len(COLOURS)])
+        best: dict[float, float] = {}  # of a rate that was offered twice
+        for row in chosen(points, system=name):
+            best[row["rate_per_s"]] = min(row.get(key, math.inf), best.get(row["rate_per_s"], math.inf))
+        axes.plot(
+            *zip(*sorted(best.items()), strict=True),
+            marker="o",
+            markersize=4,
+            label=name,
+            color=COLOURS[place % len(COLOURS)],
+        )
     limit = points[0]["limit_s"]
     axes.axhline(limit, color="#555555", linestyle="--", linewidth=1)
     axes.set(

@@ -39,17 +39,11 @@ class Failures:
 
 @dataclass
 class Outcome:
-    """What became of the jobs.
+    """What became of the jobs."""
 
-    Attributes:
-        latency_s: from a job's arrival to its last token, in the order of their ends.
-        repeated: how often a job was sent again since its replica had failed.
-        failures: of replicas.
-    """
-
-    latency_s: list[float] = field(default_factory=list)
-    repeated: int = 0
-    failures: int = 0
+    latency_s: list[float] = field(default_factory=list)  # from arrival to last token, in the order of their ends
+    repeated: int = 0  # how often a job was sent again since its replica had failed
+    failures: int = 0  # of replicas
 
 
 @dataclass(eq=False)
@@ -66,10 +60,6 @@ class _Replica:
         self.running: list[_Job] = []
         self.is_up, self.news = True, environment.event()
         self.process = environment.process(self._work())
-
-    @property
-    def jobs(self) -> int:
-        return len(self.waiting) + len(self.running)
 
     def take(self, job: _Job) -> None:
         job.left = job.tokens
@@ -92,7 +82,7 @@ class _Replica:
 
     def _rounds(self) -> Iterator[simpy.Event]:
         while True:
-            if not self.jobs:
+            if not (self.waiting or self.running):
                 self.news = self.environment.event()
                 yield self.news
             pace, joining = self.pace, min(len(self.waiting), self.pace.rows - len(self.running))
@@ -126,17 +116,17 @@ def simulate(
     >>> sum(calm) / len(calm) < 0.045 < sum(rush) / len(rush)
     True
     """
-    for name, count in {"replicas": replicas, "looked_at": looked_at, "pace.rows": pace.rows}.items():
+    for name, count in (("replicas", replicas), ("looked_at", looked_at), ("pace.rows", pace.rows)):
         as_count(count, name, at_least=1)
     if not (rate_per_s > 0 and seconds > 0 and pace.step_s > 0 and tokens and min(tokens) > 0):
-        numbers = f"rate_per_s {rate_per_s}, seconds {seconds}, step_s {pace.step_s}, tokens {tokens!r:.60}"
-        raise InputError(f"{numbers}: give numbers above 0.")
+        given = f"rate_per_s {rate_per_s}, seconds {seconds}, step_s {pace.step_s}, tokens {tokens!r:.60}"
+        raise InputError(f"{given}: give numbers above 0.")
     rng, environment, outcome = random.Random(seed), simpy.Environment(), Outcome()
 
     def send(job: _Job) -> None:
         drawn = [replica for replica in rng.sample(house, min(looked_at, replicas)) if replica.is_up]
         there = drawn or [replica for replica in house if replica.is_up] or house  # who is down has a queue, too
-        min(there, key=lambda replica: replica.jobs).take(job)
+        min(there, key=lambda replica: len(replica.waiting) + len(replica.running)).take(job)
 
     house = [_Replica(environment, pace, outcome, send) for _ in range(replicas)]
 
@@ -147,12 +137,10 @@ def simulate(
             yield environment.timeout(rng.expovariate(rate_per_s))
 
     def failing(replica: _Replica, failures: Failures) -> Iterator[simpy.Event]:
-        while True:
-            yield environment.timeout(rng.expovariate(1 / failures.every_s))
-            if environment.now >= seconds:
-                return
+        yield environment.timeout(rng.expovariate(1 / failures.every_s))
+        while environment.now < seconds:
             replica.process.interrupt(failures.restart_s)
-            yield environment.timeout(failures.restart_s)
+            yield environment.timeout(failures.restart_s + rng.expovariate(1 / failures.every_s))
 
     environment.process(arrivals())
     for replica in house if failures else ():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -46,8 +45,12 @@ class Service:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def _tell(self, tickets: Sequence[Ticket]) -> None:
-        """From the engine's thread to the one that serves."""
-        self.loop.call_soon_threadsafe(lambda: [ticket.listener() for ticket in tickets if ticket.listener])
+        """From the engine's thread to the one that serves, which is woken for a stream's end, or not too often."""
+        now = time.monotonic()
+        if due := [ticket for ticket in tickets if ticket.is_done or now >= ticket.due_s]:
+            for ticket in due:
+                ticket.due_s = now + EVENTS_S
+            self.loop.call_soon_threadsafe(lambda: [ticket.listener() for ticket in due if ticket.listener])
 
     def submit(self, asked: Generate) -> list[Ticket]:
         """A ticket for each text."""
@@ -105,12 +108,12 @@ class Service:
 
         Raises what the ticket fails with; whoever stops asking cancels it.
         """
-        news, sent, text, due_s = asyncio.Event(), 0, TextPieces(self.tokenizer), -math.inf
+        news, sent, text = asyncio.Event(), 0, TextPieces(self.tokenizer)
         ticket.listener = news.set
         try:
             while True:
-                done, now = ticket.is_done, time.monotonic()
-                new = ticket.tokens[sent:] if done or now >= due_s else []
+                done = ticket.is_done
+                new = ticket.tokens[sent:]
                 sent += len(new)
                 piece = text.add(new)
                 if done:
@@ -118,7 +121,6 @@ class Service:
                     yield piece + text.rest(), True
                     return
                 if piece or (new and sent == len(new)):
-                    due_s = now + EVENTS_S
                     yield piece, False
                 await news.wait()
                 news.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ class Limits:
         source_tokens, new_tokens: of a job, at most.
         stall_s: while others run, encoders of newcomers take no longer than that before the next step; a single source
             that needs more is encoded all the same, alone.
+        join_share: of the time, about, that goes into letting others in while some run. After each time nobody joins
+            for a while, ``stall_s`` at most, so that under load newcomers are encoded together.
         encoder_cache_bytes: for encoder outputs that are used again.
 
     Raises:
@@ -40,6 +43,7 @@ class Limits:
     source_tokens: int = 512
     new_tokens: int = 512
     stall_s: float = 0.05
+    join_share: float = 1.0
     encoder_cache_bytes: int = 256_000_000
 
     def __post_init__(self) -> None:
@@ -50,6 +54,8 @@ class Limits:
             as_count(self.key_value_bytes, "key_value_bytes", at_least=1)
         if not is_number(self.stall_s) or not 0 <= self.stall_s < 1e6:
             raise InputError(f"stall_s is {self.stall_s!r}; give seconds, 0 for one source at a time.")
+        if not is_number(self.join_share) or not 0 < self.join_share <= 1:
+            raise InputError(f"join_share is {self.join_share!r}; give a number above 0 and up to 1.")
 
 
 class KeyValueBytes:
@@ -83,8 +89,8 @@ class EncoderPace:
     """How long it takes to encode, learnt on the way: seconds a token, for each power of two of the source's length.
 
     >>> pace = EncoderPace()
-    >>> pace.seconds(100) is None
-    True
+    >>> pace.seconds(100)
+    inf
     >>> pace.learn(100, 2, 0.5)
     >>> pace.seconds(128)
     0.32
@@ -93,10 +99,9 @@ class EncoderPace:
     def __init__(self) -> None:
         self._per_token: dict[int, float] = {}
 
-    def seconds(self, length: int) -> float | None:
-        """For one source of this length; ``None`` if none like it was encoded yet."""
-        found = self._per_token.get(bucket(length))
-        return None if found is None else found * length
+    def seconds(self, length: int) -> float:
+        """For one source of this length; infinity if none like it was encoded yet."""
+        return self._per_token.get(bucket(length), math.inf) * length
 
     def learn(self, length: int, sources: int, seconds: float) -> None:
         """So many sources, the longest of this length, took so long together."""
@@ -106,7 +111,7 @@ class EncoderPace:
 
 
 def bucket(length: int) -> int:
-    """Sources of one bucket are padded to less than twice their length.
+    """The power of two of a length: what is alike enough to take as long for each token.
 
     >>> bucket(64), bucket(65), bucket(128)
     (6, 7, 7)

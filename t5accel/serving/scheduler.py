@@ -6,6 +6,8 @@ the column that comes next, whichever that is, and nobody's keys and values are 
 One thread, the engine's, does all the work, in rounds (`Scheduler.round`): those leave who are done, cancelled or late;
 as many join as the `Limits` allow, their sources encoded first; all rows take one step. **A job's tokens never depend
 on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other may change places.
+In "int8" and "int4" what is multiplied is rounded to 8 bits. Now and then a last bit is one step of these, and stays in
+keys and values: there ties are wider, unless the recipe's ``accuracy_level`` is 1.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from t5accel.decoding.request import Request
 from t5accel.decoding.running import Part, RunningBatch
 from t5accel.decoding.writers import Greedy, writers_of
 from t5accel.errors import DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
-from t5accel.serving.budget import EncoderPace, KeyValueBytes, Limits, bucket, encodes_alone
+from t5accel.serving.budget import COLUMNS, EncoderPace, KeyValueBytes, Limits, bucket, encodes_alone
 from t5accel.serving.ticket import Ticket
 
 Observe = Callable[[str, float], None]
@@ -98,6 +100,7 @@ class Scheduler:
         self._queue: list[tuple[tuple[int, int], Ticket]] = []  # sorted: the higher priority, then the older
         self._is_open, self._ends_at, self._submitted = True, math.inf, 0
         self._running: dict[Ticket, list[Part]] = {}  # of the engine's thread alone, as all below
+        self._joins_from_s = -math.inf
         self._finished: deque[float] = deque(maxlen=RECENT)
         self._news: dict[int, Ticket] = {}
         self.encoded = self.reused = self.failures = 0
@@ -298,10 +301,12 @@ class Scheduler:
     # Who joins
 
     def _let_in(self) -> None:
+        were_running, started = bool(self._running), self._clock()
+        if were_running and started < self._joins_from_s:
+            return
         chosen = self._choose()
         if not chosen:
             return
-        were_running, started = bool(self._running), self._clock()
         for together in self._encoded_together(chosen):
             try:
                 self._join(together)
@@ -314,8 +319,9 @@ class Scheduler:
                         self._join([ticket])
                     except Exception as its_own:
                         self._fail(ticket, _engine_error(its_own))
+        stall = self._clock() - started
+        self._joins_from_s = started + stall + min(stall / self.limits.join_share - stall, self.limits.stall_s)
         if were_running:
-            stall = self._clock() - started
             self.longest_stall_s = max(self.longest_stall_s, stall)
             self._observe("stall_s", stall)
 
@@ -324,7 +330,7 @@ class Scheduler:
         if self._running and not self._batch.joins_running:
             return []
         chosen: list[Ticket] = []
-        spent = 0.0
+        lengths: dict[int, list[int]] = {}  # of sources that have to be encoded, by who is padded to whom
         with self._changed:
             while self._queue:
                 ticket = self._queue[0][1]
@@ -333,11 +339,12 @@ class Scheduler:
                 ticket.reused = self._is_held(ticket)
                 if self._running and not ticket.reused:
                     length = len(ticket.job.input_ids)
-                    seconds = self._pace.seconds(length)
+                    new = {**lengths, _alike(length): [*lengths.get(_alike(length), []), length]}
                     # Of sources whose time is not known yet one is tried, alone.
-                    if spent and (seconds is None or spent + seconds > self.limits.stall_s):
+                    seconds = sum(len(of) * self._pace.seconds(max(of)) for of in new.values())
+                    if lengths and seconds > self.limits.stall_s:
                         break
-                    spent += math.inf if seconds is None else seconds
+                    lengths = new
                 chosen.append(ticket)
                 del self._queue[0]
         return chosen
@@ -363,7 +370,7 @@ class Scheduler:
             return [[ticket] for ticket in tickets]
         by_length: dict[int, list[Ticket]] = {}
         for ticket in tickets:
-            by_length.setdefault(bucket(len(ticket.job.input_ids)), []).append(ticket)
+            by_length.setdefault(_alike(len(ticket.job.input_ids)), []).append(ticket)
         return list(by_length.values())
 
     def _join(self, tickets: Sequence[Ticket]) -> None:
@@ -429,6 +436,11 @@ class Scheduler:
                 self._news[ticket.number] = ticket
                 self._observe("total_s", now - ticket.submitted_s)
                 self._observe("finished", 1)
+
+
+def _alike(length: int) -> int:
+    """Sources that have the same of it are encoded together, padded: of up to 64 tokens, or at least half as long."""
+    return bucket(max(COLUMNS, length))
 
 
 def _engine_error(error: Exception) -> EngineError:

@@ -31,6 +31,7 @@ class Settings(BaseSettings):
     new_tokens: int = Field(512, ge=1, description="Of an answer, at most.")
     texts: int = Field(64, ge=1, description="Of one request, at most.")
     stall_ms: float = Field(50.0, ge=0, description="Running answers wait so long at most while newcomers are encoded.")
+    join_share: float = Field(0.25, gt=0, le=1, description="Of the time, at most, for newcomers while others run.")
     encoder_cache_mb: int = Field(256, ge=0, description="For encoder outputs that are used again.")
     connections: int = Field(1000, ge=1, description="Open at a time.")
     body_kb: int = Field(1024, ge=1, description="Of a request, at most.")
@@ -54,5 +55,5 @@ class Settings(BaseSettings):
         return Limits(
             rows=self.rows, key_value_bytes=None if most is None else most * 10**6, queue=self.queue,
             source_tokens=self.source_tokens, new_tokens=self.new_tokens, stall_s=self.stall_ms / 1e3,
-            encoder_cache_bytes=self.encoder_cache_mb * 10**6,
+            join_share=self.join_share, encoder_cache_bytes=self.encoder_cache_mb * 10**6,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Ticket:
         answers: best first, when it is done.
         error: why there will be no answer.
         listener: called by the engine's thread when there is news; it must return soon and not raise.
+        due_s: of whoever hands out news: more tokens before that moment can wait for others.
 
     >>> ticket = Ticket(Job([5, 1]), number=1, submitted_s=0.0)
     >>> ticket.cancel()
@@ -43,6 +45,7 @@ class Ticket:
     answers: list[Answer] = field(default_factory=list)
     error: Exception | None = None
     listener: Callable[[], None] | None = field(default=None, repr=False)
+    due_s: float = field(default=-math.inf, repr=False)
     is_cancelled: bool = False
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
 

@@ -26,15 +26,17 @@ ROWS, SHARDS = 360, 73  # and a broken row
 LIMIT_S = 240  # of one run, on cores that others may use, too
 PROGRAM = f"""
 import sys
+from dataclasses import replace
 from functools import partial
 from t5accel.batch.job import Model, Settings
 from t5accel.batch.run import in_this_process, run
 from t5accel.cluster.shards import on_ray
 from t5accel.errors import T5AccelError
-given, out, model, engine, stuck_s = sys.argv[1:]
+given, out, model, engine, stuck_s, shard_rows = sys.argv[1:]
+settings = replace({SETTINGS!r}, shard_rows=int(shard_rows))
 engine = in_this_process if engine == "local" else partial(on_ray, stuck_s=float(stuck_s))
 try:
-    print(run(given, out, Model(model, threads=1), {SETTINGS!r}, engine=engine)[0])
+    print(run(given, out, Model(model, threads=1), settings, engine=engine)[0])
 except T5AccelError as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 """
@@ -78,10 +80,13 @@ def start(given: Path, exported_mini: Path) -> Iterator[Start]:
     """Begins a job in a process group of its own; what is left of it ends with the test."""
     started: list[subprocess.Popen] = []
 
-    def begin(out: Path, engine: str = "ray", stuck_s: float = LIMIT_S, path: Path = given) -> subprocess.Popen:
+    def begin(
+        out: Path, engine: str = "ray", stuck_s: float = LIMIT_S, path: Path = given, rows: int = SETTINGS.shard_rows
+    ) -> subprocess.Popen:
         process = subprocess.Popen(
-            [PYTHON, "-c", PROGRAM, path, out, exported_mini, engine, str(stuck_s)], start_new_session=True, text=True,
+            [PYTHON, "-c", PROGRAM, path, out, exported_mini, engine, str(stuck_s), str(rows)], start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=out.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
         )  # fmt: skip
         started.append(process)
         return process
@@ -244,7 +249,7 @@ def test_ten_times_the_rows_take_no_more_memory(start: Start, tmp_path: Path) ->
     for copies in (2, 20):
         path = tmp_path / f"in{copies}.txt"
         path.write_text("I am tired.\nWhere is my bag?\nWe have two cats.\n" * 50 * copies, encoding="utf-8")
-        process, peak = start(tmp_path / f"out{copies}", path=path), {"driver": 0, "actor": 0}
+        process, peak = start(tmp_path / f"out{copies}", path=path, rows=50), {"driver": 0, "actor": 0}
         while process.poll() is None:
             for name, of in (("driver", tree(process)[:1]), ("actor", named(process, "MapWorker"))):
                 peak[name] = max([peak[name], *(uss(one) for one in of)])

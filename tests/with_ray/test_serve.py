@@ -104,7 +104,7 @@ def test_answers_and_streams_are_ours_and_both_replicas_work(server: Running, ex
     assert found == expected * 20
     assert all(one.cpu_times().user > before[one] + 0.05 for one in before), "one replica did all the work"
     lines = [json.loads(line[6:]) for line in events(url, {**BODIES[5], "stream": True}) if line.startswith("data: ")]
-    assert len(lines) > 3 and "".join(line["text"] for line in lines) == expected[5][0]
+    assert len(lines) > 1 and "".join(line["text"] for line in lines) == expected[5][0]
     with urlopen(server.url + "/v1/models") as response:
         assert json.load(response)["data"][0]["object"] == "model"
 

@@ -131,7 +131,7 @@ def read(page: Page) -> list[list[str]]:
 
 
 def test_the_rungs_of_the_ladder_answer_every_example(demo: Page) -> None:
-    demo.get_by_role("tab", name="Read").click()
+    demo.get_by_role("tab", name="A BERT reads").click()
     *_, task = menu(QUESTIONS)
     answers = []
     for number, texts in enumerate(task.examples):
@@ -154,7 +154,7 @@ def test_the_rungs_of_the_ladder_answer_every_example(demo: Page) -> None:
 
 
 def test_the_readers_refuse_empty_and_overlong_texts_in_a_sentence(demo: Page) -> None:
-    demo.get_by_role("tab", name="Read").click()
+    demo.get_by_role("tab", name="A BERT reads").click()
     *_, task = menu(1)
     long = "The storm closed the road. " * 200
     for text, said in (("  ", "Nothing is written under “Text”"), (long, "shorten them")):

@@ -277,6 +277,15 @@ def test_an_answer_keeps_its_language_when_another_task_is_chosen(page: Page, si
     assert [page.locator(id_).get_attribute("lang") for id_ in ("#answer", "#announcement")] == ["fr", "fr"]
 
 
+def test_an_aim_that_is_missed_is_said(web: ModuleType) -> None:
+    settings = {"transfer_bytes": 9e6}
+    reached = [dict(first_s=1.0, settings=settings), dict(first_p50_s=0.1, tokens_per_s=90.0)]
+    assert web.missed(reached) == []
+    late, slow = dict(first_s=4.0, settings={"transfer_bytes": 26e6}), dict(first_p50_s=0.1, tokens_per_s=20.0)
+    assert web.missed([late, slow]) == ["the first word came after 4.00 s, not 3", "26.0 MB are sent, not 25",
+                                        "20 tokens/s, not 25"]  # fmt: skip
+
+
 def run_in_node(script: str, name: str) -> str:
     """The output of a module that lies in web/, where the packages are."""
     path = ROOT / "web" / "node_modules" / f"{name}.mjs"
