@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from t5accel.api import open_backend
 from t5accel.errors import InputError
 from t5accel.serving.app import make_app
+from t5accel.serving.guard import log
 from t5accel.serving.settings import Settings
 
 UNREAD = 64 * 1024  # bytes that wait for a client in our memory and in the system's, each
@@ -102,8 +103,7 @@ def opened(settings: Settings) -> FastAPI:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)
     sys.setswitchinterval(SWITCH_S)
-    why = app.state.service.scheduler.why_static or "requests join a running batch"
-    logging.getLogger("t5accel.serving").info("%s by %s, %s", settings.model, what, why)
+    log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.why_static or "running batches")
     return app
 
 
@@ -126,5 +126,4 @@ def serve(settings: Settings) -> None:
     t5accel.errors.InputError: precision 'int8-dynamic' finds the scale of what the decoder multiplies ...
     """
     logging.basicConfig(level=logging.INFO, format=LOG)
-    app = opened(settings)
-    listen(app, app.state.service.scheduler, settings)
+    listen(app := opened(settings), app.state.service.scheduler, settings)

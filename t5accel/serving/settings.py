@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(None, description="By the environment only: T5ACCEL_API_KEY.")
     engine: Literal["local", "ray"] = Field("local", description="ray: replicas of the model behind this process.")
     address: str | None = Field(None, description="Of a cluster of Ray. Default: one on this machine.")
-    replicas: int = Field(2, ge=1, description="Of ray, at most: another one when more wait than rows are free.")
+    replicas: int = Field(2, ge=1, description="Of ray, at most: one more when more run than a batch has rows.")
     replicas_min: int = Field(1, ge=1, description="Of ray, at least.")
     log_texts: bool = Field(False, description="Write texts and answers to the log.")
 
