@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from t5accel import machine
+from t5accel import machine, tasks
 from t5accel.lab.rows import Row, here, rows_so_far, write_rows
 from t5accel.mini.reader import stories
 from t5accel.study.bert import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
@@ -28,7 +28,7 @@ from t5accel.study.bert_served import Protocol, Served, numbered, served_rows, s
 from t5accel.study.gpt2 import random_gpt2
 from t5accel.study.gpt2_ways import NO_CACHE, WAYS, Gpt2, gpt2_rows
 from t5accel.study.spans import answerer, read, torch_run
-from t5accel.tasks import CONTEXT, QUESTION
+from t5accel.tasks import CONTEXT, QUESTION, source_text
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
 TOKENS, BATCHES = 512, (1, 8)
@@ -86,9 +86,10 @@ def served(model: str, out: Path, threads: int) -> list[Row]:
     """Behind FastAPI: PyTorch, the fused graph, the last two rungs. BERT large is asked less, for it takes seconds."""
     if model == LARGE:
         readers, tokenizer, thresholds = large(out, threads), numbered(30522), {"whole": 0.0, "pruned": 0.0}
-        where, protocol = LARGE, Protocol(requests=8, seconds=15.0)
+        where, protocol, told = LARGE, Protocol(requests=8, seconds=15.0), []
     else:
         (readers, tokenizer, thresholds), where, protocol = small(out, threads), model, Protocol()
+        told = [source_text("questions", row) for row in tasks.rows("questions", limit=4)]
     kept = readers.folder / "tokenizer"
     tokenizer.save_pretrained(kept)
 
@@ -105,7 +106,7 @@ def served(model: str, out: Path, threads: int) -> list[Row]:
         one("FastAPI, pruned, int8, bound", "pruned", last, in_int8, precision="int8", bound=True),
     ]
     words = single_words(tokenizer)
-    return served_rows(ways, words, protocol, threads=threads, logs=readers.folder, model=model)
+    return served_rows(ways, words, protocol, threads=threads, logs=readers.folder, stories=told, model=model)
 
 
 def quality(out: Path, threads: int) -> list[Row]:

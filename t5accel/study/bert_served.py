@@ -141,14 +141,16 @@ class Protocol:
 
 
 def served_rows(
-    served: Sequence[Served], words: Sequence[str], protocol: Protocol, *, threads: int, logs: Path, **facts: Any
-) -> list[Row]:
+    served: Sequence[Served], words: Sequence[str], protocol: Protocol, *, threads: int, logs: Path,
+    stories: Sequence[str] = (), **facts: Any,
+) -> list[Row]:  # fmt: skip
     """Every server by itself: its answers compared, then timed by length, then under the same load as the others.
 
     Args:
         served: the first one is the reference, whose speed sets the rate of the open loop.
         words: of one token each.
         logs: a folder for what the servers write.
+        stories: texts whose answers are compared as well: a trained reader finds none in random words.
         facts: what all rows say.
 
     Raises:
@@ -159,7 +161,7 @@ def served_rows(
         length: [{"text": asked_of(words, length, seed=seed)} for seed in range(protocol.requests)]
         for length in protocol.lengths
     }
-    texts = [body["text"] for of_length in bodies.values() for body in of_length[:COMPARED]]
+    texts = [*stories, *(body["text"] for of_length in bodies.values() for body in of_length[:COMPARED])]
     expected = {answer: [answer([text])[0] for text in texts] for answer in {one.answer for one in served}}
     first = expected[served[0].answer]
     if len({*first}) < 2:
