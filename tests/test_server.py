@@ -503,7 +503,7 @@ def test_two_hundred_hostile_requests(server: Process) -> None:
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path) -> None:
-    server = Process(folder).ready()
+    server = Process(folder, grace_s=120).ready()
     found: list[httpx.Response] = []
     asks = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/generate", json=dict(
         LONG, max_new_tokens=2500, min_new_tokens=2500), timeout=300)))  # fmt: skip
