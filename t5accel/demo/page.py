@@ -178,6 +178,8 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
     triggers = [run.click, *(box.submit for box in boxes)]
     running = gradio.on(triggers, answer_all, asked, [status, *lanes], **_ALONE)
     stop.click(None, cancels=[running])
+    # Until it has ended, further clicks on Run are ignored: this says from when on they are not.
+    running.failure(lambda: "Stopped.", None, status, show_progress="hidden")
 
 
 def _readers(gradio: Any) -> None:

@@ -173,6 +173,7 @@ def test_a_running_answer_is_stopped(demo: Page) -> None:
     demo.get_by_role("button", name="Run").click()
     expect(demo.locator("#status")).to_have_text("Writing.", timeout=ANSWER_MS)
     demo.get_by_role("button", name="Stop").click()
+    expect(demo.locator("#status")).to_have_text("Stopped.")
     assert run(demo)[0][0], "and it goes on afterwards"
 
 
