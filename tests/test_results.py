@@ -137,6 +137,7 @@ def test_the_readme_says_at_which_rates_servers_keep_up() -> None:
         f"{OURS_SERVED}, int8": "the same in int8",
         STATIC: "FastAPI, our engine, static batches",
         "Triton, dynamic batching": "NVIDIA's Triton, our engine, dynamic batching",
+        "Ray Serve, static batches": "Ray Serve, our engine, `@serve.batch`",
         "FastAPI, our engine": "FastAPI, our engine, one by one",
         BASELINE: "FastAPI, transformers, one by one",
     }

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -174,6 +175,46 @@ def test_ray_writes_what_the_local_engine_writes(start: Start, expected: dict[st
     assert process.returncode == 0 and printed.startswith(f"Done(answered={ROWS}, rejected=1, tokens="), errors
     assert files(tmp_path / "out") == expected
     assert "Traceback" not in errors and "INFO" not in errors
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """The address of one that is there already, and its machines' way to the package."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--block"]
+    quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={200 << 20}"]
+    process = subprocess.Popen(
+        [PYTHON.with_name("ray"), *command, *quiet], start_new_session=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    yield f"127.0.0.1:{port}"
+    end(tree(process))
+
+
+def test_the_command_gives_shards_to_a_cluster_that_is_there(
+    cluster: str, given: Path, exported_mini: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    command = [PYTHON, "-m", "t5accel", "batch", given, tmp_path / "out", "--model", exported_mini, "--threads", "1"]
+    command += ["--prefix", SETTINGS.prefix, "--beams", SETTINGS.beams, "--max-new-tokens", SETTINGS.max_new_tokens]
+    command += ["--engine", "ray", "--address", cluster]
+    limit = time.monotonic() + LIMIT_S
+    while True:
+        process = subprocess.run(
+            [*map(str, command)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+            timeout=LIMIT_S,
+        )  # fmt: skip
+        if "No cluster of Ray" not in process.stderr or time.monotonic() > limit:  # it may be starting
+            break
+        time.sleep(1)
+    assert process.returncode == 0, process.stderr
+    assert answers(files(tmp_path / "out")) == answers(expected)
+
+
+def answers(found: dict[str, bytes]) -> list[bytes]:
+    """The lines of all shards, of whatever size."""
+    return b"".join(found[name] for name in sorted(found) if name.startswith("part")).splitlines()
 
 
 @pytest.mark.parametrize("engines", [("local", "ray"), ("ray", "local")], ids=" then ".join)
