@@ -47,7 +47,8 @@ def connected(address: str | None = None) -> Iterator[Any]:
     except Exception as error:  # of many kinds
         where = f"answers at {address!r}" if address else "could be started"
         why = str(error).strip().partition("\n")[0]
-        raise ClusterError(f"No cluster of Ray {where}: {why:.300}") from error
+        token = " If it wants a token, set RAY_AUTH_MODE=token." if address else ""
+        raise ClusterError(f"No cluster of Ray {where}: {why.rstrip('.'):.300}.{token}") from error
     try:
         yield ray
     finally:

@@ -177,9 +177,12 @@ def test_ray_writes_what_the_local_engine_writes(start: Start, expected: dict[st
     assert "Traceback" not in errors and "INFO" not in errors
 
 
+ON_CLUSTER = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+
+
 @pytest.fixture
 def cluster() -> Iterator[str]:
-    """The address of one that is there already, and its machines' way to the package."""
+    """The address of one that is there already and knows the package."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -187,7 +190,7 @@ def cluster() -> Iterator[str]:
     quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={200 << 20}"]
     process = subprocess.Popen(
         [PYTHON.with_name("ray"), *command, *quiet], start_new_session=True, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL, env=ON_CLUSTER,
     )  # fmt: skip
     yield f"127.0.0.1:{port}"
     end(tree(process))
@@ -201,10 +204,7 @@ def test_the_command_gives_shards_to_a_cluster_that_is_there(
     command += ["--engine", "ray", "--address", cluster]
     limit = time.monotonic() + LIMIT_S
     while True:
-        process = subprocess.run(
-            [*map(str, command)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-            timeout=LIMIT_S,
-        )  # fmt: skip
+        process = subprocess.run([*map(str, command)], env=ON_CLUSTER, capture_output=True, text=True, timeout=LIMIT_S)
         if "No cluster of Ray" not in process.stderr or time.monotonic() > limit:  # it may be starting
             break
         time.sleep(1)
