@@ -121,8 +121,10 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
     hostile = next(row for row in rows if row["measured"] == "hostile")
     assert hostile["answered"] + hostile["unanswered"] == 200 and hostile["equal"] == 24 and hostile["seconds"] < 20
     assert ("curve", "failure", "none") in kinds and all(row["model"] == "mini" for row in rows)
-    equal = [row for row in rows if row["measured"] == "equality"]
-    assert all(row["equal"] == row["of"] == 24 and row["distinct"] > 8 for row in equal)
+    equal = [row for row in rows if row["measured"] == "equality" and row["cell"] == "curve"]
+    assert len(equal) == 2 and all(row["equal"] == row["of"] == 24 and row["distinct"] > 8 for row in equal)
+    beside = [row for row in rows if row["cell"] == "neighbours"]
+    assert beside and all(row["equal"] == row["of"] for row in beside if row["precision"] == "fp32")
     streamed = next(row for row in rows if row["cell"] == "streaming" and row["measured"] == "open loop")
     assert 0 < streamed["first_p50_s"] <= streamed["p99_s"] and "static" in table(rows, "mini")
     monkeypatch.setattr(script.Measuring, "running", lambda *_, **__: pytest.fail("it is measured already"))
