@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -28,6 +29,7 @@ from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "data/results").glob("*.json"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def read(name: str) -> dict:
@@ -70,7 +72,7 @@ def test_what_the_engine_costs_and_what_the_readme_says_of_it() -> None:
     assert loops["greedy()", "in the decoder session"] < greedy < theirs and abs(generate - greedy) < 800
     alone, whole = kinds["footprint"]
     assert not {"torch", "transformers"} & set(alone["packages"]) and "torch" in whole["packages"]
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = README
     for number in (
         f"{alone['seconds']:.2f} s", f"{whole['seconds']:.1f} s", f"{alone['size_bytes'] / 1e6:.0f} MB",
         f"{whole['size_bytes'] / 1e6:.0f} MB", f"{kinds['export'][2]['seconds']:.0f} s",
@@ -83,7 +85,7 @@ def test_what_the_web_page_reaches_and_what_the_readme_says_of_it() -> None:
     rows = {(row["system"], row["measured"]): row for row in read("web.json")["rows"]}
     student, teacher, whole = dict.fromkeys(system for system, _ in rows)
     visit, warm = rows[student, "first visit"], rows[student, "speed"]
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = README
     for number in (
         f"{visit['first_s']:.2f} s after a click", f"{warm['first_p50_s']:.2f} s once it is warm",
         f"{warm['tokens_per_s']:.0f} tokens/s; {visit['settings']['transfer_bytes'] / 1e6:.1f} MB",
@@ -120,7 +122,7 @@ def test_the_card_of_the_model_tells_its_recorded_quality() -> None:
 
 
 def test_the_readme_says_how_high_the_ladders_are() -> None:
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).split("## Two commands")[0]
+    text = " ".join(README.split()).split("## Two commands")[0]
     ladders = by_ladder(read("ladder.json")["rows"])
     ends = [
         (title, fastest(rows, at_once=at_once)["ratio"])
@@ -141,17 +143,42 @@ def test_the_readme_says_at_which_rates_servers_keep_up() -> None:
         "FastAPI, our engine": "FastAPI, our engine, one by one",
         BASELINE: "FastAPI, transformers, one by one",
     }
-    rows, readme = read("serving.json")["rows"], (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = read("serving.json")["rows"]
     points = [*chosen(rows, measured="open loop", cell="curve")]
     for system, words in systems.items():
         mini, small = (said([*chosen(points, system=system, model=model)]) for model in ("mini", "random:t5-small"))
-        assert f"| {words} | {mini} | {small} |" in readme
+        assert f"| {words} | {mini} | {small} |" in README
     equal = [row for row in rows if row["cell"] == "neighbours"]
     assert all(row["equal"] == row["of"] for row in equal if row["precision"] in ("fp32", "int8-fp32-products"))
-    assert f"{max(row['largest_difference'] for row in equal):.2f} standard deviations" in readme
+    assert f"{max(row['largest_difference'] for row in equal):.2f} standard deviations" in README
     for forced, start in ((False, "of"), (True, "beside 29 others, but")):
         (row,) = (row for row in equal if row["precision"] == "int8" and row["forced"] == forced)
-        assert f"{start} {row['of'] if not forced else row['of'] - row['equal']}" in readme
+        assert f"{start} {row['of'] if not forced else row['of'] - row['equal']}" in README
+
+
+def test_what_ray_costs_on_one_machine_is_said_as_it_was_recorded() -> None:
+    times: dict[int, list[float]] = {}
+    for row in read("batch-ray.json")["rows"]:
+        times.setdefault(row["texts"], []).append(median(row["latency_s"]))
+    page = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    for texts, seconds in times.items():
+        assert f"| {texts:,} | {' | '.join(f'{one:.1f}' for one in seconds)} |" in page
+    (few, short), (many, long) = times.items()
+    each = [(b - a) / (many - few) for a, b in zip(short, long, strict=True)]
+    local, one, per_core = each
+    assert "takes {:.1f}, {:.1f} and {:.1f} ms".format(*(s * 1e3 for s in each)) in page
+    assert round(1 - per_core / local, 1) == round(one / local - 1, 1) == 0.1, "10%"
+    even = few + (short[2] - short[0]) / (local - per_core)
+    assert f"some {round(even, -3):,.0f} " in page and f"some {round(even, -3):,.0f} " in README
+
+
+def test_short_answers_beside_long_ones_come_as_soon_as_the_readme_says() -> None:
+    rows = [*chosen(read("serving.json")["rows"], cell="short beside long", model="random:t5-small")]
+    ours, static = (
+        median(row["short_p99_s"] for row in chosen(rows, system=system)) for system in (OURS_SERVED, STATIC)
+    )
+    assert f"with {rows[0]['rate_per_s']:.0f} requests a second" in README
+    assert f"within {ours:.1f} s from ours and {static:.1f} s from static batches" in README
 
 
 def test_the_run_of_the_bundled_model_learned() -> None:
@@ -205,8 +232,8 @@ def test_the_readme_says_how_models_of_other_families_stand() -> None:
     assert all(
         row["equal"] == row["of"] for row in rows if row["precision"] == "fp32" and row["system"] in (OURS, OURS_EXACT)
     )
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").split("## Beyond T5\n")[1].split("\n## ")[0]
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.splitlines() if line.startswith("| ")]
+    part = README.split("## Beyond T5\n")[1].split("\n## ")[0]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")]
     boards = [standings(rows), standings(rows, ours=OURS_EXACT), standings(rows, ours=int8_for, precision="int8")]
     for (_, *quoted), board in zip(table[1:], map(list, boards), strict=True):
         for model, text in zip(table[0][1:], quoted, strict=True):

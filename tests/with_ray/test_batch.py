@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from filelock import FileLock
 from t5accel import tasks
 from t5accel.batch.job import Model, Settings
 from t5accel.batch.run import run
+from t5accel.lab.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build/servers/ray/bin/python"
@@ -50,6 +50,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
+def answers(found: dict[str, bytes]) -> list[bytes]:
+    """The lines of all shards, of whatever size."""
+    return b"".join(found[name] for name in sorted(found) if name.startswith("part")).splitlines()
+
+
 def done(out: Path) -> int:
     """Shards."""
     return len(list(out.glob("part-*")))
@@ -71,8 +76,9 @@ def expected(given: Path, exported_mini: Path, tmp_path_factory: pytest.TempPath
     out = tmp_path_factory.mktemp("expected") / "out"
     answered, _ = run(given, out, Model(str(exported_mini), threads=1), SETTINGS)
     found = files(out)
-    lines = b"".join(found[name] for name in sorted(found) if name.startswith("part")).splitlines()
-    assert [json.loads(line)["id"] for line in lines] == list(range(ROWS)) and answered.rejected == 1, "every row once"
+    assert [json.loads(line)["id"] for line in answers(found)] == list(range(ROWS)) and answered.rejected == 1, (
+        "every row once"
+    )
     return found
 
 
@@ -183,9 +189,7 @@ ON_CLUSTER = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "
 @pytest.fixture
 def cluster() -> Iterator[str]:
     """The address of one that is there already and knows the package."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--block"]
     quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={200 << 20}"]
     process = subprocess.Popen(
@@ -210,11 +214,6 @@ def test_the_command_gives_shards_to_a_cluster_that_is_there(
         time.sleep(1)
     assert process.returncode == 0, process.stderr
     assert answers(files(tmp_path / "out")) == answers(expected)
-
-
-def answers(found: dict[str, bytes]) -> list[bytes]:
-    """The lines of all shards, of whatever size."""
-    return b"".join(found[name] for name in sorted(found) if name.startswith("part")).splitlines()
 
 
 @pytest.mark.parametrize("engines", [("local", "ray"), ("ray", "local")], ids=" then ".join)
