@@ -16,8 +16,9 @@ from t5accel.lab.rows import Row, scores, write_rows
 
 COMMAND = (
     "t5accel train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
-    "t5accel train --pairs tatoeba-eng-fra.tsv --start build/mini/model --out build/mini-2; "
-    "t5accel evaluate --model mini --pairs tatoeba-eng-fra.tsv"
+    "t5accel train --pairs tatoeba-eng-fra.tsv --stage 2 --start build/mini/model --out build/mini-2; "
+    "t5accel train --pairs tatoeba-eng-fra-2019.tsv --stage 3 --start build/mini-2/model --out build/mini-3; "
+    "t5accel evaluate --model mini --pairs tatoeba-eng-fra-2019.tsv"
 )
 
 

@@ -39,11 +39,12 @@ def train(
     pairs: Annotated[Path, typer.Option(help="UTF-8, one 'English<TAB>French' pair a line.")],
     out: OutOption,
     steps: Annotated[
-        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500; with --start 4500.")
+        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500, 4500, 7000 by stage.")
     ] = None,
-    start: Annotated[
-        str | None, typer.Option(help="mini, a folder, or a hub id: the second stage, from this model on.")
-    ] = None,
+    stage: Annotated[
+        int, typer.Option(min=1, max=3, help="2: learn whose fact is asked for; 3: grow, longer sentences.")
+    ] = 1,
+    start: Annotated[str | None, typer.Option(help="mini, a folder, or a hub id: what the stage before made.")] = None,
     seed: int = 0,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -56,13 +57,13 @@ def train(
     from t5accel.students.resumable import prolong as go_back
 
     training = _mini("train", "t5accel train")
-    stage = training.SECOND_STAGE if start else training.TrainConfig()
-    config = replace(stage, steps=stage.steps if steps is None else steps, seed=seed)
+    config = training.planned(stage, start)[0]
+    config = replace(config, steps=config.steps if steps is None else steps, seed=seed)
     torch.set_num_threads(threads or machine.cpu_threads())
     if prolong:
         training.read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
         go_back(out)
-    typer.echo(f"Wrote {training.reproduce(pairs, out, config, start=start, device=device)}")
+    typer.echo(f"Wrote {training.reproduce(pairs, out, config, stage=stage, start=start, device=device)}")
 
 
 @training.command()

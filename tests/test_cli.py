@@ -507,22 +507,25 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
     out.mkdir()
     (out / "stable.pt").write_text("before the fall")
     (out / "checkpoint.pt").write_text("finished")
-    for wrong in (["--pairs", tmp_path / "missing.tsv"], ["--pairs", pairs, "--steps", 0]):
+    for wrong in (["--pairs", tmp_path / "missing.tsv"], ["--pairs", pairs, "--steps", 0],
+                  ["--pairs", pairs, "--stage", 3], ["--pairs", pairs, "--start", "mini"]):  # fmt: skip
         refused("train", *wrong, "--out", out, "--prolong")
         assert (out / "checkpoint.pt").read_text() == "finished"
     calls = []
 
-    def reproduce(*arguments, start, device):
-        calls.append((*arguments, start, device))
+    def reproduce(*arguments, stage, start, device):
+        calls.append((*arguments, stage, start, device))
         return out / "model"
 
     monkeypatch.setattr(training, "reproduce", reproduce)
     result = call("train", "--pairs", pairs, "--out", out, "--prolong", "--steps", 9, "--seed", 3, "--threads", 1)
     assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
-    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), None, "cpu")]
+    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), 1, None, "cpu")]
     assert (out / "checkpoint.pt").read_text() == "before the fall" and not (out / "stable.pt").exists()
-    assert call("train", "--pairs", pairs, "--out", out, "--start", "mini", "--seed", 3).exit_code == 0
-    assert calls[1:] == [(pairs, out, replace(training.SECOND_STAGE, seed=3), "mini", "cpu")]
+    for stage, planned in ((2, training.SECOND_STAGE), (3, training.THIRD_STAGE)):
+        result = call("train", "--pairs", pairs, "--out", out, "--stage", stage, "--start", "mini", "--seed", 3)
+        assert result.exit_code == 0
+        assert calls[stage - 1] == (pairs, out, replace(planned, seed=3), stage, "mini", "cpu")
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------

@@ -32,16 +32,16 @@ from t5accel.mini.composed_stories import composed_family, make_composed_crowd, 
 from t5accel.mini.mixture import (
     CONTEXT,
     HIDE_WHAT_IS_ASKED,
-    ONE_CURRICULUM,
     SECOND_CURRICULUM,
     STUDENTS_MIXTURE,
+    THIRD_CURRICULUM,
     evaluation_sources,
     mini_examples,
     mini_mixture,
     sources,
     student_mixture,
 )
-from t5accel.mini.pairs import joined, read_pairs, split_pairs, tidy
+from t5accel.mini.pairs import balanced, joined, read_pairs, split_pairs, tidy
 from t5accel.mini.practice import (
     common_words,
     finding_example,
@@ -457,6 +457,12 @@ def test_pairs_are_joined_in_step_and_as_often_as_asked():
     assert joined(PAIRS, random.Random(5)) == joined(PAIRS, random.Random(5))
 
 
+@pytest.mark.parametrize(("words", "times"), [(1, 1), (4, 1), (5, 2), (9, 6), (14, 11), (30, 11)])
+def test_long_sentences_are_drawn_more_often(words, times):
+    pair = (" ".join("a" * words), "b")
+    assert balanced([pair]) == (pair,) * times
+
+
 # --- vocabulary -------------------------------------------------------------------------------------------------------
 
 
@@ -588,12 +594,13 @@ def test_the_second_curriculum_begins_near_and_ends_with_every_task_and_dropout(
     assert SECOND_CURRICULUM[-1].from_step < SECOND_STAGE.steps * (1 - SECOND_STAGE.decay_share)
 
 
-def test_one_curriculum_has_examples_of_every_part_and_ends_with_every_task_and_dropout():
+def test_the_third_curriculum_has_examples_of_every_part_and_ends_with_every_task_and_dropout():
     examples = mini_examples(PAIRS)
-    assert {part.task for phase in ONE_CURRICULUM for part in phase.parts} <= examples.keys()
-    assert ONE_CURRICULUM[0].parts[0].task == "translation" and mini_mixture(PAIRS, ONE_CURRICULUM).curriculum
-    last = {part.task: part.weight for part in ONE_CURRICULUM[-1].parts}
-    assert ONE_CURRICULUM[-1].dropout is None and sum(last.values()) == pytest.approx(1.0)
+    assert {part.task for phase in THIRD_CURRICULUM for part in phase.parts} <= examples.keys()
+    assert THIRD_CURRICULUM[0].parts[0].task == "translation" and mini_mixture(PAIRS, THIRD_CURRICULUM).curriculum
+    last = {part.task: part.weight for part in THIRD_CURRICULUM[-1].parts}
+    assert [phase.dropout for phase in THIRD_CURRICULUM] == [0.0, 0.0, 0.05]
+    assert sum(last.values()) == pytest.approx(1.0)
     assert last.keys() >= {"translation", "summaries", "composed reports", "questions", "composed questions"}
 
 
@@ -638,14 +645,14 @@ def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, p
 
 
 def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once():
-    mixture_of_all = mini_mixture(PAIRS)
+    mixture_of_all = replace(mini_mixture(()), examples=mini_examples(PAIRS, joined_share=0.5))
     found = sources(mixture_of_all, 200, seed=0)
     assert len(found) == len(set(found)) == 200
     counts = Counter(task for task, _ in found)
     assert counts.keys() == mixture.SHARES.keys()
     assert all(abs(counts[task] - 2 * share) < 25 for task, share in mixture.SHARES.items())
-    starts = {"translation": TRANSLATE, "summaries": SUMMARIZE, "questions": "question: "}
-    assert all(source.startswith(starts[task]) for task, source in found)
+    starts = {"translation": TRANSLATE, "summaries": SUMMARIZE, "reports": SUMMARIZE, "questions": "question: "}
+    assert all(source.startswith(starts[task.split()[-1]]) for task, source in found)
     assert found == sources(mixture_of_all, 200, seed=0) and found[:50] == sources(mixture_of_all, 50, seed=0)
     assert found != sources(mixture_of_all, 200, seed=1)
 

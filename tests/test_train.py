@@ -14,7 +14,8 @@ import t5accel.mini.train as training
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.mini.aim import Aim
-from t5accel.mini.mixture import SECOND_CURRICULUM
+from t5accel.mini.grow import grown
+from t5accel.mini.mixture import SECOND_CURRICULUM, THIRD_CURRICULUM
 from t5accel.mini.train import TrainConfig, new_model, reproduce, second_model, train
 from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.students.batches import packed
@@ -346,7 +347,8 @@ def test_from_a_file_of_pairs_to_a_model_that_loads_and_writes(tmp_path, pairs_f
     batch = tokenizer(TRANSLATE + PAIRS[0][0], return_tensors="pt")
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 1
     (row,) = log(tmp_path / "out")
-    assert set(row) == {"step", "train_loss", "translation", "summaries", "questions", "seconds"}
+    tasks = {"translation", "summaries", "questions", "composed reports", "composed questions"}
+    assert set(row) == {"step", "train_loss", *tasks, "seconds"}
     assert asdict(config) == torch.load(tmp_path / "out" / "checkpoint.pt")["config"]
 
     made = (tmp_path / "out" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
@@ -371,7 +373,7 @@ def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
     monkeypatch.setattr(training, "choose_aims", lambda model, batches: looked_at.append((model, batches)) or found)
     monkeypatch.setattr(training, "train", watched)
     for config in (TOY, replace(TOY, aims=None)):
-        folder = reproduce(pairs_file, tmp_path / "out", config, start=str(tmp_path / "start"), held_out=10)
+        folder = reproduce(pairs_file, tmp_path / "out", config, stage=2, start=str(tmp_path / "start"), held_out=10)
     assert seen == [(SECOND_CURRICULUM, replace(TOY, aims=aims), torch.float32) for aims in ((), found)]
     ((model, batches),) = looked_at  # only where no aims were given
     assert model.config.d_model == 16 and batches
@@ -382,7 +384,69 @@ def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
 
 def test_the_second_stage_does_not_begin_with_random_weights(tmp_path, pairs_file):
     with pytest.raises(InputError, match="random:t5-small has no tokenizer"):
-        reproduce(pairs_file, tmp_path / "out", TOY, start="random:t5-small", held_out=10)
+        reproduce(pairs_file, tmp_path / "out", TOY, stage=2, start="random:t5-small", held_out=10)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_third_stage_has_a_vocabulary_of_its_own_and_goes_on_when_called_again(
+    tmp_path, tokenizer, pairs_file, monkeypatch, quick_validation
+):
+    new_model(replace(TOY, steps=1)).half().save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    seen = []
+
+    def watched(mixture, tokenizer, held_out, folder, config, *, start, device):
+        seen.append((mixture.curriculum, start.config.num_layers, start.config.num_decoder_layers, len(tokenizer)))
+        return start
+
+    monkeypatch.setattr(training, "train", watched)
+    config = replace(TOY, num_layers=TOY.num_layers + 2, vocab_size=420)
+    for _ in range(2):
+        folder = reproduce(pairs_file, tmp_path / "out", config, stage=3, start=str(tmp_path / "start"), held_out=10)
+        monkeypatch.setattr(training, "train_tokenizer", lambda *_: pytest.fail("a run keeps its vocabulary"))
+    model, made = load_t5(folder)
+    assert seen == [(THIRD_CURRICULUM, TOY.num_layers + 2, TOY.num_layers, len(made))] * 2
+    assert len(made) != len(tokenizer) and model.config.vocab_size == 420
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5])
+def test_a_grown_model_computes_what_the_old_one_did(tokenizer, layers):
+    start = new_model(replace(TOY, num_layers=2)).half().eval()
+    model = grown(start, tokenizer, tokenizer, num_layers=layers, vocab_size=len(tokenizer) + 7).eval()
+    batch = tokenizer([TRANSLATE + PAIRS[0][0]], return_tensors="pt")
+    answer = torch.tensor([[0, 9, 8, 7]])
+    with torch.no_grad():
+        logits = model(**batch, decoder_input_ids=answer).logits
+        expected = start.float()(**batch, decoder_input_ids=answer).logits
+    assert model.config.num_layers == layers and model.dtype == torch.float32
+    assert torch.allclose(logits[..., : len(tokenizer)], expected[..., : len(tokenizer)], atol=1e-5)
+    assert torch.equal(model.get_output_embeddings().weight, model.shared.weight)
+
+
+def test_a_new_piece_begins_as_the_mean_of_the_old_pieces_that_it_consists_of(tokenizer):
+    start = new_model(TOY).eval()
+    other = train_tokenizer([*CORPUS, "zebrafish zebrafishes"] * 3, vocab_size=260)
+    model = grown(start, tokenizer, other, num_layers=TOY.num_layers, vocab_size=260)
+    (piece,) = set(other.get_vocab()) & {"▁zebrafish"}
+    consists_of = tokenizer("zebrafish", add_special_tokens=False).input_ids
+    assert len(consists_of) > 1 and tokenizer.unk_token_id not in consists_of
+    assert torch.allclose(model.shared.weight[other.get_vocab()[piece]], start.shared.weight[consists_of].mean(0))
+    shared = set(other.get_vocab()) & set(tokenizer.get_vocab())
+    for text in shared:
+        was, now = tokenizer.get_vocab()[text], other.get_vocab()[text]
+        assert torch.equal(model.shared.weight[now], start.shared.weight[was])
+
+
+@pytest.mark.parametrize(("layers", "pieces"), [(1, 500), (2, 100)])
+def test_a_model_does_not_shrink_by_growing(tokenizer, layers, pieces):
+    with pytest.raises(InputError, match=f"num_layers is {layers} and vocab_size {pieces}; give at least 2 layers"):
+        grown(new_model(replace(TOY, num_layers=2)), tokenizer, tokenizer, num_layers=layers, vocab_size=pieces)
+
+
+@pytest.mark.parametrize(("stage", "start"), [(0, None), (1, "mini"), (2, None), (3, None), (4, "mini")])
+def test_a_stage_and_what_it_begins_with_belong_together(tmp_path, pairs_file, stage, start):
+    with pytest.raises(InputError, match=f"stage {stage} with start {start}"):
+        reproduce(pairs_file, tmp_path / "out", TOY, stage=stage, start=start)
     assert not (tmp_path / "out").exists()
 
 

@@ -34,6 +34,13 @@ def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> N
     assert min(b - a for a, b in pairwise(heights)) > 0.1, "equal losses, and each can be read"
 
 
+def test_losses_on_composed_texts_are_dashed_where_there_are_any() -> None:
+    rows = [{"step": step, "translation": 3.0, "summaries": 2.0, "questions": 1.0, "stage": 1} for step in (1, 2)]
+    rows.append({**rows[-1], "step": 3, "composed questions": 1.5})
+    dashed = [line for line in plot_losses(rows).axes[0].lines if line.get_linestyle() == "--"]
+    assert [(line.get_label(), *line.get_xydata().tolist()) for line in dashed] == [("composed questions", [3.0, 1.5])]
+
+
 def test_quality_is_recorded_as_rows() -> None:
     held_out = {"sentences": 5, "references": 9, "bleu": 20.0, "chrf": 40.0}
     report = {"model": "mini", "questions": {"all": {"exact_match": 49.5, "f1": 50.0}, "seen": None}, "limit": None}

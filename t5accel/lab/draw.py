@@ -30,6 +30,7 @@ Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
 
 LATENCY, THROUGHPUT, ASIDE, OUTSIDE = "#2a6f97", "#e09f3e", "#b8c2cc", "#c1666b"
 TASKS = {"translation": LATENCY, "summaries": THROUGHPUT, "questions": "#9e2a2b"}
+COMPOSED = {"summaries": "composed reports", "questions": "composed questions"}
 WIDEST = 4.0  # the ratio at which a colour of the heat map is full, either way
 
 
@@ -351,7 +352,8 @@ def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
 def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:
     """Held-out loss of a training run by step, in nats per token, a line for each task; saved if ``path`` is given.
 
-    Where ``stage`` changes, a line says so. Raises ``InputError`` without rows.
+    Where ``stage`` changes, a line says so. Of reports and stories, dashed lines are those composed for the occasion,
+    where rows have their losses. Raises ``InputError`` without rows.
 
     >>> rows = [{"step": step, "translation": 3.0, "summaries": 2.0, "questions": 1.0} for step in (1, 2)]
     >>> [line.get_label() for line in plot_losses(rows).axes[0].lines]
@@ -364,6 +366,9 @@ def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figur
     steps = [row["step"] for row in rows]
     for task, colour in TASKS.items():
         axes.plot(steps, [row[task] for row in rows], label=task, color=colour, linewidth=2)
+        other = COMPOSED.get(task)
+        if composed := [(row["step"], row[other]) for row in rows if other in row]:
+            axes.plot(*zip(*composed, strict=True), label=other, color=colour, linewidth=1.5, linestyle="--")
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel("validation loss, nats per token")
     axes.set_ylim(0, None)

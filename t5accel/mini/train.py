@@ -3,7 +3,8 @@
 Needs torch, transformers, tokenizers and safetensors only, so that it also runs on a bare GPU machine. Interrupted at
 any moment, it goes on from its last checkpoint with the batches it would have seen.
 
-A second stage goes on with a trained model and teaches it to read whose fact a question asks for.
+A second stage goes on with a trained model and teaches it to read whose fact a question asks for. A third one grows it
+and teaches it longer sentences, and stories and reports of any kind.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ import torch
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.mini.aim import Aim, aim_heads, choose_aims
+from t5accel.mini.grow import grown
 from t5accel.mini.mixture import (
     CONTEXT,
     CURRICULUM,
     HIDE_WHAT_IS_ASKED,
     SECOND_CURRICULUM,
+    THIRD_CURRICULUM,
+    composed_question_example,
+    composed_summary_example,
     mini_mixture,
     question_example,
     summary_example,
 )
 from t5accel.mini.pairs import Pair, read_pairs, split_pairs
+from t5accel.mini.spelling import british
 from t5accel.mini.vocabulary import train_tokenizer
-from t5accel.students.batches import Batch, Encode, Example, Mixture, TaskBatch, packed, steps_from
+from t5accel.students.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, packed, steps_from
 from t5accel.students.optimise import (
     batch_loss,
     learning_rate_factor,
@@ -68,7 +74,7 @@ class TrainConfig:
     d_kv: int = 32
     d_ff: int = 1024
     num_heads: int = 8
-    num_layers: int = 4
+    num_layers: int = 4  # of encoder and decoder; the third stage's encoder alone has as many
     vocab_size: int = 6000
     aims: tuple[Aim, ...] | None = ()  # heads that begin as others; None: `aim.choose_aims` finds them
 
@@ -87,6 +93,27 @@ class TrainConfig:
 SECOND_STAGE = TrainConfig(
     steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35, aims=None
 )
+
+# The third adds two encoder layers and a vocabulary of its own.
+THIRD_STAGE = TrainConfig(
+    steps=7000, learning_rate=1.5e-3, matrix_learning_rate=2e-3, warmup_steps=100, decay_share=0.3, dropout=0.05,
+    num_layers=6, vocab_size=8000,
+)  # fmt: skip
+
+
+def planned(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase, ...]]:
+    """Configuration and curriculum of the first, second or third stage.
+
+    Raises ``InputError`` for another, and unless the first begins with nothing and the others with a model.
+    """
+    stages = {
+        1: (TrainConfig(), CURRICULUM), 2: (SECOND_STAGE, SECOND_CURRICULUM), 3: (THIRD_STAGE, THIRD_CURRICULUM)
+    }  # fmt: skip
+    if stage not in stages or (start is None) != (stage == 1):
+        raise InputError(
+            f"stage {stage} with start {start}: the first begins with nothing; give 2 or 3 and the model made before."
+        )
+    return stages[stage]
 
 
 def new_model(config: TrainConfig) -> PreTrainedModel:
@@ -122,12 +149,14 @@ def second_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel
 
 
 def validation_sets(held_out: list[Example], encode: Encode) -> dict[str, list[Batch]]:
-    """Held-out translation pairs, and reports and questions of seen templates, as batches."""
+    """Held-out translation pairs, and reports and questions of seen templates and composed ones, as batches."""
     rng = random.Random("validation")
     tasks = {
         "translation": held_out,
         "summaries": [summary_example(rng) for _ in range(64)],
         "questions": [question_example(rng) for _ in range(128)],
+        "composed reports": [composed_summary_example(rng) for _ in range(64)],
+        "composed questions": [composed_question_example(rng) for _ in range(128)],
     }
     return {name: packed(examples, encode, 6000) for name, examples in tasks.items()}
 
@@ -188,41 +217,48 @@ def train(
 
 
 def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
-    """What the vocabulary is made from: the training pairs, and some examples of the other two tasks."""
+    """What the vocabulary is made from: the training pairs, in both spellings, and examples of the other two tasks."""
     rng = random.Random(f"{seed}/vocabulary")
-    reports = [text for _ in range(1500) for text in summary_example(rng)]
-    stories = [text for _ in range(3000) for text in question_example(rng)]
-    return [text for pair in pairs for text in pair] + reports + stories + [TRANSLATE + "."] * 2000
+    reports = [text for i in range(2000) for text in (composed_summary_example if i % 2 else summary_example)(rng)]
+    stories = [text for i in range(4000) for text in (composed_question_example if i % 2 else question_example)(rng)]
+    texts = [text for pair in pairs for text in pair]
+    texts += [other for english, _ in pairs if (other := british(english)) != english] * 2
+    return texts + reports + stories + [TRANSLATE + "."] * 2000
 
 
 def reproduce(
-    pairs_file: Path, folder: Path, config: TrainConfig, *, start: str | None = None, device: str = "cpu",
-    held_out: int = 1000,
+    pairs_file: Path, folder: Path, config: TrainConfig, *, stage: int = 1, start: str | None = None,
+    device: str = "cpu", held_out: int = 1000,
 ) -> Path:  # fmt: skip
-    """The whole road from a file of pairs to a checkpoint: vocabulary, training, ``folder/model`` in fp16.
+    """One stage of the road from a file of pairs to the bundled model: a checkpoint, and ``folder/model`` in fp16.
 
     Args:
-        start: the name or folder of a trained model that the second stage goes on with, and whose vocabulary it keeps.
+        stage: 1, 2 or 3; `planned` has the configuration of each.
+        start: the name or folder of the model that the stage before made. The second stage keeps its vocabulary.
 
     Raises:
         FileNotFoundError, InputError: the pairs are missing or malformed; the message says where to obtain some.
+        InputError: as `planned`, or the start has no tokenizer.
     """
     from transformers import AutoTokenizer
 
+    curriculum = planned(stage, start)[1]
     require_device(device)
     split = split_pairs(read_pairs(pairs_file), held_out)
-    mixture = mini_mixture(split.train, CURRICULUM if start is None else SECOND_CURRICULUM)
-    model = None
+    mixture = mini_mixture(split.train, curriculum)
+    model = tokenizer = None
     if start is not None:
         model, tokenizer = load_t5(start)
         if tokenizer is None:
             raise InputError(f"{start} has no tokenizer; give the name or the folder of a trained model.")
-    else:
+    if stage != 2:
         tokenizer_folder = folder / "tokenizer"
         if not (tokenizer_folder / "tokenizer.json").is_file():
             texts = vocabulary_texts(split.train, config.seed)
             train_tokenizer(texts, config.vocab_size).save_pretrained(tokenizer_folder)
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        before, tokenizer = tokenizer, AutoTokenizer.from_pretrained(tokenizer_folder)
+        if model is not None:
+            model = grown(model, before, tokenizer, num_layers=config.num_layers, vocab_size=config.vocab_size)
     held_out_pairs = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
     if config.aims is None:
         sets = validation_sets(held_out_pairs, lambda texts: tokenizer(texts)["input_ids"])
