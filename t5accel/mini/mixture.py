@@ -61,9 +61,10 @@ SECOND_CURRICULUM = (
 )  # fmt: skip
 
 # The third stage: version 3 grown, with new words, on longer sentences. Events and topics are composed anew for each
-# example, since the templates, which are few, had been learnt by heart and held for nothing else. A fifth of reports
-# and stories is still of the templates' own families, once the model has settled. Without dropout until the end: it
-# makes reading slower to learn, and no example comes often.
+# example, since the templates, which are few, had been learnt by heart and held for nothing else; some reports and
+# stories are of the templates' own families again, once the model has settled. Translation was soon as good as it had to
+# be, so that reading (from 2,000) and reports (from 3,500) got more of every step: in the next 250 steps the loss on
+# composed reports fell from 0.30 to 0.21. Without dropout: it makes reading slower to learn, and no example comes often.
 THIRD_CURRICULUM = (
     Phase(0, (Part("translation", 2800, weight=0.45), Part("composed questions", 2200, weight=0.22),
               Part("composed crowds", 1500, 0.5, 0.1), Part("composed reports", 1800, 0.5, 0.13),
@@ -71,9 +72,12 @@ THIRD_CURRICULUM = (
     Phase(1500, (Part("translation", 2800, weight=0.47), Part("composed questions", 2400, weight=0.22),
                  Part("composed crowds", 1500, 0.25, 0.05), Part("composed reports", 1800, 0.5, 0.12),
                  Part("questions", 1500, 0.25, 0.08), Part("summaries", 1500, 0.25, 0.06)), dropout=0.0),
-    Phase(4500, (Part("translation", 3000, weight=0.48), Part("composed questions", 2400, weight=0.22),
-                 Part("composed crowds", 1500, 0.2, 0.04), Part("composed reports", 1800, 0.5, 0.12),
-                 Part("questions", 1500, 0.25, 0.08), Part("summaries", 1500, 0.25, 0.06)), dropout=0.05),
+    Phase(2000, (Part("translation", 2600, weight=0.42), Part("composed questions", 3000, weight=0.27),
+                 Part("composed crowds", 1500, 0.25, 0.06), Part("composed reports", 1800, 0.4, 0.12),
+                 Part("questions", 1500, 0.25, 0.08), Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+    Phase(3500, (Part("translation", 2000, weight=0.32), Part("composed questions", 2800, weight=0.28),
+                 Part("composed reports", 2400, weight=0.22), Part("composed crowds", 1500, 0.25, 0.05),
+                 Part("questions", 1500, 0.25, 0.07), Part("summaries", 1500, 0.25, 0.06)), dropout=0.0),
 )  # fmt: skip
 
 # A student meets all tasks in every step, in the shares in which they are scored, and stories of many people besides:

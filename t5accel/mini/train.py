@@ -96,7 +96,7 @@ SECOND_STAGE = TrainConfig(
 
 # The third adds two encoder layers and a vocabulary of its own.
 THIRD_STAGE = TrainConfig(
-    steps=7000, learning_rate=1.5e-3, matrix_learning_rate=2e-3, warmup_steps=100, decay_share=0.3, dropout=0.05,
+    steps=6600, learning_rate=1.5e-3, matrix_learning_rate=2e-3, warmup_steps=100, decay_share=0.3, dropout=0.05,
     num_layers=6, vocab_size=8000,
 )  # fmt: skip
 
