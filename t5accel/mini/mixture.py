@@ -62,9 +62,10 @@ SECOND_CURRICULUM = (
 
 # The third stage: version 3 grown, with new words, on longer sentences. Events and topics are composed anew for each
 # example, since the templates, which are few, had been learnt by heart and held for nothing else; some reports and
-# stories are of the templates' own families again, once the model has settled. Translation was soon as good as it had to
-# be, so that reading (from 2,000) and reports (from 3,500) got more of every step: in the next 250 steps the loss on
-# composed reports fell from 0.30 to 0.21. Without dropout: it makes reading slower to learn, and no example comes often.
+# stories are of the templates' own families again, once the model has settled. Translation was soon as good as it had
+# to be, so that reading (from 2,000) and reports (from 3,500) got more of every step: in the next 250 steps the loss on
+# composed reports fell from 0.30 to 0.21. Without dropout: reading takes longer to learn with it, and nothing comes
+# often enough to be learnt by heart.
 THIRD_CURRICULUM = (
     Phase(0, (Part("translation", 2800, weight=0.45), Part("composed questions", 2200, weight=0.22),
               Part("composed crowds", 1500, 0.5, 0.1), Part("composed reports", 1800, 0.5, 0.13),
