@@ -37,6 +37,11 @@ def grown(
 
     Raises:
         InputError: fewer layers than before, or a vocabulary that has no room for the new pieces.
+
+    >>> from t5accel.checkpoints import load_t5
+    >>> model, tokenizer = load_t5("mini")
+    >>> grown(model, tokenizer, tokenizer, num_layers=8, vocab_size=9000).config.num_layers
+    8
     """
     before = start.config.num_layers
     if num_layers < before or vocab_size < len(new):
