@@ -47,6 +47,14 @@ def pairs_file(tmp_path):
     return path
 
 
+@pytest.fixture
+def made_before(tmp_path, tokenizer):
+    """The folder of the model that a second or third stage begins with."""
+    new_model(replace(TOY, steps=1)).half().save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    return tmp_path / "start"
+
+
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 
@@ -358,10 +366,8 @@ def test_from_a_file_of_pairs_to_a_model_that_loads_and_writes(tmp_path, pairs_f
 
 
 def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
-    tmp_path, tokenizer, pairs_file, monkeypatch, quick_validation
+    tmp_path, pairs_file, made_before, monkeypatch, quick_validation
 ):
-    new_model(replace(TOY, steps=1)).half().save_pretrained(tmp_path / "start")
-    tokenizer.save_pretrained(tmp_path / "start")
     seen = []
 
     def watched(mixture, tokenizer, held_out, folder, config, *, start, device):
@@ -373,11 +379,11 @@ def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
     monkeypatch.setattr(training, "choose_aims", lambda model, batches: looked_at.append((model, batches)) or found)
     monkeypatch.setattr(training, "train", watched)
     for config in (TOY, replace(TOY, aims=None)):
-        folder = reproduce(pairs_file, tmp_path / "out", config, stage=2, start=str(tmp_path / "start"), held_out=10)
+        folder = reproduce(pairs_file, tmp_path / "out", config, stage=2, start=str(made_before), held_out=10)
     assert seen == [(SECOND_CURRICULUM, replace(TOY, aims=aims), torch.float32) for aims in ((), found)]
     ((model, batches),) = looked_at  # only where no aims were given
     assert model.config.d_model == 16 and batches
-    kept = (tmp_path / "start" / "tokenizer.json").read_text()
+    kept = (made_before / "tokenizer.json").read_text()
     assert json.loads((folder / "tokenizer.json").read_text())["model"] == json.loads(kept)["model"]
     assert not (tmp_path / "out" / "tokenizer").exists()
 
@@ -389,10 +395,8 @@ def test_the_second_stage_does_not_begin_with_random_weights(tmp_path, pairs_fil
 
 
 def test_the_third_stage_has_a_vocabulary_of_its_own_and_goes_on_when_called_again(
-    tmp_path, tokenizer, pairs_file, monkeypatch, quick_validation
+    tmp_path, tokenizer, pairs_file, made_before, monkeypatch, quick_validation
 ):
-    new_model(replace(TOY, steps=1)).half().save_pretrained(tmp_path / "start")
-    tokenizer.save_pretrained(tmp_path / "start")
     seen = []
 
     def watched(mixture, tokenizer, held_out, folder, config, *, start, device):
@@ -402,7 +406,7 @@ def test_the_third_stage_has_a_vocabulary_of_its_own_and_goes_on_when_called_aga
     monkeypatch.setattr(training, "train", watched)
     config = replace(TOY, num_layers=TOY.num_layers + 2, vocab_size=420)
     for _ in range(2):
-        folder = reproduce(pairs_file, tmp_path / "out", config, stage=3, start=str(tmp_path / "start"), held_out=10)
+        folder = reproduce(pairs_file, tmp_path / "out", config, stage=3, start=str(made_before), held_out=10)
         monkeypatch.setattr(training, "train_tokenizer", lambda *_: pytest.fail("a run keeps its vocabulary"))
     model, made = load_t5(folder)
     assert seen == [(THIRD_CURRICULUM, TOY.num_layers + 2, TOY.num_layers, len(made))] * 2
