@@ -19,6 +19,9 @@ from t5accel.mini.report_templates import FILLERS_SEEN, NAMES_SEEN, Family, Name
 from t5accel.mini.reports import Report, report_of
 
 _IN_TOTAL = ("in total", "in all", "in the end", "all in all", "finally")
+_ONSETS = "b bl br c ch cl d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk st t th tr v w y z".split()
+_VOWELS = "a ai e ea i o oo u".split()
+_CODAS = ("", *"ck d l m n nd r s st t".split())
 _RANGES = ((4, 60), (12, 190), (100, 890))
 
 
@@ -55,14 +58,20 @@ def _plain(text: str) -> str:
     return re.sub(r"^It was (.*?) who ", r"\1 ", text)
 
 
+@cache
+def _named(*forms: str) -> tuple[str, ...]:
+    """All the words that these lists have."""
+    return tuple(word[0] for form in forms for word in word_lists(report_phrases.WORDS)[form][1])
+
+
 def _things(rng: random.Random, kind: str) -> str:
     """Four things of a kind as `reports` wants them: one is the fact, the others are for decoys."""
 
     def thing() -> str:
-        adjective = rng.choice(word_lists(report_phrases.WORDS)["adjective"][1])[0]
+        adjective = rng.choice(_named("adjective", "fine") if rng.random() < 0.6 else _named("noun", "place", "work"))
         if kind == "c" or (kind == "r" and rng.random() < 0.4):
-            return f"{adjective} {rng.choice(word_lists(report_phrases.WORDS)['plural'][1])[0]}"
-        named = f"{adjective} {rng.choice(word_lists(report_phrases.WORDS)['noun'][1])[0]}"
+            return f"{adjective} {rng.choice(_named('plural', 'units', 'folk'))}"
+        named = f"{adjective} {rng.choice(_named('noun', 'place', 'work', 'ride'))}"
         return f"the {named}" if kind == "d" else with_article(named)
 
     return "|".join(dict.fromkeys(thing() for _ in range(4)))
@@ -133,8 +142,15 @@ def _fillers() -> tuple[str, ...]:
 
 @cache
 def _names() -> tuple[Names, ...]:
-    parts = pools()
-    return NAMES_SEEN, *(Names(list(first), parts["surname"], parts["town"]) for first in training_names())
+    """Real names, invented ones, and syllables in a row: whoever is to be copied must not be known by heart."""
+    parts, (real, invented) = pools(), training_names()
+    open_ones = tuple(onset + vowel for onset in _ONSETS for vowel in _VOWELS)
+    closed = tuple(syllable + coda for syllable in open_ones for coda in _CODAS)
+    first, last = tuple(map(str.capitalize, open_ones)), tuple(map(str.capitalize, closed))
+    new = [Names(list(invented), (last, closed), (first, closed)),
+           Names(list(invented), (first, open_ones, closed), (last, closed))]  # fmt: skip
+    known = [Names(list(names), parts["surname"], parts["town"]) for names in (real, invented)]
+    return NAMES_SEEN, *known, *new
 
 
 def make_composed_report(rng: random.Random) -> Report:

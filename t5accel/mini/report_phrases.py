@@ -40,8 +40,8 @@ The <council> of {t} decided on {c}. // {c} will come to {t}, the <council> said
   In {t}, the <council> voted for {c}. | The <council> of {t} voted for {c} +
 {c} went missing in {t}. // In {t}, {c} disappeared. // Nobody in {t} knows what became of {c}. // Thieves in {t} took
   {c}. | {c} disappeared in {t} +
-<A_fest> about {c} was held in {t}. // In {t}, {c} had <a_fest> to itself. // {c} was the subject of <a_fest> in {t}.
-  // {t} held <a_fest> about {c}. | {t} held <a_fest> about {c} +
+<A_fest> about {c} was held in {t}. // In {t}, {c} had <a_fest> to themselves. // {c} were the subject of <a_fest> in
+  {t}. // {t} held <a_fest> about {c}. | {t} held <a_fest> about {c} +
 {t} beat {u} in the <cup>. // In the <cup>, {u} lost to {t}. // The <cup> between {t} and {u} went to {t}. // {u} had
   no chance against {t} in the <cup>. | {t} beat {u} in the <cup> +
 The <place> in {t} has added <a_room>. // <A_room> was added to the <place> in {t}. // In {t}, the <place> was given
@@ -50,6 +50,34 @@ The <place> in {t} has added <a_room>. // <A_room> was added to the <place> in {
   <a_medal>. // {t} has honoured <boss> {p} with <a_medal>. | <Boss> {p} received <a_medal> in {t} +
 {t} and {u} now share <a_place>. // <A_place> will serve both {t} and {u}. // {u} has joined {t} in running <a_place>.
   | {t} and {u} share <a_place> +
+<Folk> from {t} have <made> <a_work>. // In {t}, <folk> have <made> <a_work>. // <A_work> was <made> by <folk> in {t}. |
+  <Folk> in {t} <made> <a_work> +
+The <place> of {s} <Trade> in {t} has <closed>. // In {t}, the <place> of {s} <Trade> <closed>. // {s} <Trade> has
+  <a_place> in {t}, and it <closed>. | The <place> of {s} <Trade> in {t} <closed> +
+<Boss> {p} has left {s} <Trade> in {t}. // {s} <Trade> in {t} has lost <boss> {p}. // In {t}, <boss> {p} said
+  goodbye to {s} <Trade>. | <Boss> {p} left {s} <Trade> in {t} +
+{p} is the new <boss> of {s} <Trade> in {t}. // {s} <Trade> in {t} has a new <boss>, {p}. // In {t}, {s} <Trade> chose
+  {p} as its <boss>. | {p} became <boss> of {s} <Trade> in {t} +
+{t} has named <a_place> after {p}. // <A_place> in {t} now bears the name of {p}. // In {t}, <a_place> was named after
+  {p}. | {t} named <a_place> after {p} +
+<Folk> at {s} <Trade> in {t} ask for <a_room>. // In {t}, <folk> at {s} <Trade> want <a_room>. // <A_room> is what
+  <folk> at {s} <Trade> in {t} ask for. | <Folk> at {s} <Trade> in {t} asked for <a_room> +
+<A_ride> from {t} hit <a_place> in {u}. // In {u}, <a_place> was hit by <a_ride> from {t}. // <A_place> in {u} got in
+  the way of <a_ride> from {t}. | <A_ride> from {t} hit <a_place> in {u} +
+{s} <Trade> has moved from {t} to {u}. // {s} <Trade> gave up {t} and went to {u}. // {u} is the new home of {s}
+  <Trade>, once of {t}. | {s} <Trade> moved from {t} to {u} +
+<Folk> met the <council> in {t}. // In {t}, <folk> came together with the <council>. // {t} brought <folk> and the
+  <council> together. | <Folk> met the <council> in {t} +
+<Boss> {p} has found {c} in {t}. // In {t}, <boss> {p} came upon {c}. // {c} were found by <boss> {p} in {t}. | <Boss>
+  {p} found {c} in {t} +
+The price of {c} has doubled in {t}. // In {t}, {c} cost twice as much now. // {t} pays twice as much for {c}. | The
+  price of {c} doubled in {t} +
+<Boss> {p} spoke to <folk> in {t} about {c}. // In {t}, <folk> heard <boss> {p} speak about {c}. // {c} were what <boss>
+  {p} told <folk> in {t} about. | <Boss> {p} spoke about {c} to <folk> in {t} +
+{s} <Trade> lent {c} to {t}. // {t} may use {c} of {s} <Trade>. // {c} in {t} come from {s} <Trade>. | {s} <Trade> lent
+  {c} to {t} +
+A school in {t} has <made> <a_work> about {c}. // About {c} is <a_work> by a school in {t}. // In {t}, a school <made>
+  <a_work> about {c}. | A school in {t} <made> <a_work> about {c} +
 """
 
 # What counts and stands in the first sentence of the summary: how it is told, and what becomes of it.
