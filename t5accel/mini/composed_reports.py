@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from t5accel.mini import report_phrases
 from t5accel.mini.composed_stories import pools, rows, training_names, with_article, word_lists
 from t5accel.mini.report_templates import FILLERS_SEEN, NAMES_SEEN, Family, Names
-from t5accel.mini.reports import Report, report_of
+from t5accel.mini.reports import LEADS, Report, report_of
 
 _IN_TOTAL = ("in total", "in all", "in the end", "all in all", "finally")
 _ONSETS = "b bl br c ch cl d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk st t th tr v w y z".split()
@@ -77,15 +78,44 @@ def _things(rng: random.Random, kind: str) -> str:
     return "|".join(dict.fromkeys(thing() for _ in range(4)))
 
 
-def composed_event(rng: random.Random) -> Family:
+def _lowered(sentence: str) -> str:
+    return sentence if re.match(r"I\b|\{", sentence) else sentence[0].lower() + sentence[1:]
+
+
+def statements(texts: Iterable[str]) -> tuple[str, ...]:
+    """Plain sentences of 4 to 12 words among the texts, without their full stops; Tom, or Mary, becomes a gap.
+
+    >>> statements(["Tom likes the sea.", "Is the sea cold?", "We saw it all. It was cold.", "The sea is cold."])
+    ('{p} likes the sea', 'The sea is cold')
+    """
+    texts = list(dict.fromkeys(texts))
+    usual = {word for text in texts for word in text.split()[1:] if word.islower()} | {"I", "Tom", "Mary"}
+    plain = re.compile(r"[A-Z][A-Za-z]*(?: [a-z][A-Za-z'-]*,?| I,?| (?:Tom|Mary)(?:'s)?){3,11}\.")
+    found = []
+    for text in texts:
+        first = text.split()[0] if text.strip() else ""
+        known = first in usual or first.lower() in usual
+        if known and plain.fullmatch(text) and len(re.findall(r"\b(?:Tom|Mary)\b", text)) < 2:
+            found.append(re.sub(r"\b(Tom|Mary)\b", "{p}", text.removesuffix(".")))
+    return tuple(found)
+
+
+def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
     """An event drawn for one report: its facts, decoys and summary, with gaps for names and numbers.
+
+    Args:
+        said: `statements`, of which one is the opening then, and others may be facts: whatever is said is repeated.
 
     >>> event = composed_event(random.Random(1))
     >>> 3 <= len(event.facts) <= 5, event.summary.endswith(".")
     (True, True)
     """
     picks: dict[str, str] = {}
-    openings, (core,) = rng.choice(rows(report_phrases.OPENINGS))
+    if said:
+        core = rng.choice(said) + rng.choice(("", "", " in {t}"))
+        openings, core = [f"{core}."], f"{core} +"
+    else:
+        openings, (core,) = rng.choice(rows(report_phrases.OPENINGS))
     facts = [_put(rng, rng.choice(openings), picks)]
     core = _put(rng, core, picks)
     slots = set(re.findall(r"\{(\w)\}", core))
@@ -94,6 +124,8 @@ def composed_event(rng: random.Random) -> Family:
         found = [row[1:] for row in rows(report_phrases.FIRST) if row[0] == [slot] and slot not in slots]
         if found:
             tellings, (phrase,) = rng.choice(found)
+            if said and slot == "r" and rng.random() < 0.5:
+                tellings, phrase = [f"{rng.choice(said).replace('{p}', '{q}')} because of {{r}}."], "because of {r}"
             facts.append(_put(rng, rng.choice(tellings), picks))
             more.append(_put(rng, phrase, picks))
             slots.add(slot)
@@ -103,7 +135,14 @@ def composed_event(rng: random.Random) -> Family:
     rest = " ".join(phrase for phrase in more if not phrase.startswith("with"))
     summary = " ".join(f"{core.replace('+', first)} {rest}".split())
     second = []
-    for kind in rng.choice(("p", "m", "d", "x", "pm", "pm", "pd", "dm", "xd")):
+    for kind in rng.choice(
+        ("s", "s", "sp", "sm", "xs") if said else ("p", "m", "d", "x", "pm", "pm", "pd", "dm", "xd")
+    ):
+        if kind == "s":
+            sentence = rng.choice(said).replace("{p}", "{q}")
+            facts.append(_in_total(rng, rng.choice((f"~ {_lowered(sentence)}.", f"{sentence} ~."))))
+            second.append(sentence)
+            continue
         (tellings,) = rng.choice([row[1:] for row in rows(report_phrases.SECOND) if row[0] == [kind]])
         telling = rng.choice(tellings)
         if kind in "mx":
@@ -114,8 +153,7 @@ def composed_event(rng: random.Random) -> Family:
         slots |= {kind, "m"} if kind == "x" else {kind}
         facts.append(_in_total(rng, telling))
         second.append(_plain(telling))
-    if len(second) == 2 and second[1][0] != "{":
-        second[1] = second[1][0].lower() + second[1][1:]
+    second[1:] = map(_lowered, second[1:])
     summary += f". {', and '.join(second)}."
     return _with_decoys(rng, Family("composed", {}, {}, tuple(facts), "", summary), slots, picks)
 
@@ -153,11 +191,18 @@ def _names() -> tuple[Names, ...]:
     return NAMES_SEEN, *known, *new
 
 
-def make_composed_report(rng: random.Random) -> Report:
+def make_composed_report(rng: random.Random, said: Sequence[str] = ()) -> Report:
     """As `reports.make_report`, of an event composed for it; for training alone.
+
+    Args:
+        said: `statements` to tell of, in place of the openings of `report_phrases` and among its other sentences.
 
     >>> report = make_composed_report(random.Random(4))
     >>> report == make_composed_report(random.Random(4)), report.template
     (True, 'composed')
     """
-    return report_of(rng, composed_event(rng), rng.choice(_names()), _fillers())
+    fillers: Sequence[str] = _fillers()
+    if said:
+        fillers = [*rng.sample(fillers, 20), *(f"{one.replace('{p}', '{a}')}." for one in rng.sample(said, 40))]
+    # What opens a report of statements is known by its place alone, so that it comes first.
+    return report_of(rng, composed_event(rng, said), rng.choice(_names()), fillers, leads=(0,) if said else LEADS)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from t5accel.errors import InputError
-from t5accel.mini.composed_reports import make_composed_report
+from t5accel.mini.composed_reports import make_composed_report, statements
 from t5accel.mini.composed_stories import make_composed_crowd, make_composed_question
 from t5accel.mini.pairs import Pair, balanced, joined, read_pairs, split_pairs
 from t5accel.mini.practice import (
@@ -115,9 +116,9 @@ def summary_example(rng: random.Random) -> Example:
     return SUMMARIZE + report.source, report.summary
 
 
-def composed_summary_example(rng: random.Random) -> Example:
-    """A report whose event was composed, and its summary."""
-    report = make_composed_report(rng)
+def composed_summary_example(rng: random.Random, said: Sequence[str] = ()) -> Example:
+    """A report whose event was composed, of statements where there are some, and its summary."""
+    report = make_composed_report(rng, said)
     return SUMMARIZE + report.source, report.summary
 
 
@@ -161,10 +162,12 @@ def mini_examples(pairs: tuple[Pair, ...] = (), *, joined_share: float = 0.08) -
         return TRANSLATE + (british(english) if rng.random() < 0.5 else english), french
 
     words = cache(lambda: common_words(pairs))
+    said = cache(lambda: statements(english for english, _ in pairs))
     return {
         "translation": translation,
         "summaries": summary_example,
         "composed reports": composed_summary_example,
+        "reports of statements": lambda rng: composed_summary_example(rng, said()),
         "questions": question_example,
         "short questions": lambda rng: question_example(rng, short=True),
         "crowds": crowd_example,
