@@ -27,7 +27,7 @@ from t5accel import tasks
 from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.mini import mixture, practice, report_templates, story_templates, vocabulary
-from t5accel.mini.composed_reports import composed_event, make_composed_report
+from t5accel.mini.composed_reports import composed_event, make_composed_report, statements
 from t5accel.mini.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
 from t5accel.mini.mixture import (
     CONTEXT,
@@ -337,6 +337,25 @@ def test_a_composed_summary_has_the_facts_of_its_report_and_no_decoy() -> None:
             assert fact in one.source or fact[0].lower() + fact[1:] in one.source, (fact, one)
         assert not re.search("Last year|had expected|[Aa]t first|[Ff]ormer| in (total|all|the end)", one.summary), one
     assert composed_reports()[:20] == [make_composed_report(rng) for rng in [random.Random(3)] for _ in range(20)]
+
+
+def test_a_report_of_statements_repeats_what_comes_first_and_what_is_marked() -> None:
+    things = "old map,green boat,first letter,last train,blue house,small dog".split(",")
+    verbs = ("found", "sold", "could not see")
+    texts = [f"{who} {verb} the {thing}." for who in ("Tom", "We", "My aunt") for verb in verbs for thing in things]
+    others = ["I gave my aunt what we did not want.", "Did we see it?", "We saw Tom. He left.", "Wait for us!"]
+    said = statements([*texts, *others])
+    assert len(said) == 55 and not any("Tom" in one for one in said)
+    rng, marked = random.Random(5), 0
+    for one in [make_composed_report(rng, said) for _ in range(500)]:
+        opening = one.source.split(". ")[0]
+        assert one.summary.startswith(opening), one
+        assert not re.search(r"[{}<>|_~+]|  | \.", one.source + one.summary), one
+        second = one.summary.removesuffix(".").split(". ")[-1]
+        for told in [part for part in second.split(", and ") if any(f" {verb} the " in part for verb in verbs)]:
+            marked += 1
+            assert told[1:] in one.source, one
+    assert marked > 300
 
 
 def test_composed_examples_are_the_same_in_every_process() -> None:

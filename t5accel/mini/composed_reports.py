@@ -125,7 +125,7 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
         if found:
             tellings, (phrase,) = rng.choice(found)
             if said and slot == "r" and rng.random() < 0.5:
-                tellings, phrase = [f"{rng.choice(said).replace('{p}', '{q}')} because of {{r}}."], "because of {r}"
+                tellings, phrase = [f"{rng.choice(said).replace('{p}', '{e}')} because of {{r}}."], "because of {r}"
             facts.append(_put(rng, rng.choice(tellings), picks))
             more.append(_put(rng, phrase, picks))
             slots.add(slot)
@@ -139,7 +139,7 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
         ("s", "s", "sp", "sm", "xs") if said else ("p", "m", "d", "x", "pm", "pm", "pd", "dm", "xd")
     ):
         if kind == "s":
-            sentence = rng.choice(said).replace("{p}", "{q}")
+            sentence = rng.choice(said).replace("{p}", "{o}")
             facts.append(_in_total(rng, rng.choice((f"~ {_lowered(sentence)}.", f"{sentence} ~."))))
             second.append(sentence)
             continue
