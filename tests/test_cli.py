@@ -522,7 +522,7 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
     assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
     assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), 1, None, "cpu")]
     assert (out / "checkpoint.pt").read_text() == "before the fall" and not (out / "stable.pt").exists()
-    for stage, planned in ((2, training.SECOND_STAGE), (3, training.THIRD_STAGE)):
+    for stage, planned in ((2, training.SECOND_STAGE), (3, training.THIRD_STAGE), (4, training.FOURTH_STAGE)):
         result = call("train", "--pairs", pairs, "--out", out, "--stage", stage, "--start", "mini", "--seed", 3)
         assert result.exit_code == 0
         assert calls[stage - 1] == (pairs, out, replace(planned, seed=3), stage, "mini", "cpu")

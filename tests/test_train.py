@@ -15,7 +15,7 @@ from t5accel.checkpoints import load_t5
 from t5accel.errors import InputError
 from t5accel.mini.aim import Aim
 from t5accel.mini.grow import grown
-from t5accel.mini.mixture import SECOND_CURRICULUM, THIRD_CURRICULUM
+from t5accel.mini.mixture import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
 from t5accel.mini.train import TrainConfig, new_model, reproduce, second_model, train
 from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.students.batches import packed
@@ -365,7 +365,7 @@ def test_from_a_file_of_pairs_to_a_model_that_loads_and_writes(tmp_path, pairs_f
     assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == made
 
 
-def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
+def test_the_second_and_the_fourth_stage_keep_the_vocabulary_and_have_curricula_of_their_own(
     tmp_path, pairs_file, made_before, monkeypatch, quick_validation
 ):
     seen = []
@@ -386,6 +386,8 @@ def test_the_second_stage_keeps_the_vocabulary_and_has_its_own_curriculum(
     kept = (made_before / "tokenizer.json").read_text()
     assert json.loads((folder / "tokenizer.json").read_text())["model"] == json.loads(kept)["model"]
     assert not (tmp_path / "out" / "tokenizer").exists()
+    reproduce(pairs_file, tmp_path / "fourth", TOY, stage=4, start=str(made_before), held_out=10)
+    assert seen[-1][0] == FOURTH_CURRICULUM and not (tmp_path / "fourth" / "tokenizer").exists()
 
 
 def test_the_second_stage_does_not_begin_with_random_weights(tmp_path, pairs_file):
@@ -447,7 +449,7 @@ def test_a_model_does_not_shrink_by_growing(tokenizer, layers, pieces):
         grown(new_model(replace(TOY, num_layers=2)), tokenizer, tokenizer, num_layers=layers, vocab_size=pieces)
 
 
-@pytest.mark.parametrize(("stage", "start"), [(0, None), (1, "mini"), (2, None), (3, None), (4, "mini")])
+@pytest.mark.parametrize(("stage", "start"), [(0, None), (1, "mini"), (2, None), (3, None), (4, None), (5, "mini")])
 def test_a_stage_and_what_it_begins_with_belong_together(tmp_path, pairs_file, stage, start):
     with pytest.raises(InputError, match=f"stage {stage} with start {start}"):
         reproduce(pairs_file, tmp_path / "out", TOY, stage=stage, start=start)

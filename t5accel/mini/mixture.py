@@ -82,6 +82,23 @@ THIRD_CURRICULUM = (
                  Part("questions", 1500, 0.25, 0.07), Part("summaries", 1500, 0.25, 0.06)), dropout=0.0),
 )  # fmt: skip
 
+# The fourth stage goes on with what the third one made: its French had had too little practice, and its summaries fell
+# back on what they had been taught to say; of an unknown event they had the kind of sentence and not its words. So
+# reports tell of people and towns of any syllables, and from 1,300 on of statements, the English of the pairs: whatever
+# is said is repeated. Of half the unseen reports ROUGE-L was 31.2 before those came, and 35.3 after 550 steps with them.
+FOURTH_CURRICULUM = (
+    Phase(0, (Part("translation", 4500, weight=0.55), Part("composed reports", 2000, 0.75, 0.15),
+              Part("composed questions", 1800, 0.75, 0.18), Part("repetition", 1000, 0.2, 0.04),
+              Part("questions", 1500, 0.25, 0.07), Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+    Phase(1300, (Part("translation", 4200, weight=0.52), Part("composed reports", 1800, 0.4, 0.08),
+                 Part("reports of statements", 2000, 0.75, 0.14), Part("composed questions", 1800, 0.75, 0.18),
+                 Part("repetition", 1000, 0.1, 0.02), Part("questions", 1500, 0.25, 0.07),
+                 Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+    Phase(2000, (Part("translation", 4000, weight=0.5), Part("composed reports", 1800, 0.3, 0.06),
+                 Part("reports of statements", 2200, 0.9, 0.18), Part("composed questions", 1800, 0.75, 0.18),
+                 Part("questions", 1500, 0.25, 0.07), Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+)  # fmt: skip
+
 # A student meets all tasks in every step, in the shares in which they are scored, and stories of many people besides:
 # one decoder layer has to learn anew to find what the encoder marks as asked for. In trials of 400 steps the questions'
 # loss was 0.90 without them, and 0.81 with a third of the weight. A longer run goes on with more questions: after 5,000

@@ -4,7 +4,7 @@ Needs torch, transformers, tokenizers and safetensors only, so that it also runs
 any moment, it goes on from its last checkpoint with the batches it would have seen.
 
 A second stage goes on with a trained model and teaches it to read whose fact a question asks for. A third one grows it
-and teaches it longer sentences, and stories and reports of any kind.
+and teaches it longer sentences, and stories and reports of any kind; a fourth one goes on with these.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from t5accel.mini.grow import grown
 from t5accel.mini.mixture import (
     CONTEXT,
     CURRICULUM,
+    FOURTH_CURRICULUM,
     HIDE_WHAT_IS_ASKED,
     SECOND_CURRICULUM,
     THIRD_CURRICULUM,
@@ -74,7 +75,7 @@ class TrainConfig:
     d_kv: int = 32
     d_ff: int = 1024
     num_heads: int = 8
-    num_layers: int = 4  # of encoder and decoder; the third stage's encoder alone has as many
+    num_layers: int = 4  # of encoder and decoder; of the encoder alone from the third stage on
     vocab_size: int = 6000
     aims: tuple[Aim, ...] | None = ()  # heads that begin as others; None: `aim.choose_aims` finds them
 
@@ -96,22 +97,25 @@ SECOND_STAGE = TrainConfig(
 
 # The third adds two encoder layers and a vocabulary of its own.
 THIRD_STAGE = TrainConfig(
-    steps=6600, learning_rate=1.5e-3, matrix_learning_rate=2e-3, warmup_steps=100, decay_share=0.3, dropout=0.05,
-    num_layers=6, vocab_size=8000,
+    steps=6600, learning_rate=1.5e-3, matrix_learning_rate=2e-3, warmup_steps=100, decay_share=0.3, num_layers=6,
+    vocab_size=8000,
 )  # fmt: skip
+
+FOURTH_STAGE = replace(THIRD_STAGE, steps=4300, decay_share=0.5)
 
 
 def planned(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase, ...]]:
-    """Configuration and curriculum of the first, second or third stage.
+    """Configuration and curriculum of stage 1, 2, 3 or 4.
 
     Raises ``InputError`` for another, and unless the first begins with nothing and the others with a model.
     """
     stages = {
-        1: (TrainConfig(), CURRICULUM), 2: (SECOND_STAGE, SECOND_CURRICULUM), 3: (THIRD_STAGE, THIRD_CURRICULUM)
+        1: (TrainConfig(), CURRICULUM), 2: (SECOND_STAGE, SECOND_CURRICULUM),
+        3: (THIRD_STAGE, THIRD_CURRICULUM), 4: (FOURTH_STAGE, FOURTH_CURRICULUM),
     }  # fmt: skip
     if stage not in stages or (start is None) != (stage == 1):
         raise InputError(
-            f"stage {stage} with start {start}: the first begins with nothing; give 2 or 3 and the model made before."
+            f"stage {stage} with start {start}: the first begins with nothing; give 2 to 4 and the model made before."
         )
     return stages[stage]
 
@@ -233,8 +237,8 @@ def reproduce(
     """One stage of the road from a file of pairs to the bundled model: a checkpoint, and ``folder/model`` in fp16.
 
     Args:
-        stage: 1, 2 or 3; `planned` has the configuration of each.
-        start: the name or folder of the model that the stage before made. The second stage keeps its vocabulary.
+        stage: 1, 2, 3 or 4; `planned` has the configuration of each.
+        start: the name or folder of the model that the stage before made. The third stage gives it a new vocabulary.
 
     Raises:
         FileNotFoundError, InputError: the pairs are missing or malformed; the message says where to obtain some.
@@ -251,7 +255,7 @@ def reproduce(
         model, tokenizer = load_t5(start)
         if tokenizer is None:
             raise InputError(f"{start} has no tokenizer; give the name or the folder of a trained model.")
-    if stage != 2:
+    if stage in (1, 3):
         tokenizer_folder = folder / "tokenizer"
         if not (tokenizer_folder / "tokenizer.json").is_file():
             texts = vocabulary_texts(split.train, config.seed)
