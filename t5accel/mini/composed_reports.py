@@ -203,6 +203,9 @@ def make_composed_report(rng: random.Random, said: Sequence[str] = ()) -> Report
     """
     fillers: Sequence[str] = _fillers()
     if said:
-        fillers = [*rng.sample(fillers, 20), *(f"{one.replace('{p}', '{a}')}." for one in rng.sample(said, 40))]
+        fillers = [
+            *rng.sample(fillers, 20),
+            *(f"{one.replace('{p}', '{a}')}." for one in rng.sample(said, min(40, len(said)))),
+        ]
     # What opens a report of statements is known by its place alone, so that it comes first.
     return report_of(rng, composed_event(rng, said), rng.choice(_names()), fillers, leads=(0,) if said else LEADS)
