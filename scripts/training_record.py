@@ -18,6 +18,7 @@ COMMAND = (
     "t5accel train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
     "t5accel train --pairs tatoeba-eng-fra.tsv --stage 2 --start build/mini/model --out build/mini-2; "
     "t5accel train --pairs tatoeba-eng-fra-2019.tsv --stage 3 --start build/mini-2/model --out build/mini-3; "
+    "t5accel train --pairs tatoeba-eng-fra-2019.tsv --stage 4 --start build/mini-3/model --out build/mini-4; "
     "t5accel evaluate --model mini --pairs tatoeba-eng-fra-2019.tsv"
 )
 

@@ -477,10 +477,17 @@ def test_pairs_are_joined_in_step_and_as_often_as_asked():
     assert joined(PAIRS, random.Random(5)) == joined(PAIRS, random.Random(5))
 
 
-@pytest.mark.parametrize(("words", "times"), [(1, 1), (4, 1), (5, 2), (9, 6), (14, 11), (30, 11)])
+@pytest.mark.parametrize(("words", "times"), [(1, 2), (4, 2), (6, 3), (8, 4), (10, 5), (30, 5)])
 def test_long_sentences_are_drawn_more_often(words, times):
     pair = (" ".join("a" * words), "b")
-    assert balanced([pair]) == (pair,) * times
+    assert balanced([pair] * 200) == (pair,) * times * 200
+
+
+@pytest.mark.parametrize(("count", "times"), [(1, 6), (16, 6), (38, 4), (150, 2), (400, 2)])
+def test_sentences_with_a_rare_word_are_drawn_more_often(count, times):
+    usual, rare = ("We sing.", "Nous chantons."), ("We yodel!", "Nous iodlons !")
+    drawn = balanced([usual] * 400 + [rare] * count)
+    assert (drawn.count(usual), drawn.count(rare)) == (800, times * count)
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------

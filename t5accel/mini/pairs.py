@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +101,23 @@ def split_pairs(pairs: Iterable[Pair], held_out: int = 1000) -> PairSplit:
 
 
 def balanced(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """Longer sentences more often, up to eleven times from 14 words on: lists for learners are mostly of short ones.
+    """Each pair 2 to 15 times: more often the longer it is, up to ten words, and the rarer its rarest English word is.
 
-    >>> balanced([("Go on.", "Va !"), ("I saw all of it.", "J'ai tout vu.")])
-    (('Go on.', 'Va !'), ('I saw all of it.', "J'ai tout vu."), ('I saw all of it.', "J'ai tout vu."))
+    Lists for learners are mostly of short sentences in the same few words.
+
+    >>> drawn = balanced([("Go on.", "Va !")] * 150 + [("She saw it all there.", "Elle y a tout vu.")])
+    >>> [drawn.count(pair) for pair in sorted(set(drawn))]
+    [300, 8]
     """
-    return tuple(pair for pair in pairs for _ in range(max(1, min(len(pair[0].split()), 14) - 3)))
+    pairs = tuple(pairs)
+    words = [set(re.findall(r"[a-z']+", english.lower())) for english, _ in pairs]
+    counts = Counter(word for found in words for word in found)
+    chosen: list[Pair] = []
+    for pair, found in zip(pairs, words, strict=True):
+        length = min(max(len(pair[0].split()) / 4, 1.0), 2.5)
+        rarity = min(max((150 / min((counts[word] for word in found), default=1)) ** 0.5, 1.0), 3.0)
+        chosen += [pair] * round(2 * length * rarity)
+    return tuple(chosen)
 
 
 def joined(pairs: tuple[Pair, ...], rng: random.Random, share: float = 0.25) -> Pair:
