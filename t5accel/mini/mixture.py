@@ -168,8 +168,8 @@ def mini_examples(pairs: tuple[Pair, ...] = (), *, joined_share: float = 0.08) -
     """By task and exercise, a function that draws an example.
 
     Args:
-        pairs: English and French; only translation and the exercises in words need any. Long and rare ones come more often,
-            and half of the English is in British spelling.
+        pairs: English and French; only translation and the exercises in words need any. Long ones and those with rare
+            words come more often, and half of the English is in British spelling.
         joined_share: of translations that are made of several pairs.
 
     >>> draw = mini_examples((("Go!", "Va !"),))
