@@ -621,14 +621,16 @@ def test_the_second_curriculum_begins_near_and_ends_with_every_task_and_dropout(
     assert SECOND_CURRICULUM[-1].from_step < SECOND_STAGE.steps * (1 - SECOND_STAGE.decay_share)
 
 
-@pytest.mark.parametrize("curriculum", [THIRD_CURRICULUM, FOURTH_CURRICULUM])
-def test_the_later_curricula_have_examples_of_every_part_and_end_with_every_task(curriculum):
+# Weights count beside each other alone; those of the fourth stage stand as they were trained.
+@pytest.mark.parametrize(("curriculum", "within"), [(THIRD_CURRICULUM, 1e-6), (FOURTH_CURRICULUM, 0.05)])
+def test_the_later_curricula_have_examples_of_every_part_and_end_with_every_task(curriculum, within):
     examples = mini_examples(PAIRS)
     assert {part.task for phase in curriculum for part in phase.parts} <= examples.keys()
     assert curriculum[0].parts[0].task == "translation" and mini_mixture(PAIRS, curriculum).curriculum
-    last = {part.task for part in curriculum[-1].parts}
+    last = {part.task: part.weight for part in curriculum[-1].parts}
     assert {phase.dropout for phase in curriculum} == {0.0}
-    assert last >= {"translation", "summaries", "composed reports", "questions", "composed questions"}
+    assert sum(last.values()) == pytest.approx(1.0, abs=within)
+    assert last.keys() >= {"translation", "summaries", "composed reports", "questions", "composed questions"}
 
 
 def test_the_frozen_sets_are_forbidden_with_their_prefixes():

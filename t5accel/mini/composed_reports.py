@@ -17,7 +17,7 @@ from functools import cache
 from t5accel.mini import report_phrases
 from t5accel.mini.composed_stories import pools, rows, training_names, with_article, word_lists
 from t5accel.mini.report_templates import FILLERS_SEEN, NAMES_SEEN, Family, Names
-from t5accel.mini.reports import LEADS, Report, report_of
+from t5accel.mini.reports import Report, report_of
 
 _IN_TOTAL = ("in total", "in all", "in the end", "all in all", "finally")
 _ONSETS = "b bl br c ch cl d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk st t th tr v w y z".split()
@@ -89,14 +89,15 @@ def statements(texts: Iterable[str]) -> tuple[str, ...]:
     ('{p} likes the sea', 'The sea is cold')
     """
     texts = list(dict.fromkeys(texts))
-    usual = {word for text in texts for word in text.split()[1:] if word.islower()} | {"I", "Tom", "Mary"}
-    plain = re.compile(r"[A-Z][A-Za-z]*(?: [a-z][A-Za-z'-]*,?| I,?| (?:Tom|Mary)(?:'s)?){3,11}\.")
+    usual = {word for text in texts for word in text.split()[1:] if word.islower()} | {"i", "tom", "mary"}
+    plain = re.compile(r"([A-Z][A-Za-z]*)(?: [a-z][A-Za-z'-]*,?| I,?| (?:Tom|Mary)(?:'s)?){3,11}\.")
     found = []
     for text in texts:
-        first = text.split()[0] if text.strip() else ""
-        known = first in usual or first.lower() in usual
-        if known and plain.fullmatch(text) and len(re.findall(r"\b(?:Tom|Mary)\b", text)) < 2:
-            found.append(re.sub(r"\b(Tom|Mary)\b", "{p}", text.removesuffix(".")))
+        match = plain.fullmatch(text)
+        if match and match[1].lower() in usual:
+            statement, people = re.subn(r"\b(?:Tom|Mary)\b", "{p}", text.removesuffix("."))
+            if people < 2:
+                found.append(statement)
     return tuple(found)
 
 
@@ -135,9 +136,8 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
     rest = " ".join(phrase for phrase in more if not phrase.startswith("with"))
     summary = " ".join(f"{core.replace('+', first)} {rest}".split())
     second = []
-    for kind in rng.choice(
-        ("s", "s", "sp", "sm", "xs") if said else ("p", "m", "d", "x", "pm", "pm", "pd", "dm", "xd")
-    ):
+    kinds = ("s", "s", "sp", "sm", "xs") if said else ("p", "m", "d", "x", "pm", "pm", "pd", "dm", "xd")
+    for kind in rng.choice(kinds):
         if kind == "s":
             sentence = rng.choice(said).replace("{p}", "{o}")
             facts.append(_in_total(rng, rng.choice((f"~ {_lowered(sentence)}.", f"{sentence} ~."))))
@@ -203,9 +203,7 @@ def make_composed_report(rng: random.Random, said: Sequence[str] = ()) -> Report
     """
     fillers: Sequence[str] = _fillers()
     if said:
-        fillers = [
-            *rng.sample(fillers, 20),
-            *(f"{one.replace('{p}', '{a}')}." for one in rng.sample(said, min(40, len(said)))),
-        ]
+        passing = [f"{one.replace('{p}', '{a}')}." for one in rng.sample(said, min(40, len(said)))]
+        fillers = [*rng.sample(fillers, 20), *passing]
     # What opens a report of statements is known by its place alone, so that it comes first.
-    return report_of(rng, composed_event(rng, said), rng.choice(_names()), fillers, leads=(0,) if said else LEADS)
+    return report_of(rng, composed_event(rng, said), rng.choice(_names()), fillers, opening_first=bool(said))

@@ -28,7 +28,6 @@ from t5accel.mini.report_templates import (
 )
 
 MIN_SENTENCES, MAX_SENTENCES = 6, 20
-LEADS = (0, 0, 0, 1, 2)  # sentences that fit anywhere before the opening, one of these drawn
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,12 @@ def make_report(rng: random.Random, *, held_out: bool = False) -> Report:
 
 def report_of(
     rng: random.Random, family: Family, names: Names, pool: Sequence[str], *, held_out: bool = False,
-    leads: Sequence[int] = LEADS,
+    opening_first: bool = False,
 ) -> Report:  # fmt: skip
-    """A report of that family; the sentences that fit anywhere are drawn from ``pool``."""
+    """A report of that family; sentences that fit anywhere are drawn from ``pool``.
+
+    Up to two of them may come before the opening, none with ``opening_first``.
+    """
     slots = _Slots(rng, family, names, held_out)
     opening, *facts = [slots.fill(rng.choice(fact.split("|"))) for fact in family.facts]
     summary = ". ".join(map(slots.fill, family.summary.split(". ")))
@@ -109,7 +111,7 @@ def report_of(
     chosen = rng.sample(decoys, min(extra, rng.randint(2, len(decoys))))
     fillers = [slots.fill_filler(filler) for filler in rng.sample(pool, extra - len(chosen))]
     # The opening names the event, so decoys make no sense before it; fillers do and vary its place.
-    lead = rng.choice(leads)
+    lead = 0 if opening_first else rng.choice((0, 0, 0, 1, 2))
     body = facts + [slots.fill(decoy) for decoy in chosen] + fillers[lead:]
     rng.shuffle(body)
     return Report(" ".join([*fillers[:lead], opening, *body]), summary, family.name)
