@@ -49,6 +49,15 @@ def _in_total(rng: random.Random, text: str) -> str:
     )
 
 
+def _named_again(rng: random.Random, text: str) -> str:
+    """Half the time, what happened is named: "The flood lasted ..." for "It lasted ..."."""
+    if rng.random() < 0.5:
+        return text
+    event = rng.choice(_named("fest", "harm", "work", "contest"))
+    text = re.sub(r"^The (reason|cause)\b", rf"The \1 of the {event}", text)
+    return re.sub(r"\b([Ii])t\b(?! was <boss)", lambda it: f"{'T' if it[1] == 'I' else 't'}he {event}", text, count=1)
+
+
 def _plain(text: str) -> str:
     """As the summary tells a fact: without its marker, and straight.
 
@@ -121,13 +130,13 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
     core = _put(rng, core, picks)
     slots = set(re.findall(r"\{(\w)\}", core))
     more = []
-    for slot in rng.choice(("n", "r", "nr", "nr", "nr", "nc", "cr")):
+    for slot in rng.choice(("", "n", "n", "n", "r", "nr", "nr", "nc", "cr")):
         found = [row[1:] for row in rows(report_phrases.FIRST) if row[0] == [slot] and slot not in slots]
         if found:
             tellings, (phrase,) = rng.choice(found)
             if said and slot == "r" and rng.random() < 0.5:
                 tellings, phrase = [f"{rng.choice(said).replace('{p}', '{e}')} because of {{r}}."], "because of {r}"
-            facts.append(_put(rng, rng.choice(tellings), picks))
+            facts.append(_put(rng, _named_again(rng, rng.choice(tellings)), picks))
             more.append(_put(rng, phrase, picks))
             slots.add(slot)
             if slot == "n":
@@ -144,7 +153,7 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
             second.append(sentence)
             continue
         (tellings,) = rng.choice([row[1:] for row in rows(report_phrases.SECOND) if row[0] == [kind]])
-        telling = rng.choice(tellings)
+        telling = _named_again(rng, rng.choice(tellings))
         if kind in "mx":
             picks["thing2"] = _put(rng, re.search(r"<(units2|folk|days2|money2)>", telling)[0], picks)
         telling = _put(rng, telling, picks)
