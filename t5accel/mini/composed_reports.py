@@ -20,6 +20,7 @@ from t5accel.mini.report_templates import FILLERS_SEEN, NAMES_SEEN, Family, Name
 from t5accel.mini.reports import Report, report_of
 
 _IN_TOTAL = ("in total", "in all", "in the end", "all in all", "finally")
+_NOT_NOW = ("Last year,", "A year ago,", "At first,", "In the past,", "Some had expected that", "Elsewhere,")
 _ONSETS = "b bl br c ch cl d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk st t th tr v w y z".split()
 _VOWELS = "a ai e ea i o oo u".split()
 _CODAS = ("", *"ck d l m n nd r s st t".split())
@@ -110,19 +111,34 @@ def statements(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+@cache
+def _by_noun(said: tuple[str, ...]) -> dict[str, list[str]]:
+    """Statements that name the same thing, where there are 3 to 300 of them."""
+    found: dict[str, list[str]] = {}
+    for statement in said:
+        for noun in set(re.findall(r"\b(?:[Tt]he|[Aa]n?|[Mm]y|[Hh]is|[Hh]er|[Oo]ur|[Tt]heir) ([a-z]{3,})\b", statement)):
+            found.setdefault(noun, []).append(statement)
+    return {noun: listed for noun, listed in found.items() if 3 <= len(listed) <= 300}
+
+
 def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
     """An event drawn for one report: its facts, decoys and summary, with gaps for names and numbers.
 
     Args:
-        said: `statements`, of which one is the opening then, and others may be facts: whatever is said is repeated.
+        said: `statements`, of which one is the opening then, and others may be facts: whatever is said is repeated. A
+            fact names what the opening names, or has a marker; what was so "last year" or "at first" does not count.
 
     >>> event = composed_event(random.Random(1))
     >>> 3 <= len(event.facts) <= 5, event.summary.endswith(".")
     (True, True)
     """
     picks: dict[str, str] = {}
+    related: list[str] = []
     if said:
-        core = rng.choice(said) + rng.choice(("", "", " in {t}"))
+        core = rng.choice(said)
+        if rng.random() < 0.65 and (by_noun := _by_noun(tuple(said))):
+            core, *related = rng.sample(by_noun[rng.choice(list(by_noun))], 3)
+        core += rng.choice(("", "", " in {t}"))
         openings, core = [f"{core}."], f"{core} +"
     else:
         openings, (core,) = rng.choice(rows(report_phrases.OPENINGS))
@@ -148,8 +164,9 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
     kinds = ("s", "s", "sp", "sm", "xs") if said else ("p", "m", "d", "x", "pm", "pm", "pd", "dm", "xd")
     for kind in rng.choice(kinds):
         if kind == "s":
-            sentence = rng.choice(said).replace("{p}", "{o}")
-            facts.append(_in_total(rng, rng.choice((f"~ {_lowered(sentence)}.", f"{sentence} ~."))))
+            sentence = (related[0] if related else rng.choice(said)).replace("{p}", "{o}")
+            marked = f"{sentence}." if related else rng.choice((f"~ {_lowered(sentence)}.", f"{sentence} ~."))
+            facts.append(_in_total(rng, marked))
             second.append(sentence)
             continue
         (tellings,) = rng.choice([row[1:] for row in rows(report_phrases.SECOND) if row[0] == [kind]])
@@ -164,7 +181,11 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
         second.append(_plain(telling))
     second[1:] = map(_lowered, second[1:])
     summary += f". {', and '.join(second)}."
-    return _with_decoys(rng, Family("composed", {}, {}, tuple(facts), "", summary), slots, picks)
+    event = _with_decoys(rng, Family("composed", {}, {}, tuple(facts), "", summary), slots, picks)
+    if not related:
+        return event
+    past = f"{rng.choice(_NOT_NOW)} {_lowered(related[1].replace('{p}', '{P}'))}."
+    return event._replace(decoys="|".join((event.decoys, past)))
 
 
 def _with_decoys(rng: random.Random, event: Family, slots: set[str], picks: dict[str, str]) -> Family:
