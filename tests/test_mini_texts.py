@@ -340,14 +340,15 @@ def test_a_composed_summary_has_the_facts_of_its_report_and_no_decoy() -> None:
     assert composed_reports()[:20] == [make_composed_report(rng) for rng in [random.Random(3)] for _ in range(20)]
 
 
-def test_a_report_of_statements_repeats_what_comes_first_and_what_is_marked() -> None:
+def test_a_report_of_statements_repeats_what_comes_first_what_names_the_same_and_what_is_marked() -> None:
     things = "old map,green boat,first letter,last train,blue house,small dog".split(",")
+    named = {"aunt", *(thing.split()[0] for thing in things)}  # what stands behind "the" or "my"
     verbs = ("found", "sold", "could not see")
     texts = [f"{who} {verb} the {thing}." for who in ("Tom", "We", "My aunt") for verb in verbs for thing in things]
     others = ["I gave my aunt what we did not want.", "Did we see it?", "We saw Tom. He left.", "Wait for us!"]
     said = statements([*texts, *others])
     assert len(said) == 55 and not any("Tom" in one for one in said)
-    rng, marked = random.Random(5), 0
+    rng, marked, related, past = random.Random(5), 0, 0, 0
     for one in [make_composed_report(rng, said) for _ in range(500)]:
         opening = one.source.split(". ")[0]
         assert one.summary.startswith(opening), one
@@ -356,7 +357,14 @@ def test_a_report_of_statements_repeats_what_comes_first_and_what_is_marked() ->
         for told in [part for part in second.split(", and ") if any(f" {verb} the " in part for verb in verbs)]:
             marked += 1
             assert told[1:] in one.source, one
-    assert marked > 300
+            if told[0].upper() + told[1:] in one.source.removesuffix(".").split(". "):  # without a marker
+                related += 1
+                assert named & set(told.split()) & set(opening.split()), one
+        for no_fact in re.findall(r"(?:Last year|A year ago|At first|In the past|Elsewhere), (\w+ [^.]+)\.", one.source):
+            if any(f" {verb} the " in no_fact for verb in verbs):
+                past += 1
+                assert no_fact[1:] not in second or no_fact[1:] in opening, one
+    assert marked > 300 and related > 100 and past > 50
 
 
 def test_composed_examples_are_the_same_in_every_process() -> None:

@@ -116,7 +116,8 @@ def _by_noun(said: tuple[str, ...]) -> dict[str, list[str]]:
     """Statements that name the same thing, where there are 3 to 300 of them."""
     found: dict[str, list[str]] = {}
     for statement in said:
-        for noun in set(re.findall(r"\b(?:[Tt]he|[Aa]n?|[Mm]y|[Hh]is|[Hh]er|[Oo]ur|[Tt]heir) ([a-z]{3,})\b", statement)):
+        nouns = re.findall(r"\b(?:[Tt]he|[Aa]n?|[Mm]y|[Hh]is|[Hh]er|[Oo]ur|[Tt]heir) ([a-z]{3,})\b", statement)
+        for noun in dict.fromkeys(nouns):
             found.setdefault(noun, []).append(statement)
     return {noun: listed for noun, listed in found.items() if 3 <= len(listed) <= 300}
 
