@@ -39,7 +39,7 @@ def train(
     pairs: Annotated[Path, typer.Option(help="UTF-8, one 'English<TAB>French' pair a line.")],
     out: OutOption,
     steps: Annotated[
-        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500, 4500, 6600, 4300 by stage.")
+        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500, 4500, 6600, 8300 by stage.")
     ] = None,
     stage: Annotated[
         int, typer.Option(min=1, max=4, help="2: learn whose fact is asked for; 3: grow, longer sentences; 4: go on.")

@@ -101,7 +101,7 @@ THIRD_STAGE = TrainConfig(
     vocab_size=8000,
 )  # fmt: skip
 
-FOURTH_STAGE = replace(THIRD_STAGE, steps=4300, decay_share=0.5)
+FOURTH_STAGE = replace(THIRD_STAGE, steps=8300, decay_share=0.24)
 
 
 def planned(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase, ...]]:
