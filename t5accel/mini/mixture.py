@@ -86,7 +86,7 @@ THIRD_CURRICULUM = (
 # back on what they had been taught to say; of an unknown event they had the kind of sentence and not its words. So
 # reports tell of people and towns of any syllables, and from 1,300 on of statements, the English of the pairs: whatever
 # is said is repeated. Of half the unseen reports ROUGE-L was 31.2 before those came, and 35.3 after 550 steps of them:
-# they were read to find what fails, and are not blind to this choice any more. From 4,300 on there is more French still,
+# they were read to find what fails, and are not blind to this choice any more. From 4,300 on there is more French,
 # pairs with rare words come more often, and fewer reports have a reason, which was made up where there was none; from
 # 5,950 on a statement that names what the opening names is a fact without a marker.
 FOURTH_CURRICULUM = (
