@@ -130,7 +130,7 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
             fact names what the opening names, or has a marker; what was so "last year" or "at first" does not count.
 
     >>> event = composed_event(random.Random(1))
-    >>> 3 <= len(event.facts) <= 5, event.summary.endswith(".")
+    >>> 2 <= len(event.facts) <= 5, event.summary.endswith(".")
     (True, True)
     """
     picks: dict[str, str] = {}
@@ -166,8 +166,8 @@ def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
     for kind in rng.choice(kinds):
         if kind == "s":
             sentence = (related[0] if related else rng.choice(said)).replace("{p}", "{o}")
-            marked = f"{sentence}." if related else rng.choice((f"~ {_lowered(sentence)}.", f"{sentence} ~."))
-            facts.append(_in_total(rng, marked))
+            told = f"{sentence}." if related else rng.choice((f"~ {_lowered(sentence)}.", f"{sentence} ~."))
+            facts.append(_in_total(rng, told))
             second.append(sentence)
             continue
         (tellings,) = rng.choice([row[1:] for row in rows(report_phrases.SECOND) if row[0] == [kind]])
