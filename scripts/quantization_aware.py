@@ -18,9 +18,9 @@ from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import text_quality
-from t5accel.mini.mixture import SECOND_CURRICULUM, mini_mixture
+from t5accel.mini.mixture import FOURTH_CURRICULUM, mini_mixture
 from t5accel.mini.pairs import read_pairs, split_pairs
-from t5accel.mini.train import SECOND_STAGE
+from t5accel.mini.train import FOURTH_STAGE
 from t5accel.students.batches import steps_from
 from t5accel.students.quantization_aware import fine_tune
 
@@ -47,13 +47,13 @@ def main() -> None:
     args = parser.parse_args()
     recipe = as_recipe(args.recipe)
     pairs = split_pairs(read_pairs(args.pairs), 1000).train
-    mixture = mini_mixture(pairs, SECOND_CURRICULUM)
+    mixture = mini_mixture(pairs, FOURTH_CURRICULUM)
     model, tokenizer = load_t5("mini")
     rows = rows_of("not", 0, model, tokenizer, recipe)
     for name, rounding in (("with rounded weights", recipe), ("without rounding", None)):
         model = load_t5("mini")[0]
         # Steps that the model has not seen: the curriculum's last phase goes on.
-        batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, SECOND_STAGE.steps)
+        batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, FOURTH_STAGE.steps)
         with tqdm(total=args.steps, desc=name, unit="step") as bar:
 
             def shown(loss: float, bar: Any = bar) -> None:
