@@ -51,7 +51,7 @@ def runs(steps: int, longer: int) -> list[Run]:
     return [*losses, *deeper, other, Run(f"1 layer, {LONGER}, longer", replace(long, steps=longer))]
 
 
-def train(run: Run, pairs: Path, out: Path) -> None:
+def train(run: Run, pairs: Path, out: Path, device: str) -> None:
     """Train one student, unless it is finished."""
     folder = out / run.name.replace(", ", "-").replace(" ", "-")
     if (folder / "model" / "config.json").is_file():
@@ -67,7 +67,7 @@ def train(run: Run, pairs: Path, out: Path) -> None:
         write_teacher_texts(file, write, sources(mixture, TEXTS, run.config.seed))
         mixture = mixture.learnt_from(read_teacher_texts(file))
     validate = validation(held_out, tokenizer)
-    student = distill(model, tokenizer, mixture, folder, run.config, validate=validate)
+    student = distill(model, tokenizer, mixture, folder, run.config, validate=validate, device=device)
     save_student(
         student, tokenizer, folder / "model", teacher=model, teacher_name=TEACHER, how="distilled",
         command="python scripts/distillation.py", settings=asdict(run.config),
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of every run but the longer one")
     parser.add_argument("--longer", type=int, default=5000, help="of the longer one")
     parser.add_argument("--train", nargs="*", default=[], help="train the students of these names")
+    parser.add_argument("--device", default="cpu", help="to train on: cpu or cuda")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
     args = parser.parse_args()
     planned = runs(args.steps, args.longer)
@@ -95,7 +96,7 @@ def main() -> None:
         parser.error(f"--train has {sorted(unknown)}; there are {[run.name for run in planned]}")
     for run in planned:
         if run.name in args.train:
-            train(run, args.pairs, args.out)
+            train(run, args.pairs, args.out, args.device)
     if not args.json:
         return
     folders = {run.name: args.out / run.name.replace(", ", "-").replace(" ", "-") for run in planned}

@@ -51,7 +51,7 @@ def folder_of(run: Run, out: Path) -> Path:
     return out / run.name.replace("%", "").replace(", ", "-").replace(" ", "-")
 
 
-def train(run: Run, pairs: Path, out: Path) -> None:
+def train(run: Run, pairs: Path, out: Path, device: str) -> None:
     """Make one model, unless it is finished."""
     folder = folder_of(run, out)
     if (folder / "model" / "config.json").is_file():
@@ -59,7 +59,7 @@ def train(run: Run, pairs: Path, out: Path) -> None:
     (teacher, tokenizer), (model, _) = load_t5(WHOLE), load_t5(run.of)
     mixture, held_out = student_mixture(pairs)
     validate = validation(held_out, tokenizer)
-    pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, validate=validate)
+    pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, validate=validate, device=device)
     save_student(
         pruned, tokenizer, folder / "model", teacher=model, teacher_name=run.of, how="pruned",
         command="python scripts/pruning.py", settings=asdict(run.config),
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of every run that trains")
     parser.add_argument("--best", default="movement", help="the importance for other sizes, and for the student")
     parser.add_argument("--train", nargs="*", default=[], help="make the models of these names")
+    parser.add_argument("--device", default="cpu", help="to train on: cpu or cuda")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
     args = parser.parse_args()
     planned = runs(args.steps, args.best)
@@ -82,7 +83,7 @@ def main() -> None:
         parser.error(f"--train has {sorted(unknown)}; there are {[run.name for run in planned]}")
     for run in planned:
         if run.name in args.train:
-            train(run, args.pairs, args.out)
+            train(run, args.pairs, args.out, args.device)
     if not args.json:
         return
     finished = {run.name: run for run in planned if (folder_of(run, args.out) / "model" / "config.json").is_file()}

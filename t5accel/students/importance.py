@@ -37,7 +37,7 @@ def magnitude(model: PreTrainedModel) -> Scores:
         matrices = [layer.weight for layer in rows] + [(module.o if attends else module.wo).weight.T]
         width = d_kv if attends else 1
         squares = sum(matrix.detach().float().square().sum(dim=1).unflatten(0, (-1, width)) for matrix in matrices)
-        scores[name] = squares.sum(dim=1).sqrt()
+        scores[name] = squares.sum(dim=1).sqrt().cpu()
     return scores
 
 

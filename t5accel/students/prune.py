@@ -172,7 +172,7 @@ def prune(
     shares = dict(heads=config.heads, neurons=config.neurons)
     choose(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
     mixture = as_mixture(examples, tokenizer)
-    student = copy.deepcopy(model).eval()
+    student = copy.deepcopy(model).to(device).eval()
     gates = Gates(student)
     fixed = None if config.importance == "movement" else _scores(student, tokenizer, mixture, config)
 
@@ -187,7 +187,7 @@ def prune(
             gates.close(kept_at(step))
 
     if not config.steps:
-        return remove(student, kept_at(0))
+        return remove(student.to("cpu"), kept_at(0))
     gates.to(device)
     with gated(student, gates):
         train_student(
