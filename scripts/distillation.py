@@ -60,7 +60,7 @@ def train(run: Run, pairs: Path, out: Path, device: str) -> None:
     mixture, held_out = student_mixture(pairs)
     if run.config.loss == "sequence":
         file = out / "teacher.jsonl"
-        backend = accelerate(TEACHER).backend
+        backend = accelerate(TEACHER, device=device).backend
         write = text_to_text(
             tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=64).sequences
         )

@@ -9,9 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.errors import UnknownModelError
 from t5accel.parity import assert_varied
-from t5accel.study.gpt2 import Moved, bytes_of_logits, cached, export_gpt2, random_gpt2, recomputed, torch_greedy
+from t5accel.study.gpt2 import (
+    Moved,
+    bytes_of_logits,
+    cached,
+    export_gpt2,
+    random_gpt2,
+    recomputed,
+    recomputed_on_tensors,
+    torch_greedy,
+)
 
 SIZES: dict[str, Any] = dict(vocab_size=200, n_embd=64, n_layer=3, n_head=4, n_positions=64)
 PROMPTS = np.random.default_rng(0).integers(1, 200, (2, 7))
@@ -51,6 +61,14 @@ def test_every_way_writes_transformers_tokens(folder: Path, expected, cache: boo
     generate = (cached if cache else anew)(graph, bound=bound, moved=Moved())
     assert (generate(PROMPTS, NEW) == expected).all()
     assert (generate(PROMPTS[:1], NEW) == expected[:1]).all()  # the same session at another size
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_on_torch_s_memory_only_ids_and_tokens_are_handed_over(folder: Path, expected: np.ndarray, last: bool) -> None:
+    session, moved = open_session(folder / f"False-{last}.onnx", SessionSettings()), Moved()
+    generate = recomputed_on_tensors(session, "cpu", moved, last_logits=last)
+    assert (generate(PROMPTS, NEW) == expected).all()
+    assert moved.size_bytes == sum(2 * 8 * (length + 1) for length in range(7, 7 + NEW))
 
 
 def test_the_bytes_that_are_handed_over_are_counted(folder: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from script import load_script
 
+from t5accel.lab.gpu.suite import table
 from t5accel.lab.rows import checked
 from t5accel.mini.reader import train_wordpiece
 from t5accel.parity import ParityError
@@ -21,6 +22,7 @@ from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_input
 from t5accel.study.bert_served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
 from t5accel.study.gpt2 import bytes_of_logits, random_gpt2
 from t5accel.study.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
+from t5accel.study.on_gpu import cells
 from t5accel.study.spans import answerer, torch_run
 
 SIZES: dict[str, Any] = dict(
@@ -201,3 +203,17 @@ def test_the_parts_of_the_recordings_are_named_once(tmp_path: Path) -> None:
     for parts in (study.bert_parts, study.gpt2_parts):
         names = [name for name, _ in parts(tmp_path, 1, False)]
         assert len({*names}) == len(names) > len(list(parts(tmp_path, 1, True)))
+
+
+def test_what_is_measured_on_a_gpu_is_tried_on_a_cpu(tmp_path: Path) -> None:
+    gpt2 = dict(vocab_size=200, n_embd=32, n_layer=1, n_head=4, n_positions=300)
+    parts = cells(tmp_path, device="cpu", sizes={"gpt2": gpt2, "bert": {**SIZES, "max_position_embeddings": 512}})
+    for name in ("random:gpt2, 64 tokens", "random:bert-large, pruned, 1 × 512"):
+        rows = [*map(checked, parts[name]())]
+        assert not [row["failed"] for row in rows if "failed" in row]
+        about = [row for row in rows if name.startswith("random:gpt2")]
+        assert all(row["equal"] == row["of"] == 64 for row in about), "tokens are transformers'"
+        assert table([row | {"cell": name} for row in rows]).count(name) == len(rows)
+    half, fused = (next(row for row in rows if row["system"] == which) for which in ("fp16", "fused"))
+    assert half["precision"] == "fp16" and half["size_bytes"] < 0.7 * fused["size_bytes"]
+    assert 0 < half["error"] < 0.05, "rounded, and near"

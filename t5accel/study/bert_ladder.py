@@ -6,7 +6,6 @@ factor, is a GPU's arithmetic; here bf16 and 8 bits stand in its place.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from t5accel import quality
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.checkpoints import in_floats
 from t5accel.graphs.saved_graph import count_nodes
 from t5accel.lab.harness import Way, measured, ratio
 from t5accel.lab.rows import Row, scores
@@ -28,6 +28,7 @@ from t5accel.study.bert_graphs import (
     dynamic_int8,
     export_bert,
     fed_run,
+    fp16_bert,
     fuse_bert,
     static_int8,
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 Inputs = Mapping[str, np.ndarray]
 GATE = 1.0  # points of F1 that a rung may lose
+IN_TORCH = {"torch": "float32", "bf16": "bfloat16", "fp16": "float16"}  # kinds of rungs without a graph
 MOST_ERROR = 0.5  # of logits that are only near: logits of another model are further off than 1
 
 
@@ -52,21 +54,24 @@ class Readers:
         folder: of the graphs; what is there is used again.
         calibration: inputs that scales for static int8 are taken from.
         threads: of every runtime.
+        device: where all runs, ``"cpu"`` or ``"cuda"``; the models stay on the CPU.
     """
 
     models: Mapping[str, PreTrainedModel]
     folder: Path
     calibration: Sequence[Inputs]
     threads: int
+    device: str = "cpu"
 
     def graph(self, which: str, kind: str = "") -> Path:
-        """The plain graph of a model, or its ``"fused"``, ``"int8"`` or ``"static"`` copy; made when it is missing."""
+        """The plain graph of a model, or its "fused", "fp16", "int8" or "static" copy; made when it is missing."""
         path = self.folder / f"{which}{'-' if kind else ''}{kind}" / "model.onnx"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             make: dict[str, Callable[[Path], Any]] = {
                 "": lambda out: export_bert(self.models[which], out),
                 "fused": lambda out: fuse_bert(self.graph(which), out),
+                "fp16": lambda out: fp16_bert(self.graph(which, "fused"), out),
                 "int8": lambda out: dynamic_int8(self.graph(which, "fused"), out),
                 "static": lambda out: static_int8(self.graph(which), out, self.calibration),
             }
@@ -75,7 +80,7 @@ class Readers:
 
     def settings(self) -> SessionSettings:
         """Of every session."""
-        return SessionSettings(threads=self.threads)
+        return SessionSettings(threads=self.threads, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Rung:
     Attributes:
         name, adds, on: as in `lab.ladder.Rung`.
         which: ``"whole"`` or ``"pruned"``.
-        kind: ``"torch"``, ``"bf16"``, ``"optimum"``, or of a graph: ``"fed"`` or ``"bound"``.
+        kind: ``"torch"``, ``"bf16"``, ``"fp16"``, ``"optimum"``, or of a graph: ``"fed"`` or ``"bound"``.
         graph: of `Readers.graph`.
         exact: whether it has to give the logits of its own model in fp32, within rounding; else near ones.
     """
@@ -117,13 +122,23 @@ RUNGS = (
 )
 
 
+# Of the same, on a GPU: what fp16 is worth there.
+ON_GPU = (
+    Rung("PyTorch", "PyTorch, fp32", None, "pruned", "torch"),
+    Rung("PyTorch, fp16", "16 bits in PyTorch", "PyTorch", "pruned", "fp16", exact=False),
+    Rung("ONNX", "a graph, ONNX Runtime", "PyTorch", "pruned"),
+    Rung("fused", "fused operators", "ONNX", "pruned", graph="fused"),
+    Rung("fp16", "16 bits", "fused", "pruned", graph="fp16", exact=False),
+)
+
+
 def build(rung: Rung, readers: Readers, batch: int, tokens: int) -> Run:
     """The rung as a function from inputs to logits, for (``batch``, ``tokens``) where memory is bound."""
     model = readers.models[rung.which]
-    if rung.kind == "torch":
-        return torch_run(model)
-    if rung.kind == "bf16":
-        return torch_run(copy.deepcopy(model).bfloat16())
+    if rung.kind in IN_TORCH:
+        dtype = IN_TORCH[rung.kind]
+        same = dtype == "float32" and readers.device == "cpu"
+        return torch_run(model if same else in_floats(model, dtype, readers.device))
     if rung.kind == "optimum":
         return torch_run(optimum_reader(model, readers.folder / f"{rung.which}-optimum", readers.threads))
     path = readers.graph(rung.which, rung.graph)
@@ -149,8 +164,8 @@ def optimum_reader(model: PreTrainedModel, folder: Path, threads: int) -> Any:
 def size_bytes(rung: Rung, readers: Readers) -> int:
     """Of the weights as this rung reads them, the graph included."""
     model = readers.models[rung.which]
-    if rung.kind in ("torch", "bf16"):
-        width = 2 if rung.kind == "bf16" else 4
+    if rung.kind in IN_TORCH:
+        width = 4 if rung.kind == "torch" else 2
         return sum(parameter.numel() for parameter in model.parameters()) * width
     if rung.kind == "optimum":
         return sum(file.stat().st_size for file in (readers.folder / f"{rung.which}-optimum").glob("*.onnx*"))
@@ -240,8 +255,9 @@ def speed_rows(
 
 def facts(rung: Rung, readers: Readers) -> dict[str, Any]:
     """What a rung's row says of its graph."""
-    backend = {"torch": "torch", "bf16": "torch", "optimum": "optimum"}.get(rung.kind, "onnxruntime")
-    precision = "bf16" if rung.kind == "bf16" else {"int8": "int8", "static": "static int8"}.get(rung.graph, "fp32")
+    backend = "torch" if rung.kind in IN_TORCH else "optimum" if rung.kind == "optimum" else "onnxruntime"
+    of_graph = {"int8": "int8", "static": "static int8", "fp16": "fp16"}.get(rung.graph, "fp32")
+    precision = rung.kind if rung.kind in ("bf16", "fp16") else of_graph
     found: dict[str, Any] = {"precision": precision, "backend": backend, "settings": {"reader": rung.which}}
     if rung.which == "pruned":
         left, all_ = widths(readers.models["pruned"]), widths(readers.models["whole"])

@@ -143,27 +143,29 @@ def torch_greedy(model: PreTrainedModel, *, cache: bool = True) -> Generate:
     import torch
 
     def generate(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
-        ids = torch.from_numpy(prompts)
+        ids = torch.from_numpy(prompts).to(model.device)
         tokens = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, use_cache=cache,
             min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0, eos_token_id=model.config.vocab_size,
         )  # fmt: skip
-        return tokens[:, ids.shape[1] :].numpy()
+        return tokens[:, ids.shape[1] :].cpu().numpy()
 
     return generate
 
 
 def recomputed(
-    path: str | os.PathLike[str], *, bound: bool, moved: Moved, last_logits: bool = False, threads: int | None = None
-) -> Generate:
+    path: str | os.PathLike[str], *, bound: bool, moved: Moved, last_logits: bool = False, threads: int | None = None,
+    device: str = "cpu",
+) -> Generate:  # fmt: skip
     """Every step computes all positions anew, by a graph without cache.
 
     Args:
         last_logits: as the graph was exported.
         bound: ids and logits lie in memory that stays; else both are handed over in every step.
         moved: counts on.
+        device: ``"cpu"`` or ``"cuda"``. There what is bound are torch's tensors, which find the likeliest token, too.
     """
-    session = open_session(path, SessionSettings(threads=threads))
+    session = open_session(path, SessionSettings(threads=threads, device=device))
     vocabulary = session.get_outputs()[0].shape[2]
 
     def fed(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
@@ -192,17 +194,48 @@ def recomputed(
             moved.count(logits)  # the row that is looked at: all others stay where they are
         return ids[:, begin:]
 
+    if bound and device != "cpu":
+        return recomputed_on_tensors(session, device, moved, last_logits=last_logits)
     return stays if bound else fed
 
 
-def cached(path: str | os.PathLike[str], *, bound: bool, moved: Moved, threads: int | None = None) -> Generate:
+def recomputed_on_tensors(session: Any, device: str, moved: Moved, *, last_logits: bool = False) -> Generate:
+    """The same with logits in a tensor of torch's, where the likeliest token is found: only that comes to the host."""
+    import torch
+
+    vocabulary = session.get_outputs()[0].shape[2]
+
+    def generate(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
+        batch, begin = prompts.shape
+        longest = begin + new_tokens
+        ids = np.concatenate([prompts, np.zeros((batch, new_tokens), np.int64)], axis=1)
+        memory = torch.empty(batch * (1 if last_logits else longest) * vocabulary, device=device)
+        binding = session.io_binding()
+        for length in range(begin, longest):
+            given = np.ascontiguousarray(ids[:, :length])
+            shape = (batch, 1 if last_logits else length, vocabulary)
+            binding.bind_cpu_input("input_ids", given)
+            binding.bind_output("logits", device, 0, np.float32, shape, memory.data_ptr())
+            session.run_with_iobinding(binding)  # returns when all is computed
+            chosen = memory[: int(np.prod(shape))].view(shape)[:, -1].argmax(1).cpu().numpy()
+            ids[:, length] = chosen
+            moved.count(given, chosen)
+        return ids[:, begin:]
+
+    return generate
+
+
+def cached(
+    path: str | os.PathLike[str], *, bound: bool, moved: Moved, threads: int | None = None, device: str = "cpu"
+) -> Generate:
     """Every step computes the new position alone, by a graph with a key/value cache.
 
     Args:
         bound: keys and values stay with the runtime; else all of them are handed over, in and out, in every step.
         moved: counts on.
+        device: ``"cpu"`` or ``"cuda"``, where keys and values stay.
     """
-    session = open_session(path, SessionSettings(threads=threads))
+    session = open_session(path, SessionSettings(threads=threads, device=device))
     kinds = [one for one in session.get_inputs() if one.name != "input_ids"]
     past_names, present_names = names(len(kinds) // 2)
     heads, size = kinds[0].shape[1], kinds[0].shape[3]
@@ -221,8 +254,8 @@ def cached(path: str | os.PathLike[str], *, bound: bool, moved: Moved, threads: 
     def stays(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
         import onnxruntime
 
-        empty = np.zeros((len(prompts), heads, 0, size), np.float32)
-        past = [onnxruntime.OrtValue.ortvalue_from_numpy(empty)] * len(past_names)
+        empty = (len(prompts), heads, 0, size)
+        past = [onnxruntime.OrtValue.ortvalue_from_shape_and_type(empty, np.float32, device, 0)] * len(past_names)
         ids, found = prompts, []
         for _ in range(new_tokens):
             binding = session.io_binding()
@@ -230,8 +263,9 @@ def cached(path: str | os.PathLike[str], *, bound: bool, moved: Moved, threads: 
             binding.bind_cpu_input("input_ids", ids)
             for name, value in zip(past_names, past, strict=True):
                 binding.bind_ortvalue_input(name, value)
-            for name in ("logits", *present_names):
-                binding.bind_output(name, "cpu")
+            binding.bind_output("logits", "cpu")
+            for name in present_names:
+                binding.bind_output(name, device)
             session.run_with_iobinding(binding)
             logits, *past = binding.get_outputs()
             moved.count(ids, logits.numpy())

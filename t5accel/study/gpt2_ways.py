@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +33,15 @@ WAYS = (PYTORCH, NO_CACHE, *GRAPHS, OPTIMUM)
 
 @dataclass(frozen=True)
 class Gpt2:
-    """A GPT-2 and where its graphs are written; what is there is used again."""
+    """A GPT-2, which stays on the CPU, and where its graphs are written; what is there is used again.
+
+    ``device`` is where all ways run, ``"cpu"`` or ``"cuda"``.
+    """
 
     model: PreTrainedModel
     folder: Path
     threads: int
+    device: str = "cpu"
 
     def graph(self, *, cache: bool, last_logits: bool) -> Path:
         """The one with these two properties, made when it is missing."""
@@ -47,13 +52,15 @@ class Gpt2:
         """The function of a way, one of `WAYS`, whose graphs count on ``moved``."""
         if way in GRAPHS:
             cache, bound, last_logits = GRAPHS[way]
-            graph, how = self.graph(cache=cache, last_logits=last_logits), dict(moved=moved, threads=self.threads)
+            graph = self.graph(cache=cache, last_logits=last_logits)
+            how = dict(moved=moved, threads=self.threads, device=self.device)
             if cache:
                 return cached(graph, bound=bound, **how)
             return recomputed(graph, bound=bound, last_logits=last_logits, **how)
         if way == OPTIMUM:
             return torch_greedy(self._optimum())
-        return torch_greedy(self.model, cache=way == PYTORCH)
+        model = self.model if self.device == "cpu" else copy.deepcopy(self.model).to(self.device)
+        return torch_greedy(model, cache=way == PYTORCH)
 
     def _optimum(self) -> Any:
         import onnxruntime

@@ -231,7 +231,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             after = "never" if steps is None else f"after {steps:,.0f} steps"
             notes.append(f"{row['cell']}: {row['compile_s']:.0f} s to compile, won back {after}")
         elif "latency_s" in row:
-            speed = (f"{step_ms(row):.2f}", f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
+            step = f"{step_ms(row):.2f}" if "new_tokens" in row else "–"  # a text that is read whole has no steps
+            speed = (step, f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
             lines.append((row["cell"], row["system"], *speed))
     shown = aligned(lines, left=(0, 1)) if len(lines) > 1 else []
     return "\n".join([*notes, *([""] if notes and shown else []), *shown])

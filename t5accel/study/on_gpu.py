@@ -1,0 +1,83 @@
+"""The posts' own two models on a GPU: GPT-2 with a cache or anew, fed or bound; a pruned BERT large in fp32 and fp16.
+
+    python -m t5accel.study.on_gpu --json data/results    # into gpu-<card>.json, beside the cells of the GPU suite
+
+It needs torch, transformers, onnx and onnxruntime-gpu. Weights are random: this is about speed. Every cell is kept when
+it is measured, and what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from t5accel import machine
+from t5accel.lab.gpu.cards import slug
+from t5accel.lab.gpu.cells import Cell
+from t5accel.lab.gpu.suite import SUITE, Book, table
+from t5accel.lab.rows import Row, here
+from t5accel.study.bert import RANDOM_SIZES, random_bert
+from t5accel.study.bert_ladder import ON_GPU, Readers, speed_rows
+from t5accel.study.gpt2 import random_gpt2
+from t5accel.study.gpt2_ways import OPTIMUM, WAYS, Gpt2, gpt2_rows
+
+GPT2, LARGE = "random:gpt2", "random:bert-large"
+KEPT = {"num_attention_heads": 0.69, "intermediate_size": 0.4}  # of each layer: what the pruned reader has left in all
+Measure = Callable[[], list[Row]]
+
+
+def cells(folder: Path, *, device: str = "cuda", sizes: Mapping[str, Mapping[str, int]] | None = None) -> dict[
+    str, Measure
+]:  # fmt: skip
+    """By the name of a cell, what measures it.
+
+    Args:
+        folder: for graphs.
+        device: ``"cuda"``, or ``"cpu"`` to try it out.
+        sizes: of "gpt2" and "bert" in place of those of GPT-2 and BERT large.
+    """
+    sizes = sizes or {"gpt2": {}, "bert": RANDOM_SIZES["bert-large"]}
+    threads, ways = machine.cpu_threads(), [way for way in WAYS if way != OPTIMUM]
+
+    def gpt2(new_tokens: int, rounds: int) -> list[Row]:
+        subject = Gpt2(random_gpt2(sizes["gpt2"]), folder / "gpt2", threads, device)
+        return gpt2_rows(subject, model=GPT2, new_tokens=new_tokens, ways=ways, rounds=rounds, keep_going=True)
+
+    def bert(batch: int, tokens: int) -> list[Row]:
+        heads, neurons = (round(share * sizes["bert"][name]) for name, share in KEPT.items())
+        layers = sizes["bert"]["num_hidden_layers"]
+        left = {"heads": [heads] * layers, "neurons": [neurons] * layers}
+        with torch.device("meta"):  # only its sizes are asked for
+            whole = random_bert(sizes["bert"])
+        models = {"whole": whole, "pruned": random_bert({**sizes["bert"], "layer_widths": left}, seed=1)}
+        readers = Readers(models, folder / "bert-large", (), threads, device)
+        return speed_rows(ON_GPU, readers, model=LARGE, batch=batch, tokens=tokens, rounds=11, keep_going=True)
+
+    return {
+        f"{GPT2}, 64 tokens": lambda: gpt2(64, 5),
+        f"{LARGE}, pruned, 1 × 512": lambda: bert(1, 512),
+        f"{LARGE}, pruned, 8 × 512": lambda: bert(8, 512),
+        f"{GPT2}, 256 tokens": lambda: gpt2(256, 3),
+    }
+
+
+def main() -> None:
+    """Measure what is not measured yet."""
+    parser = argparse.ArgumentParser(description="Measure GPT-2 and a pruned BERT large on a GPU.")
+    parser.add_argument("--json", type=Path, required=True, help="the folder of gpu-<card>.json")
+    given = parser.parse_args()
+    path = given.json / f"gpu-{slug(torch.cuda.get_device_name())}.json"
+    book = Book(path, here() | {"suite": SUITE, "device": "cuda"})
+    with TemporaryDirectory() as folder:
+        for name, measure in cells(Path(folder)).items():
+            if not book.of(cell := Cell(name, "speed")):
+                book.keep(cell, [{**row, "cell": name} for row in measure()])
+                print(table(book.of(cell)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
