@@ -267,11 +267,15 @@ def read(path: Path = DATA / "claims.toml") -> list[dict[str, Any]]:
 
 
 def record(claims: list[dict[str, Any]], folder: Path = DATA / "results") -> dict[str, Any]:
-    """The whole of ``claims.json``: machine, versions, date and commit are those of the newest file that is read."""
+    """The whole of ``claims.json``: machine, versions, date and commit are those of the newest file that is read.
+
+    Files of GPUs, which were recorded elsewhere, are left out of that: each row names its own machine.
+    """
     _content.cache_clear()
     rows = [to_row(claim, folder) for claim in claims]
     names = sorted({Path(one["file"]).name for row in rows for one in row["recorded"]})
-    newest = max((_content(folder / name) for name in names), key=lambda content: content["date"])
+    here = [name for name in names if not fnmatchcase(name, EVERY_CARD)]
+    newest = max((_content(folder / name) for name in here), key=lambda content: content["date"])
     return {**{key: newest[key] for key in ("machine", "versions", "date", "commit")}, "command": COMMAND, "rows": rows}
 
 

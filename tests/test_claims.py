@@ -17,10 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from t5accel.lab.gpu.cells import LENGTHS, cells_for
-from t5accel.lab.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, TENSORRT
+from t5accel.lab.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
 from t5accel.lab.peers import GRIDS
+from t5accel.study.bert_ladder import ON_GPU
+from t5accel.study.gpt2_ways import GRAPHS, NO_CACHE, PYTORCH
 
-CELLS = cells_for((9, 0))
+# What is timed on a GPU, by the suite and by `study.on_gpu`: a cell's name, systems, texts, source and new tokens.
+TIMED = [(cell.name, cell.systems, cell.batch, cell.source_tokens, cell.new_tokens)
+         for cell in cells_for((9, 0)) if cell.measured == "speed"]  # fmt: skip
+TIMED.append(("random:gpt2, 256 tokens", (PYTORCH, NO_CACHE, *GRAPHS), 1, 8, 256))
+TIMED += [(f"random:bert-large, pruned, {batch} × 512", tuple(rung.name for rung in ON_GPU), batch, 512, 1)
+          for batch in (1, 8)]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "data" / "results"
@@ -131,7 +138,7 @@ def test_a_measured_row_names_its_file_and_an_unmeasured_one_says_what_is_needed
 
 
 def test_claims_look_only_where_something_can_be(claims: dict[str, Any], script: ModuleType) -> None:
-    named = {(cell.name, system) for cell in CELLS for system in cell.systems}
+    named = {(name, system) for name, systems, *_ in TIMED for system in systems}
     to_come = {f"peers-{grid}.json" for grid in GRIDS}  # that scripts/peers.py writes
     for claim in [*claims.values(), *(claim["beside"] for claim in claims.values() if "beside" in claim)]:
         for spec in claim.get("figures", {}).values():
@@ -319,12 +326,12 @@ Seconds = Callable[[str, str], float | None]
 def record_gpu(folder: Path, card: str, seconds: Seconds, **gpu: Any) -> None:
     """A file as the GPU suite writes it; ``seconds`` of a cell and a system: ``None`` if it failed, 0 for no row."""
     rows = []
-    for cell in (cell for cell in CELLS if cell.measured == "speed"):
-        reference = seconds(cell.name, REFERENCE)
-        for system in cell.systems:
-            mine = seconds(cell.name, system)
-            row = {"cell": cell.name, "measured": "speed", "system": system, "source_tokens": cell.source_tokens,
-                   "new_tokens": cell.new_tokens}  # fmt: skip
+    for name, systems, batch, source_tokens, new_tokens in TIMED:
+        reference = seconds(name, systems[0])
+        for system in systems:
+            mine = seconds(name, system)
+            row = {"cell": name, "measured": "speed", "system": system, "source_tokens": source_tokens,
+                   "new_tokens": new_tokens, "batch": batch, "moved_bytes": 7e9}  # fmt: skip
             if mine is None:
                 rows.append(row | {"failed": "why"})
             elif mine:
@@ -350,22 +357,25 @@ def on_gpus(
     return rows
 
 
+GPT2_FED, *GPT2_BOUND = "ONNX Runtime, no cache, numpy", "ONNX Runtime, no cache, bound", "ONNX Runtime, cache, bound"
+
+
 def by_system(**more: Any) -> Seconds:
-    """Seconds by the name of a constant of `lab.gpu.systems`; 1 for all others, and for transformers."""
-    names = dict(FED=FED, BOUND=BOUND, CAPTURED=CAPTURED, TENSORRT=TENSORRT, GRAPH=GRAPH, RECOMPUTE=RECOMPUTE,
-                 NAIVE=NAIVE)  # fmt: skip
-    times = {names[name]: seconds for name, seconds in more.items()}
+    """Seconds by the name of a constant of `lab.gpu.systems`, and what it is of GPT-2; 1 for all others."""
+    names = dict(FED=(FED, GPT2_FED), BOUND=(BOUND, *GPT2_BOUND), CAPTURED=(CAPTURED,), TENSORRT=(TENSORRT,),
+                 GRAPH=(GRAPH,), RECOMPUTE=(RECOMPUTE,), NAIVE=(NAIVE, NO_CACHE), HALF=("fp16",))  # fmt: skip
+    times = {system: seconds for name, seconds in more.items() for system in names[name]}
     return lambda cell, system: times.get(system, 1.0)
 
 
 def test_without_a_gpu_nothing_about_gpus_is_estimated(on_gpus: Callable[..., Any]) -> None:
     rows = on_gpus()
-    assert {"C10", "C11", "C12", "C13", "C14a", "C14b", "C22"} == rows.keys()
+    assert {"C10", "C11", "C12", "C13", "C14a", "C14b", "C16b", "C22"} == rows.keys()
     for row in rows.values():
         assert row["verdict"] == "not measured here" and row["measured"] == "" and "GPU" in row["why"]
 
 
-CONFIRMING = by_system(FED=1.7, BOUND=0.3, CAPTURED=0.25, GRAPH=0.4, TENSORRT=0.15, RECOMPUTE=0.4)
+CONFIRMING = by_system(FED=1.7, BOUND=0.3, CAPTURED=0.25, GRAPH=0.4, TENSORRT=0.15, RECOMPUTE=0.4, HALF=0.25)
 CONTRADICTING = by_system(FED=0.9, BOUND=1.0, CAPTURED=1.0, GRAPH=0.1, TENSORRT=1.0, RECOMPUTE=2.0, NAIVE=3.0)
 
 
@@ -385,6 +395,8 @@ def test_figures_are_what_was_timed(on_gpus: Callable[..., Any]) -> None:
     assert "in fp32 ONNX Runtime with bound tensors 1.25 times as fast" in rows["C12"]["measured"]
     assert "2.00 times as fast in fp16" in rows["C13"]["measured"]
     assert {rows[name]["verdict"] for name in ("C11", "C12", "C13")} == {"refuted"}
+    assert "which hands over 7.0 GB, 0.80 times as fast, on bound memory 1.25 times" in rows["C11"]["measured"]
+    assert "1.00 times as fast for one text of 512 tokens, 1.00 times for 8" in rows["C16b"]["measured"]
 
 
 def test_two_cards_that_agree_have_a_sentence_each_and_one_verdict(on_gpus: Callable[..., Any]) -> None:
@@ -431,7 +443,8 @@ def test_a_run_with_nothing_in_it_breaks_nothing(on_gpus: Callable[..., Any]) ->
 def test_the_verdict_on_the_cache_follows_the_lengths(on_gpus, short: float, long: float, verdict, measured) -> None:
     def seconds(cell: str, system: str) -> float:
         slow = long if cell.startswith("cache") and int(cell.split()[1]) > LENGTHS[1] else short
-        return slow if system in (RECOMPUTE, NAIVE) or not slow else 1.0
+        anew = (RECOMPUTE, NAIVE, NO_CACHE, GPT2_BOUND[0])
+        return slow if system in anew or not slow else 1.0
 
     row = on_gpus(rtx=seconds)["C14a"]
     assert row["verdict"] == verdict and measured in row["measured"] and ("512" in row["measured"]) == bool(long)

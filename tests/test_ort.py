@@ -24,6 +24,7 @@ from test_encoder_cache import check, in_threads, logits_of, tokens_of
 from t5accel.backends.ort import memory as encoder_slices
 from t5accel.backends.ort import pointers as ort_pointers
 from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.captured import OrtCaptured
 from t5accel.backends.ort.memory import run_into
 from t5accel.backends.ort.numpy import OrtNumpy, OrtSource, of_each_head
 from t5accel.backends.ort.pointers import OrtPointers, bind_tensor
@@ -283,11 +284,22 @@ def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) ->
         OrtPointers(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
 
 
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtPointers, OrtCaptured])
+def test_a_umt5_is_refused_on_cuda_where_it_was_wrong(runtime: type[OrtNumpy], exported) -> None:
+    with pytest.raises(ExportError, match=r"is a UMT5, whose first step .* run it by PyTorch"):
+        runtime(exported("umt5"), settings=SessionSettings(device="cuda"))
+    with pytest.raises((MissingPackageError, ExportError), match="CUDA|cuda") as error:
+        runtime(exported("mt5"), settings=SessionSettings(device="cuda"))
+    assert "UMT5" not in str(error.value)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("runtime", [OrtNumpy, OrtPointers])
 def test_on_cuda(runtime: type[OrtNumpy], exported, tiny_t5, kind: str, padded_batch) -> None:
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("this onnxruntime has no CUDA: install t5accel[gpu]")
+    if kind == "umt5":
+        return  # refused, see below
     backend = runtime(exported(kind), settings=SessionSettings(device="cuda"))
     check_program(backend, tiny_t5(kind), *padded_batch, 3, PROGRAM)
     check(EncoderCache(backend), TorchEager(tiny_t5(kind)), [padded_batch])

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from t5accel.checkpoints import load_t5
 from t5accel.cli import app
 from t5accel.lab.draw import board
+from t5accel.lab.gpu.systems import BOUND, CAPTURED, GRAPH, REFERENCE
+from t5accel.lab.rows import step_ms
 from t5accel.t5.lively import random_t5
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,30 @@ def test_tables_are_drawn_from_their_files() -> None:
     for path, text in shown:
         record = json.loads((ROOT / path).read_text(encoding="utf-8"))
         assert text == board(record["rows"], record["machine"]), f"draw the table of {path} again"
+
+
+def test_what_a_gpu_reaches_is_told_as_it_was_recorded() -> None:
+    rows = json.loads((ROOT / "data/results/gpu-h100.json").read_text(encoding="utf-8"))["rows"]
+    part = README.split("## On a GPU\n")[1].split("\n## ")[0]
+    cells = {"one text": "", "t5-base": "t5-base", "flan-t5-large": "flan-t5-large", "512 source tokens": ", source 512",
+             "8 texts": ", batch 8", "64 texts": ", batch 64", "4 beams": ", 4 beams"}  # fmt: skip
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")][1:]
+    assert len(table) == len(cells)
+    for label, *told in table:
+        end = cells[label.removeprefix("t5-small, ")]
+        cell = f"t5-small{end}" if not end or end.startswith(",") else end
+        theirs, ours = (
+            next(row for row in rows if (row["cell"], row["system"]) == (cell, system)) for system in (REFERENCE, GRAPH)
+        )
+        speed = f"{ours['ratio']:.1f}", f"{ours['tokens_per_s']:,.0f}"
+        assert tuple(told) == (f"{step_ms(theirs):.2f}", f"{step_ms(ours):.2f}", *speed), label
+    (floor,) = (row for row in rows if row["measured"] == "floor")
+    assert f"asks for {floor['kernels']} kernels where transformers asks for {floor['eager_kernels']:.0f}" in part
+    (bound, captured) = (
+        next(row for row in rows if (row["cell"], row["system"]) == ("runtimes, float32", system))
+        for system in (BOUND, CAPTURED)
+    )
+    assert f"{bound['ratio']:.1f} times as fast as transformers on bound tensors and {captured['ratio']:.1f}" in part
 
 
 def test_notebook_table_lists_every_notebook_with_its_recorded_seconds() -> None:
