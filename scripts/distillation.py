@@ -1,7 +1,8 @@
 """Distil the bundled model in all ways that the course compares, at equal budgets, and score every student.
 
 `data/results/distillation.json` is where a recorded run belongs. Runs that were interrupted go on; finished ones are
-not trained again. `--train` makes some of them, `--json` scores all that are finished.
+not trained again. `--train` makes some of them, `--json` scores all that are finished and not yet in that file: what is
+written down needs its weights no more.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from t5accel.api import accelerate
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.beam import beam_search
-from t5accel.lab.family import family_rows
-from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.family import recorded_family
+from t5accel.lab.rows import Row
 from t5accel.mini.mixture import sources, student_mixture
 from t5accel.mini.train import validation
 from t5accel.students.distill import DistillConfig, distill
@@ -101,23 +102,20 @@ def main() -> None:
         return
     folders = {run.name: args.out / run.name.replace(", ", "-").replace(" ", "-") for run in planned}
     finished = {name: folder for name, folder in folders.items() if (folder / "model" / "config.json").is_file()}
-    rows = family_rows(
-        {TEACHER: TEACHER} | {name: folder / "model" for name, folder in finished.items()}, rounds=ROUNDS,
-        on_model=print,
-    )  # fmt: skip
-    steps: list[Row] = []
-    for run in planned:
-        if run.name in finished:
-            about = {"measured": "training", "model": run.name}
-            steps.append({**about, "made_from": TEACHER, "steps": run.config.steps, "settings": asdict(run.config)})
-            steps += [{**about, **line} for line in log(finished[run.name])]
-    for row in rows:
-        if row["model"] in finished:
-            row["made_from"] = TEACHER
-            if row["model"] == planned[-1].name:
-                row["bundled"] = STUDENT
+
+    def told(name: str, rows: list[Row]) -> list[Row]:
+        run = next(run for run in planned if run.name == name)
+        about = {"measured": "training", "model": name}
+        steps = [{**about, "made_from": TEACHER, "steps": run.config.steps, "settings": asdict(run.config)}]
+        steps += [{**about, **line} for line in log(finished[name])]
+        more = {"made_from": TEACHER} | ({"bundled": STUDENT} if run is planned[-1] else {})
+        return [*steps, *(row | more for row in rows)]
+
     command = f"python scripts/distillation.py PAIRS --out FOLDER --steps {args.steps} --longer {args.longer}"
-    write_rows(args.json, [*steps, *rows], command=f"{command} --json FILE")
+    recorded_family(
+        args.json, TEACHER, {name: folder / "model" for name, folder in finished.items()}, told=told, rounds=ROUNDS,
+        on_model=print, command=f"{command} --json FILE",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Prune the bundled model to several sizes and in several ways, and score what is left.
 
 `data/results/pruning.json` is where a recorded run belongs. Runs that were interrupted go on; finished ones are not
-trained again. `--train` makes some of them, `--json` scores all that are finished.
+trained again. `--train` makes some of them, `--json` scores all that are finished and not yet in that file: what is
+written down needs its weights no more.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from t5accel.checkpoints import load_t5
-from t5accel.lab.family import family_rows
-from t5accel.lab.rows import Row, write_rows
+from t5accel.lab.family import recorded_family
+from t5accel.lab.rows import Row
 from t5accel.mini.mixture import student_mixture
 from t5accel.mini.train import validation
 from t5accel.students.importance import WAYS
@@ -87,21 +88,21 @@ def main() -> None:
     if not args.json:
         return
     finished = {run.name: run for run in planned if (folder_of(run, args.out) / "model" / "config.json").is_file()}
-    members = {name: folder_of(run, args.out) / "model" for name, run in finished.items()}
-    rows = family_rows({WHOLE: WHOLE} | members, rounds=ROUNDS, on_model=print)
-    how: list[Row] = []
-    for name, run in finished.items():
+
+    def told(name: str, rows: list[Row]) -> list[Row]:
+        run = finished[name]
         settings = asdict(run.config)
         settings |= {f"training_{key}": value for key, value in settings.pop("training").items()}
-        how.append({"measured": "training", "model": name, "made_from": run.of, "steps": run.config.steps,
-                    "settings": settings})  # fmt: skip
-    for row in rows:
-        if row["model"] in finished:
-            row["made_from"] = finished[row["model"]].of
-            if row["made_from"] == STUDENT:
-                row["bundled"] = f"{STUDENT}p"
-    command = f"python scripts/pruning.py PAIRS --out FOLDER --steps {args.steps} --best {args.best} --json FILE"
-    write_rows(args.json, [*how, *rows], command=command)
+        how: Row = {"measured": "training", "model": name, "made_from": run.of, "steps": run.config.steps,
+                    "settings": settings}  # fmt: skip
+        more = {"made_from": run.of} | ({"bundled": f"{STUDENT}p"} if run.of == STUDENT else {})
+        return [how, *(row | more for row in rows)]
+
+    recorded_family(
+        args.json, WHOLE, {name: folder_of(run, args.out) / "model" for name, run in finished.items()}, told=told,
+        rounds=ROUNDS, on_model=print,
+        command=f"python scripts/pruning.py PAIRS --out FOLDER --steps {args.steps} --best {args.best} --json FILE",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.lab.harness import Way, measured
-from t5accel.lab.rows import Row, chosen
+from t5accel.lab.rows import Row, at_path, chosen, here, rows_so_far, write_rows
 from t5accel.lab.scoring import backend_scores
 from t5accel.lab.techniques import bytes_of
 from t5accel.t5.roofline import decoder_weights_per_step
@@ -37,7 +37,7 @@ Name = TypeVar("Name")
 def family_rows(
     members: Mapping[str, str | os.PathLike[str]], *, recipes: Sequence[str] = ("fp32", "int8"), rounds: int = 5,
     batch: int = 1, source_tokens: int = 64, new_tokens: int = 64, limit: int | None = None,
-    on_model: Callable[[str], None] | None = None,
+    scored: Collection[str] | None = None, on_model: Callable[[str], None] | None = None,
 ) -> list[Row]:  # fmt: skip
     """For each member a row of its sizes; for each of its recipes text scores, bytes, and its time against the first's.
 
@@ -51,6 +51,7 @@ def family_rows(
         rounds: of the timing; ratios are formed within each.
         batch, source_tokens, new_tokens: what is timed.
         limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
+        scored: members that are scored; by default all.
         on_model: is called with the name of each member once it is exported.
 
     Raises:
@@ -97,10 +98,46 @@ def family_rows(
                 on_model(name)
         rows = measured(ways, Work(batch, source_tokens, new_tokens, threads=threads), rounds=rounds)
         if limit != 0:
-            for row in rows:
+            for row in rows if scored is None else [row for row in rows if row["model"] in scored]:
                 engine = engines[row["system"]]
                 row |= backend_scores(engine, TokenizerFile(engine.folder), limit=limit)
     return [found for one in about for found in (one, *chosen(rows, model=one["model"]))]
+
+
+def recorded_family(
+    path: str | os.PathLike[str], whole: str, members: Mapping[str, str | os.PathLike[str]], *, command: str,
+    told: Callable[[str, list[Row]], list[Row]], rounds: int = 5, **options: Any,
+) -> list[Row]:  # fmt: skip
+    """A file of `family_rows`, which grows: each member is measured beside the whole model, in a run of its own.
+
+    So nothing is lost with a member's weights once it is written down. What is in the file is not measured again, as
+    long as CPU, libraries and command are the same; else the file is put aside.
+
+    Args:
+        path: of the file.
+        whole: the name of the model that all were made from, which comes first in the file, from its first run.
+        members: by name, where they lie.
+        command: that wrote the file.
+        told: takes a member's name and its rows, and returns what is written of it.
+        rounds, options: as of `family_rows`.
+
+    Returns:
+        All rows of the file.
+    """
+    about = here()
+    same = {name: at_path(about, name) for name in ("machine.cpu", "versions.torch", "versions.onnxruntime")}
+    rows: list[Row] = rows_so_far(path, {**same, "command": command})
+    for name, where in members.items():
+        there = {row["model"] for row in rows}
+        if name in there:
+            continue
+        scored = {name} if whole in there else {whole, name}
+        found = family_rows({whole: whole, name: where}, rounds=rounds, scored=scored, **options)
+        found = [row | {"commit": about["commit"] or "unknown"} for row in found]
+        rows += [row for row in found if row["model"] in scored - {name}]
+        rows += told(name, [row for row in found if row["model"] == name])
+        write_rows(path, rows, command=command)
+    return rows
 
 
 def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -> list[Name]:
