@@ -52,7 +52,7 @@ def runs(steps: int, longer: int) -> list[Run]:
     return [*losses, *deeper, other, Run(f"1 layer, {LONGER}, longer", replace(long, steps=longer))]
 
 
-def train(run: Run, pairs: Path, out: Path, device: str) -> None:
+def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
     """Train one student, unless it is finished."""
     folder = out / run.name.replace(", ", "-").replace(" ", "-")
     if (folder / "model" / "config.json").is_file():

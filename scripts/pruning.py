@@ -52,7 +52,7 @@ def folder_of(run: Run, out: Path) -> Path:
     return out / run.name.replace("%", "").replace(", ", "-").replace(" ", "-")
 
 
-def train(run: Run, pairs: Path, out: Path, device: str) -> None:
+def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
     """Make one model, unless it is finished."""
     folder = folder_of(run, out)
     if (folder / "model" / "config.json").is_file():
