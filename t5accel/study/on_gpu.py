@@ -30,15 +30,18 @@ KEPT = {"num_attention_heads": 0.69, "intermediate_size": 0.4}  # of each layer:
 Measure = Callable[[], list[Row]]
 
 
-def cells(folder: Path, *, device: str = "cuda", sizes: Mapping[str, Mapping[str, int]] | None = None) -> dict[
-    str, Measure
-]:  # fmt: skip
+def cells(
+    folder: Path, *, device: str = "cuda", sizes: Mapping[str, Mapping[str, int]] | None = None
+) -> dict[str, Measure]:
     """By the name of a cell, what measures it.
 
     Args:
         folder: for graphs.
         device: ``"cuda"``, or ``"cpu"`` to try it out.
         sizes: of "gpt2" and "bert" in place of those of GPT-2 and BERT large.
+
+    >>> [*cells(Path("graphs"), device="cpu")][:2]
+    ['random:gpt2, 64 tokens', 'random:bert-large, pruned, 1 × 512']
     """
     sizes = sizes or {"gpt2": {}, "bert": RANDOM_SIZES["bert-large"]}
     threads, ways = machine.cpu_threads(), [way for way in WAYS if way != OPTIMUM]

@@ -50,10 +50,11 @@ def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | Non
     """All of the runs on one figure: `bars` of sizes, of runtimes and of other shapes; below them `by_length`."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(PANELS) + 1, 1, figsize=(12, 17), layout="constrained")
+    figure, axes = pyplot.subplots(len(PANELS) + 1, 1, figsize=(9, 11.5), layout="constrained")
     for axis, cells in zip(axes, PANELS, strict=False):
         bars(axis, cards, cells)
     by_length(axes[-1], cards, predicted)
+    figure.suptitle(", ".join(cards), fontsize=9)
     return figure
 
 
@@ -79,9 +80,11 @@ def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
         axis.bar_label(drawn, fmt="%.1fx", padding=3, fontsize=8)
     axis.axvline(1, color="#444444", linewidth=0.8)
     axis.set_yticks([place + 0.4 - width / 2 for place in range(len(found))], list(found))
+    axis.tick_params(axis="y", labelsize=8)
     axis.set(xlabel=f"times as fast as {REFERENCE}", ylim=(len(found) - 0.3, -0.3 - width / 2))
     axis.margins(x=0.12)
-    axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(cards))
+    if len(cards) > 1:
+        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(cards))
 
 
 def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> None:
