@@ -92,12 +92,12 @@ def test_recorded_quality_is_what_one_gets(name: str) -> None:
     assert report.questions.seen.exact_match == pytest.approx(kept["exact_match_seen"], abs=2)
 
 
-def test_the_distilled_one_keeps_what_was_aimed_at_or_its_card_says_where_not() -> None:
+def test_the_distilled_one_keeps_nine_tenths_of_its_teacher_s_scores_and_its_card_says_how_much() -> None:
     (teacher,) = chosen(recorded("distillation.json")["rows"], measured="speed", model="mini", precision="fp32")
     kept = {name: row_of("mini-d1")[name] / teacher[name] for name in quality.MAIN_SCORES}
-    assert kept["bleu"] >= 0.9 and kept["rougeL"] >= 0.95
+    assert min(kept.values()) >= 0.9
     card = " ".join((data_folder() / BUNDLED["mini-d1"] / "README.md").read_text(encoding="utf-8").split())
-    assert kept["exact_match"] >= 0.95 or f"{kept['exact_match']:.0%} of its teacher's right answers" in card
+    assert f"{kept['exact_match']:.0%} of its teacher's right answers" in card
 
 
 @each_student
