@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from t5accel.lab.gpu.cells import LENGTHS, cells_for
 from t5accel.lab.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
 from t5accel.lab.peers import GRIDS
+from t5accel.study import on_gpu
 from t5accel.study.bert_ladder import ON_GPU
 from t5accel.study.gpt2_ways import GRAPHS, NO_CACHE, PYTORCH
 
@@ -138,6 +139,7 @@ def test_a_measured_row_names_its_file_and_an_unmeasured_one_says_what_is_needed
 
 
 def test_claims_look_only_where_something_can_be(claims: dict[str, Any], script: ModuleType) -> None:
+    assert {name for name, *_ in TIMED if name.startswith("random:")} <= {*on_gpu.cells(Path(), device="cpu")}
     named = {(name, system) for name, systems, *_ in TIMED for system in systems}
     to_come = {f"peers-{grid}.json" for grid in GRIDS}  # that scripts/peers.py writes
     for claim in [*claims.values(), *(claim["beside"] for claim in claims.values() if "beside" in claim)]:
