@@ -246,7 +246,7 @@ def _origin(path: Path) -> dict[str, Any]:
     """Where and when a file was recorded: on which GPU, if on one, else on which CPU."""
     content = _content(path)
     facts = content["machine"]
-    gpu = facts.get("gpu") if path.name.startswith("gpu-") else None
+    gpu = facts.get("gpu") if fnmatchcase(path.name, EVERY_CARD) else None
     machine = f"{facts['cpu']}, {facts['usable_threads']} threads"
     if gpu:
         machine = gpu["name"] + (f", driver {gpu['driver']}" if gpu.get("driver") else "")
@@ -274,8 +274,8 @@ def record(claims: list[dict[str, Any]], folder: Path = DATA / "results") -> dic
     _content.cache_clear()
     rows = [to_row(claim, folder) for claim in claims]
     names = sorted({Path(one["file"]).name for row in rows for one in row["recorded"]})
-    here = [name for name in names if not fnmatchcase(name, EVERY_CARD)]
-    newest = max((_content(folder / name) for name in here), key=lambda content: content["date"])
+    of_cpus = [name for name in names if not fnmatchcase(name, EVERY_CARD)] or names
+    newest = max((_content(folder / name) for name in of_cpus), key=lambda content: content["date"])
     return {**{key: newest[key] for key in ("machine", "versions", "date", "commit")}, "command": COMMAND, "rows": rows}
 
 

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of every run but the longer one")
     parser.add_argument("--longer", type=int, default=5000, help="of the longer one")
     parser.add_argument("--train", nargs="*", default=[], help="train the students of these names")
-    parser.add_argument("--device", default="cpu", help="to train on: cpu or cuda")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="to train on")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
     args = parser.parse_args()
     planned = runs(args.steps, args.longer)

@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of every run that trains")
     parser.add_argument("--best", default="movement", help="the importance for other sizes, and for the student")
     parser.add_argument("--train", nargs="*", default=[], help="make the models of these names")
-    parser.add_argument("--device", default="cpu", help="to train on: cpu or cuda")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="to train on")
     parser.add_argument("--json", type=Path, help="score all that are finished and write the rows here")
     args = parser.parse_args()
     planned = runs(args.steps, args.best)

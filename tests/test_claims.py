@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from t5accel.lab.gpu.cells import LENGTHS, cells_for
 from t5accel.lab.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
 from t5accel.lab.peers import GRIDS
+from t5accel.study import on_gpu
 from t5accel.study.bert_ladder import ON_GPU
 from t5accel.study.gpt2_ways import GRAPHS, NO_CACHE, PYTORCH
 
 # What is timed on a GPU, by the suite and by `study.on_gpu`: a cell's name, systems, texts, source and new tokens.
 TIMED = [(cell.name, cell.systems, cell.batch, cell.source_tokens, cell.new_tokens)
          for cell in cells_for((9, 0)) if cell.measured == "speed"]  # fmt: skip
-TIMED.append(("random:gpt2, 256 tokens", (PYTORCH, NO_CACHE, *GRAPHS), 1, 8, 256))
+TIMED += [(f"random:gpt2, {new} tokens", (PYTORCH, NO_CACHE, *GRAPHS), 1, 8, new) for new in (64, 256)]
 TIMED += [(f"random:bert-large, pruned, {batch} × 512", tuple(rung.name for rung in ON_GPU), batch, 512, 1)
           for batch in (1, 8)]  # fmt: skip
 
@@ -138,6 +139,7 @@ def test_a_measured_row_names_its_file_and_an_unmeasured_one_says_what_is_needed
 
 
 def test_claims_look_only_where_something_can_be(claims: dict[str, Any], script: ModuleType) -> None:
+    assert {name for name, *_ in TIMED if name.startswith("random:")} <= {*on_gpu.cells(Path(), device="cpu")}
     named = {(name, system) for name, systems, *_ in TIMED for system in systems}
     to_come = {f"peers-{grid}.json" for grid in GRIDS}  # that scripts/peers.py writes
     for claim in [*claims.values(), *(claim["beside"] for claim in claims.values() if "beside" in claim)]:
@@ -357,12 +359,14 @@ def on_gpus(
     return rows
 
 
-GPT2_FED, *GPT2_BOUND = "ONNX Runtime, no cache, numpy", "ONNX Runtime, no cache, bound", "ONNX Runtime, cache, bound"
+GPT2_FED, GPT2_BOUND = (
+    [f"ONNX Runtime, {cache}, {how}" for cache in ("no cache", "cache")] for how in ("numpy", "bound")
+)
 
 
 def by_system(**more: Any) -> Seconds:
     """Seconds by the name of a constant of `lab.gpu.systems`, and what it is of GPT-2; 1 for all others."""
-    names = dict(FED=(FED, GPT2_FED), BOUND=(BOUND, *GPT2_BOUND), CAPTURED=(CAPTURED,), TENSORRT=(TENSORRT,),
+    names = dict(FED=(FED, *GPT2_FED), BOUND=(BOUND, *GPT2_BOUND), CAPTURED=(CAPTURED,), TENSORRT=(TENSORRT,),
                  GRAPH=(GRAPH,), RECOMPUTE=(RECOMPUTE,), NAIVE=(NAIVE, NO_CACHE), HALF=("fp16",))  # fmt: skip
     times = {system: seconds for name, seconds in more.items() for system in names[name]}
     return lambda cell, system: times.get(system, 1.0)
@@ -379,12 +383,16 @@ CONFIRMING = by_system(FED=1.7, BOUND=0.3, CAPTURED=0.25, GRAPH=0.4, TENSORRT=0.
 CONTRADICTING = by_system(FED=0.9, BOUND=1.0, CAPTURED=1.0, GRAPH=0.1, TENSORRT=1.0, RECOMPUTE=2.0, NAIVE=3.0)
 
 
+# The most that a claim can come to: of C16b one half is F1, which random weights do not have.
+AT_BEST = {"C16b": "holds with conditions"}
+
+
 @pytest.mark.parametrize("card", ["h100", "h200", "rtx"])
 @pytest.mark.parametrize(("seconds", "verdict"), [(CONFIRMING, "holds"), (CONTRADICTING, "refuted")])
 def test_every_claim_about_gpus_can_hold_and_be_refuted(on_gpus, card: str, seconds: Seconds, verdict: str) -> None:
     name = {"h100": H100, "h200": H200, "rtx": RTX}[card]
     for row in on_gpus(**{card: seconds}).values():
-        assert row["verdict"] == verdict, row
+        assert row["verdict"] == (AT_BEST.get(row["id"], verdict) if verdict == "holds" else verdict), row
         assert row["measured"].startswith(f"{name}: ") and row["result_file"] == f"data/results/{FILES[name]}"
         assert row["recorded"][0]["machine"] == name
 
@@ -401,7 +409,7 @@ def test_figures_are_what_was_timed(on_gpus: Callable[..., Any]) -> None:
 
 def test_two_cards_that_agree_have_a_sentence_each_and_one_verdict(on_gpus: Callable[..., Any]) -> None:
     for row in on_gpus(h100=CONFIRMING, h200=CONFIRMING).values():
-        assert row["verdict"] == "holds"
+        assert row["verdict"] == AT_BEST.get(row["id"], "holds")
         assert row["measured"].count(f"{H100}: ") == row["measured"].count(f"{H200}: ") == 1
         assert [one["machine"] for one in row["recorded"]] == [H100, H200]
         assert H100 not in row["why"], "the same reason need not be given twice"
@@ -410,7 +418,7 @@ def test_two_cards_that_agree_have_a_sentence_each_and_one_verdict(on_gpus: Call
 def test_two_cards_that_disagree_are_a_condition(on_gpus: Callable[..., Any]) -> None:
     for row in on_gpus(h100=CONFIRMING, h200=CONTRADICTING).values():
         assert row["verdict"] == "holds with conditions"
-        assert f"{H100}: holds; {H200}: refuted." in row["why"]
+        assert f"{H100}: {AT_BEST.get(row['id'], 'holds')}; {H200}: refuted." in row["why"]
 
 
 def test_a_card_without_the_rows_is_named_beside_one_that_has_them(on_gpus: Callable[..., Any]) -> None:

@@ -132,22 +132,45 @@ def test_a_recorded_family_grows_and_nothing_is_measured_twice(tmp_path: Path, m
 
     def measured(members: dict[str, Any], *, scored: set[str], **_: Any) -> list[dict[str, Any]]:
         asked.append(([*members], scored))
-        return [{"measured": "speed", "model": name, "system": name, "bleu": 1.0} for name in members]
+        sizes = [{"measured": "size", "model": name, "sha256": f"hash of {where}"} for name, where in members.items()]
+        return sizes + [{"measured": "speed", "model": name, "system": name, "bleu": 1.0} for name in members]
 
     def told(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{"measured": "training", "model": name, "steps": 3}, *(row | {"made_from": "whole"} for row in rows)]
 
     monkeypatch.setattr(module, "family_rows", measured)
+    monkeypatch.setattr(module, "load_t5", lambda where: (where, None))
+    monkeypatch.setattr(module, "_hash", lambda where: f"hash of {where}")
     path, of = tmp_path / "family.json", dict(command="python scripts/x.py", told=told)
     recorded_family(path, "whole", {"a": "there"}, **of)
-    rows = recorded_family(path, "whole", {"b": "there", "a": "gone"}, **of)
+    rows = recorded_family(path, "whole", {"b": "there"}, **of)  # the weights of "a" are gone, its rows are not
+    assert rows == recorded_family(path, "whole", {"b": "there", "a": "there"}, **of)
     assert asked == [(["whole", "a"], {"whole", "a"}), (["whole", "b"], {"b"})]
-    seen = [(row["measured"], row["model"], row.get("made_from")) for row in rows]
+    seen = [(row["measured"], row["model"], row.get("made_from")) for row in rows if row["measured"] != "size"]
     assert seen == [
         ("speed", "whole", None), ("training", "a", None), ("speed", "a", "whole"), ("training", "b", None),
         ("speed", "b", "whole"),
     ]  # fmt: skip
     assert all(row["commit"] for row in rows if row["measured"] == "speed")
-    assert json.loads(path.read_text(encoding="utf-8"))["rows"] == rows
-    recorded_family(path, "whole", {"a": "there"}, **of | {"command": "python scripts/x.py --steps 4"})
-    assert asked[-1] == (["whole", "a"], {"whole", "a"}) and len([*tmp_path.iterdir()]) == 2, "the other is put aside"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["rows"] == rows and content["whole_sha256"] == "hash of whole"
+    again = recorded_family(path, "whole", {"a": "trained anew"}, **of)
+    assert asked[-1] == (["whole", "a"], {"a"}) and len(again) == len(rows), "in place of the old ones"
+
+
+@pytest.mark.parametrize("change", ["weights", "command"])
+def test_of_another_model_or_command_the_file_is_another(tmp_path: Path, monkeypatch, change: str) -> None:
+    of = dict(command="python scripts/x.py", told=lambda name, rows: rows)
+    monkeypatch.setattr(module, "family_rows", lambda members, **_: [
+        {"measured": "size", "model": name, "sha256": "1"} for name in members])  # fmt: skip
+    monkeypatch.setattr(module, "load_t5", lambda where: (where, None))
+    monkeypatch.setattr(module, "_hash", lambda where: "1")
+    recorded_family(tmp_path / "f.json", "whole", {"a": "there"}, **of)
+    if change == "weights":
+        monkeypatch.setattr(module, "_hash", lambda where: "2" if where == "whole" else "1")
+    else:
+        of["command"] += " --steps 4"
+    rows = recorded_family(tmp_path / "f.json", "whole", {"b": "there"}, **of)
+    assert [row["model"] for row in rows] == ["whole", "b"] and len([*tmp_path.iterdir()]) == 2, (
+        "the other is put aside"
+    )

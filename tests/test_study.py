@@ -12,13 +12,23 @@ import pytest
 import torch
 from script import load_script
 
+from t5accel.errors import InputError
 from t5accel.lab.gpu.suite import table
 from t5accel.lab.rows import checked
 from t5accel.mini.reader import train_wordpiece
 from t5accel.parity import ParityError
 from t5accel.study.bert import random_bert, resize, widths
 from t5accel.study.bert_graphs import fed_run
-from t5accel.study.bert_ladder import RUNGS, Readers, quality_rows, random_inputs, size_bytes, speed_rows
+from t5accel.study.bert_ladder import (
+    ON_GPU,
+    RUNGS,
+    Readers,
+    build,
+    quality_rows,
+    random_inputs,
+    size_bytes,
+    speed_rows,
+)
 from t5accel.study.bert_served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
 from t5accel.study.gpt2 import bytes_of_logits, random_gpt2
 from t5accel.study.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
@@ -205,15 +215,31 @@ def test_the_parts_of_the_recordings_are_named_once(tmp_path: Path) -> None:
         assert len({*names}) == len(names) > len(list(parts(tmp_path, 1, True)))
 
 
-def test_what_is_measured_on_a_gpu_is_tried_on_a_cpu(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def gpu_parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     gpt2 = dict(vocab_size=200, n_embd=32, n_layer=1, n_head=4, n_positions=300)
-    parts = cells(tmp_path, device="cpu", sizes={"gpt2": gpt2, "bert": {**SIZES, "max_position_embeddings": 512}})
-    for name in ("random:gpt2, 64 tokens", "random:bert-large, pruned, 1 × 512"):
-        rows = [*map(checked, parts[name]())]
-        assert not [row["failed"] for row in rows if "failed" in row]
-        about = [row for row in rows if name.startswith("random:gpt2")]
-        assert all(row["equal"] == row["of"] == 64 for row in about), "tokens are transformers'"
-        assert table([row | {"cell": name} for row in rows]).count(name) == len(rows)
-    half, fused = (next(row for row in rows if row["system"] == which) for which in ("fp16", "fused"))
+    folder = tmp_path_factory.mktemp("on-gpu")
+    return cells(folder, device="cpu", sizes={"gpt2": gpt2, "bert": {**SIZES, "max_position_embeddings": 512}})
+
+
+def test_gpt2_as_on_a_gpu_writes_transformers_tokens_in_every_way(gpu_parts: Any) -> None:
+    rows = [*map(checked, gpu_parts["random:gpt2, 64 tokens"]())]
+    assert [row["system"] for row in rows] == [way for way in WAYS if way != OPTIMUM]
+    assert all(row["equal"] == row["of"] == 64 for row in rows)
+    assert table(rows).count("random:gpt2, 64 tokens") == len(rows)
+
+
+def test_bert_as_on_a_gpu_is_near_in_fp16_and_half_as_large(gpu_parts: Any) -> None:
+    name = "random:bert-large, pruned, 1 × 512"
+    rows = {row["system"]: checked(row) for row in gpu_parts[name]()}
+    assert rows.keys() == {rung.name for rung in ON_GPU} and not [row for row in rows.values() if "failed" in row]
+    half, fused = rows["fp16"], rows["fused"]
     assert half["precision"] == "fp16" and half["size_bytes"] < 0.7 * fused["size_bytes"]
     assert 0 < half["error"] < 0.05, "rounded, and near"
+    assert table([row | {"cell": name} for row in rows.values()]).count(name) == len(rows)
+
+
+def test_what_runs_on_a_cpu_alone_is_refused_elsewhere(readers: Readers) -> None:
+    for rung in (rung for rung in RUNGS if rung.kind in ("bound", "optimum")):
+        with pytest.raises(InputError, match="runs on the CPU alone"):
+            build(rung, replace(readers, device="cuda"), 1, 8)

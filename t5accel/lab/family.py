@@ -19,7 +19,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.lab.harness import Way, measured
@@ -78,7 +78,9 @@ def family_rows(
                 ids = np.array(tasks.sources_of_length(tokenizer, batch, source_tokens), dtype=np.int64)
             dims = T5Dims.of(model)
             weights = {"weights_per_step": decoder_weights_per_step(dims)}
-            about.append({"measured": "size", "model": name, **weights, "settings": asdict(dims)})
+            about.append(
+                {"measured": "size", "model": name, **weights, "settings": asdict(dims), "sha256": _hash(model)}
+            )
             in_fp32 = Path(root) / f"{number}-fp32"
             export_t5(model, in_fp32, tokenizer=tokenizer, name=name, step=True)
             for recipe in map(as_recipe, recipes):
@@ -106,37 +108,40 @@ def family_rows(
 
 def recorded_family(
     path: str | os.PathLike[str], whole: str, members: Mapping[str, str | os.PathLike[str]], *, command: str,
-    told: Callable[[str, list[Row]], list[Row]], rounds: int = 5, **options: Any,
+    told: Callable[[str, list[Row]], list[Row]], **options: Any,
 ) -> list[Row]:  # fmt: skip
     """A file of `family_rows`, which grows: each member is measured beside the whole model, in a run of its own.
 
-    So nothing is lost with a member's weights once it is written down. What is in the file is not measured again, as
-    long as CPU, libraries and command are the same; else the file is put aside.
+    So nothing is lost with a member's weights once it is written down. A member is measured again if it has other
+    weights than in the file, and only then, as long as the whole model's weights, CPU, libraries and command are the
+    same; else the file is put aside. Rows of different members are compared by their ratios.
 
     Args:
-        path: of the file.
+        path: of the file. Commit it before it is gone on with, or what is added is said to come of a dirty checkout.
         whole: the name of the model that all were made from, which comes first in the file, from its first run.
         members: by name, where they lie.
         command: that wrote the file.
         told: takes a member's name and its rows, and returns what is written of it.
-        rounds, options: as of `family_rows`.
+        options: as of `family_rows`.
 
     Returns:
         All rows of the file.
     """
-    about = here()
-    same = {name: at_path(about, name) for name in ("machine.cpu", "versions.torch", "versions.onnxruntime")}
+    about = here() | {"whole_sha256": _hash(load_t5(whole)[0])}
+    libraries = [f"versions.{name}" for name in ("torch", "transformers", "onnxruntime")]
+    same = {name: at_path(about, name) for name in ("whole_sha256", "machine.cpu", *libraries)}
     rows: list[Row] = rows_so_far(path, {**same, "command": command})
     for name, where in members.items():
-        there = {row["model"] for row in rows}
-        if name in there:
+        known = {row["model"]: row["sha256"] for row in rows if row["measured"] == "size"}
+        if known.get(name) == _hash(load_t5(where)[0]):
             continue
-        scored = {name} if whole in there else {whole, name}
-        found = family_rows({whole: whole, name: where}, rounds=rounds, scored=scored, **options)
+        scored = {name} if whole in known else {whole, name}
+        found = family_rows({whole: whole, name: where}, scored=scored, **options)
         found = [row | {"commit": about["commit"] or "unknown"} for row in found]
+        rows = [row for row in rows if row["model"] != name]
         rows += [row for row in found if row["model"] in scored - {name}]
         rows += told(name, [row for row in found if row["model"] == name])
-        write_rows(path, rows, command=command)
+        write_rows(path, rows, command=command, **about)
     return rows
 
 
@@ -158,6 +163,10 @@ def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -
                 found.pop()
             found.append(name)
     return found
+
+
+def _hash(model: Any) -> str:
+    return source_hash(model, t5_weights(model))
 
 
 def _sequences(engine: OrtStatic, ids: np.ndarray, new_tokens: int) -> np.ndarray:

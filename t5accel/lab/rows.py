@@ -39,6 +39,7 @@ class Row(TypedDict, total=False):
     task: str
     precision: str  # the recipe's name, such as "int8"; for others' systems the kind of numbers
     recipe_hash: str
+    sha256: str  # of the model: of its sizes and weights
     settings: dict[str, Any]  # how it was configured, trained or sized: plain values by name, one level deep
     failed: str  # why there is no time
     lacks: list[str]  # what could not be found out, and why

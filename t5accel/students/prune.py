@@ -173,7 +173,7 @@ def prune(
     choose(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
     mixture = as_mixture(examples, tokenizer)
     student = copy.deepcopy(model).to(device).eval()
-    gates = Gates(student)
+    gates = Gates(student).to(device)
     fixed = None if config.importance == "movement" else _scores(student, tokenizer, mixture, config)
 
     def kept_at(step: int) -> Kept:
@@ -188,7 +188,6 @@ def prune(
 
     if not config.steps:
         return remove(student.to("cpu"), kept_at(0))
-    gates.to(device)
     with gated(student, gates):
         train_student(
             student, teacher or model, tokenizer, mixture, folder, replace(config.training, steps=config.steps),

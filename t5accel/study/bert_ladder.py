@@ -1,7 +1,7 @@
 """The BERT ladder: one idea a rung, each with its speed, its bytes and, where the reader is a trained one, its scores.
 
 The rungs are those of the post (prune, export, fuse, narrow numbers, bind), as a CPU has them: fp16, the post's largest
-factor, is a GPU's arithmetic; here bf16 and 8 bits stand in its place.
+factor, is a GPU's arithmetic, and has rungs of its own there (`ON_GPU`); here bf16 and 8 bits stand in its place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from t5accel import quality
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.checkpoints import in_floats
+from t5accel.errors import InputError
 from t5accel.graphs.saved_graph import count_nodes
 from t5accel.lab.harness import Way, measured, ratio
 from t5accel.lab.rows import Row, scores
@@ -133,7 +134,12 @@ ON_GPU = (
 
 
 def build(rung: Rung, readers: Readers, batch: int, tokens: int) -> Run:
-    """The rung as a function from inputs to logits, for (``batch``, ``tokens``) where memory is bound."""
+    """The rung as a function from inputs to logits, for (``batch``, ``tokens``) where memory is bound.
+
+    Raises ``InputError`` for rungs that run on the CPU alone, where the readers are for a GPU.
+    """
+    if readers.device != "cpu" and rung.kind in ("bound", "optimum"):
+        raise InputError(f"{rung.name!r} runs on the CPU alone; give rungs of ON_GPU for device={readers.device!r}.")
     model = readers.models[rung.which]
     if rung.kind in IN_TORCH:
         dtype = IN_TORCH[rung.kind]

@@ -7,6 +7,7 @@ position anew gives logits for every position: for 256 tokens of GPT-2 that adds
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def recomputed(
         last_logits: as the graph was exported.
         bound: ids and logits lie in memory that stays; else both are handed over in every step.
         moved: counts on.
-        device: ``"cpu"`` or ``"cuda"``. There what is bound are torch's tensors, which find the likeliest token, too.
+        device: ``"cpu"`` or ``"cuda"``. There only the logits stay, in a tensor of torch's.
     """
     session = open_session(path, SessionSettings(threads=threads, device=device))
     vocabulary = session.get_outputs()[0].shape[2]
@@ -203,21 +204,25 @@ def recomputed_on_tensors(session: Any, device: str, moved: Moved, *, last_logit
     """The same with logits in a tensor of torch's, where the likeliest token is found: only that comes to the host."""
     import torch
 
+    from t5accel.backends.ort.pointers import bind_tensor  # which needs torch
+
     vocabulary = session.get_outputs()[0].shape[2]
 
     def generate(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
         batch, begin = prompts.shape
         longest = begin + new_tokens
         ids = np.concatenate([prompts, np.zeros((batch, new_tokens), np.int64)], axis=1)
-        memory = torch.empty(batch * (1 if last_logits else longest) * vocabulary, device=device)
-        binding = session.io_binding()
+        on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        size = batch * (1 if last_logits else longest) * vocabulary
+        memory, binding = torch.empty(size, dtype=torch.float32, device=on), session.io_binding()
         for length in range(begin, longest):
             given = np.ascontiguousarray(ids[:, :length])
             shape = (batch, 1 if last_logits else length, vocabulary)
+            logits = memory[: math.prod(shape)].view(shape)
             binding.bind_cpu_input("input_ids", given)
-            binding.bind_output("logits", device, 0, np.float32, shape, memory.data_ptr())
+            bind_tensor(binding, "logits", logits, dtype=torch.float32, device=on, is_output=True)
             session.run_with_iobinding(binding)  # returns when all is computed
-            chosen = memory[: int(np.prod(shape))].view(shape)[:, -1].argmax(1).cpu().numpy()
+            chosen = logits[:, -1].argmax(1).cpu().numpy()
             ids[:, length] = chosen
             moved.count(given, chosen)
         return ids[:, begin:]
@@ -231,7 +236,8 @@ def cached(
     """Every step computes the new position alone, by a graph with a key/value cache.
 
     Args:
-        bound: keys and values stay with the runtime; else all of them are handed over, in and out, in every step.
+        bound: keys and values stay with the runtime, and a row of scores comes to the host; else all of them are
+            handed over, in and out, in every step.
         moved: counts on.
         device: ``"cpu"`` or ``"cuda"``, where keys and values stay.
     """
@@ -268,8 +274,9 @@ def cached(
                 binding.bind_output(name, device)
             session.run_with_iobinding(binding)
             logits, *past = binding.get_outputs()
-            moved.count(ids, logits.numpy())
-            ids = logits.numpy()[:, -1].argmax(1)[:, None]
+            scores = logits.numpy()
+            moved.count(ids, scores)
+            ids = scores[:, -1].argmax(1)[:, None]
             found.append(ids)
         return np.concatenate(found, axis=1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from t5accel.checkpoints import in_floats
 from t5accel.lab.harness import Way, measured
 from t5accel.lab.rows import Row
 from t5accel.study.exporting import quietly
@@ -35,7 +35,7 @@ WAYS = (PYTORCH, NO_CACHE, *GRAPHS, OPTIMUM)
 class Gpt2:
     """A GPT-2, which stays on the CPU, and where its graphs are written; what is there is used again.
 
-    ``device`` is where all ways run, ``"cpu"`` or ``"cuda"``.
+    ``device`` is where all ways run but optimum's, ``"cpu"`` or ``"cuda"``.
     """
 
     model: PreTrainedModel
@@ -59,7 +59,7 @@ class Gpt2:
             return recomputed(graph, bound=bound, last_logits=last_logits, **how)
         if way == OPTIMUM:
             return torch_greedy(self._optimum())
-        model = self.model if self.device == "cpu" else copy.deepcopy(self.model).to(self.device)
+        model = self.model if self.device == "cpu" else in_floats(self.model, "float32", self.device)
         return torch_greedy(model, cache=way == PYTORCH)
 
     def _optimum(self) -> Any:

@@ -3,7 +3,7 @@
     python -m t5accel.study.on_gpu --json data/results    # into gpu-<card>.json, beside the cells of the GPU suite
 
 It needs torch, transformers, onnx and onnxruntime-gpu. Weights are random: this is about speed. Every cell is kept when
-it is measured, and what is there is not measured again.
+it is measured, and what is there is not measured again, unless something in it failed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from t5accel import machine
+from t5accel.errors import MissingPackageError
 from t5accel.lab.gpu.cards import slug
 from t5accel.lab.gpu.cells import Cell
+from t5accel.lab.gpu.measure import let_go
 from t5accel.lab.gpu.suite import SUITE, Book, table
 from t5accel.lab.rows import Row, here
 from t5accel.study.bert import RANDOM_SIZES, random_bert
@@ -73,13 +75,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure GPT-2 and a pruned BERT large on a GPU.")
     parser.add_argument("--json", type=Path, required=True, help="the folder of gpu-<card>.json")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise MissingPackageError("This needs a GPU and a torch that sees it, and there is none here.")
     path = given.json / f"gpu-{slug(torch.cuda.get_device_name())}.json"
     book = Book(path, here() | {"suite": SUITE, "device": "cuda"})
     with TemporaryDirectory() as folder:
         for name, measure in cells(Path(folder)).items():
-            if not book.of(cell := Cell(name, "speed")):
+            cell = Cell(name, "speed")
+            if not book.of(cell) or any("failed" in row for row in book.of(cell)):
                 book.keep(cell, [{**row, "cell": name} for row in measure()])
                 print(table(book.of(cell)), flush=True)
+                let_go("cuda")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def require_runnable_here(manifest: Manifest, folder: Path, device: str = "cpu")
         # ones are right to 1e-4. Which node does it is not known; on a CPU the same graphs are right.
         raise ExportError(
             f"{folder} is a UMT5, whose first step ONNX Runtime's CUDA provider computed wrongly where it was tried "
-            "(release 1.30.0): run it by PyTorch, accelerate(…, device='cuda'), or on device='cpu'."
+            "(release 1.30.0): run the model itself, not an export, by accelerate(…, device='cuda') in 'fp32', 'fp16' "
+            "or 'bf16', which takes PyTorch; or run this on device='cpu'."
         )
     optimized = manifest.optimized
     if not optimized.get("contrib_operators"):
