@@ -137,9 +137,8 @@ def recorded_family(
             continue
         scored = {name} if whole in known else {whole, name}
         found = family_rows({whole: whole, name: where}, scored=scored, **options)
-        found = [row | {"commit": about["commit"] or "unknown"} for row in found]
-        rows = [row for row in rows if row["model"] != name]
-        rows += [row for row in found if row["model"] in scored - {name}]
+        found = [row | {"commit": about["commit"] or "unknown"} for row in found if row["model"] in scored]
+        rows = [row for row in rows if row["model"] != name] + [row for row in found if row["model"] == whole]
         rows += told(name, [row for row in found if row["model"] == name])
         write_rows(path, rows, command=command, **about)
     return rows

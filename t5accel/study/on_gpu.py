@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,19 +49,25 @@ def cells(
     sizes = sizes or {"gpt2": {}, "bert": RANDOM_SIZES["bert-large"]}
     threads, ways = machine.cpu_threads(), [way for way in WAYS if way != OPTIMUM]
 
-    def gpt2(new_tokens: int, rounds: int) -> list[Row]:
-        subject = Gpt2(random_gpt2(sizes["gpt2"]), folder / "gpt2", threads, device)
-        return gpt2_rows(subject, model=GPT2, new_tokens=new_tokens, ways=ways, rounds=rounds, keep_going=True)
+    @cache
+    def subject() -> Gpt2:
+        return Gpt2(random_gpt2(sizes["gpt2"]), folder / "gpt2", threads, device)
 
-    def bert(batch: int, tokens: int) -> list[Row]:
+    @cache
+    def readers() -> Readers:
         heads, neurons = (round(share * sizes["bert"][name]) for name, share in KEPT.items())
         layers = sizes["bert"]["num_hidden_layers"]
         left = {"heads": [heads] * layers, "neurons": [neurons] * layers}
         with torch.device("meta"):  # only its sizes are asked for
             whole = random_bert(sizes["bert"])
         models = {"whole": whole, "pruned": random_bert({**sizes["bert"], "layer_widths": left}, seed=1)}
-        readers = Readers(models, folder / "bert-large", (), threads, device)
-        return speed_rows(ON_GPU, readers, model=LARGE, batch=batch, tokens=tokens, rounds=11, keep_going=True)
+        return Readers(models, folder / "bert-large", (), threads, device)
+
+    def gpt2(new_tokens: int, rounds: int) -> list[Row]:
+        return gpt2_rows(subject(), model=GPT2, new_tokens=new_tokens, ways=ways, rounds=rounds, keep_going=True)
+
+    def bert(batch: int, tokens: int) -> list[Row]:
+        return speed_rows(ON_GPU, readers(), model=LARGE, batch=batch, tokens=tokens, rounds=11, keep_going=True)
 
     return {
         f"{GPT2}, 64 tokens": lambda: gpt2(64, 5),
