@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from t5accel.checkpoints import load_t5
@@ -18,9 +19,9 @@ from t5accel.graphs.numbers.quantize import quantize_export
 from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.lab.rows import Row, write_rows
 from t5accel.lab.scoring import text_quality
-from t5accel.mini.mixture import SECOND_CURRICULUM, mini_mixture
+from t5accel.mini.mixture import FOURTH_CURRICULUM, mini_mixture
 from t5accel.mini.pairs import read_pairs, split_pairs
-from t5accel.mini.train import SECOND_STAGE
+from t5accel.mini.train import FOURTH_STAGE
 from t5accel.students.batches import steps_from
 from t5accel.students.quantization_aware import fine_tune
 
@@ -35,41 +36,50 @@ def rows_of(trained: str, steps: int, model: Any, tokenizer: Any, recipe: Any) -
         return [{**about, "precision": name, **score(Path(folder) / name)} for name in ("fp32", recipe.name)]
 
 
+def train(rounding: Any, folder: Path, args: argparse.Namespace) -> None:
+    """Fine-tune the bundled model, unless that is done already."""
+    if (folder / "config.json").is_file():
+        return
+    model, tokenizer = load_t5("mini")
+    mixture = mini_mixture(split_pairs(read_pairs(args.pairs), 1000).train, FOURTH_CURRICULUM)
+    # Steps that the model has not seen: the curriculum's last phase goes on.
+    batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, FOURTH_STAGE.steps)
+    with tqdm(total=args.steps, desc=folder.name, unit="step") as bar:
+
+        def shown(loss: float) -> None:
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+
+        model.to(args.device)
+        fine_tune(model, rounding, batches, steps=args.steps, learning_rate=args.learning_rate, on_step=shown)
+    model.to("cpu", torch.float16).save_pretrained(folder)
+
+
 def main() -> None:
-    """Score, train twice, score again, and write the rows."""
+    """Train twice what is not trained yet; then score both, and the model as it was."""
     parser = argparse.ArgumentParser(description="Fine-tune with rounded weights, and without, and compare.")
     parser.add_argument("pairs", type=Path, help="the file of training pairs")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
-    parser.add_argument("--save", type=Path, help="folder for the fine-tuned checkpoints")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the fine-tuned models")
+    parser.add_argument("--json", type=Path, help="score all and write the rows here")
     parser.add_argument("--recipe", default="int4")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--device", default="cpu", help="to train on: cpu or cuda")
     args = parser.parse_args()
     recipe = as_recipe(args.recipe)
-    pairs = split_pairs(read_pairs(args.pairs), 1000).train
-    mixture = mini_mixture(pairs, SECOND_CURRICULUM)
-    model, tokenizer = load_t5("mini")
-    rows = rows_of("not", 0, model, tokenizer, recipe)
-    for name, rounding in (("with rounded weights", recipe), ("without rounding", None)):
-        model = load_t5("mini")[0]
-        # Steps that the model has not seen: the curriculum's last phase goes on.
-        batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, SECOND_STAGE.steps)
-        with tqdm(total=args.steps, desc=name, unit="step") as bar:
-
-            def shown(loss: float, bar: Any = bar) -> None:
-                bar.update()
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-
-            fine_tune(
-                model, rounding, batches, steps=args.steps, learning_rate=args.learning_rate, on_step=shown
-            )  # fmt: skip
-        if args.save:
-            model.save_pretrained(args.save / name.replace(" ", "-"))
-        rows += rows_of(name, args.steps, model, tokenizer, recipe)
+    folders = {name: args.out / name.replace(" ", "-") for name in ("with rounded weights", "without rounding")}
+    for folder, rounding in zip(folders.values(), (recipe, None), strict=True):
+        train(rounding, folder, args)
+    if not args.json:
+        return
+    _, tokenizer = load_t5("mini")
+    rows: list[Row] = []
+    for name, steps, where in (("not", 0, "mini"), *((name, args.steps, folder) for name, folder in folders.items())):
+        rows += rows_of(name, steps, load_t5(where)[0], tokenizer, recipe)
         print(*rows[-2:], sep="\n")
     write_rows(
         args.json, rows, recipe=recipe.to_json(), learning_rate=args.learning_rate,
-        command=f"python scripts/quantization_aware.py PAIRS --recipe {args.recipe} --steps {args.steps}",
+        command=f"python scripts/quantization_aware.py PAIRS --out FOLDER --recipe {args.recipe} --steps {args.steps}",
     )  # fmt: skip
 
 

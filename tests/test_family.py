@@ -25,7 +25,7 @@ from t5accel.students.shrink import shrink_decoder
 from t5accel.t5.lively import random_t5
 from t5accel.t5.sizes import T5Dims
 
-TINY = dict(vocab_size=6000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2)
+TINY = dict(vocab_size=8000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2)
 QUICK = dict(rounds=2, source_tokens=6, new_tokens=3)
 
 

@@ -402,6 +402,20 @@ def test_the_forty_sentences_are_five_of_each_topic_and_none_is_an_evaluation_se
     assert len(set(words[:40])) == 40 and not set(words[:40]) & set(words[40:])
 
 
+def test_what_was_judged_is_what_the_bundled_model_writes_and_what_its_card_shows() -> None:
+    rows = [json.loads(line) for line in FORTY.read_text(encoding="utf-8").splitlines()]
+    model, tokenizer = load_t5("mini")
+    texts = tokenizer([tasks.TRANSLATE + row["source"] for row in rows], return_tensors="pt", padding=True)
+    written = tokenizer.batch_decode(model.generate(**texts, max_new_tokens=80), skip_special_tokens=True)
+    same = sum(french == row["french"] for french, row in zip(written, rows, strict=True))
+    assert same >= 38  # two words that are nearly as likely may change places on another machine
+    card = (FORTY.parent / "mini-t5/README.md").read_text(encoding="utf-8")
+    assert all(f"| {row['source']} | {row['french']} | {row['verdict']} |" in card for row in rows)
+    counts = Counter(row["verdict"] for row in rows)
+    assert counts.keys() == {"right", "understandable", "wrong"}
+    assert "{right} are right, {understandable} understandable and {wrong} wrong".format(**counts) in card
+
+
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 

@@ -86,7 +86,7 @@ def test_a_t5_of_ones_own_is_distilled_quantised_and_run_by_the_commands_shown(
     """Word for word, with a smaller model in place of the stand-in."""
     (commands,) = re.findall(r"^<!-- own model -->\n```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     (stand_in,) = re.findall(r"^<!-- a stand-in -->\n```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    sizes = dict(vocab_size=6000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2, num_decoder_layers=3)
+    sizes = dict(vocab_size=8000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2, num_decoder_layers=3)
     made = {"random:t5-small": (random_t5(sizes), None), "mini": load_t5("mini")}
     monkeypatch.setattr("t5accel.load_t5", made.get, raising=False)
     monkeypatch.chdir(tmp_path)

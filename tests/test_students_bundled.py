@@ -52,7 +52,7 @@ def test_it_is_small_and_of_its_recorded_shape(name: str) -> None:
     (kept,) = chosen(recorded(file)["rows"], measured="size", model=model)
     dims = T5Dims.of(load_t5(name)[0])
     assert kept["bundled"] == name
-    assert dims.decoder_layers == 1 and dims.encoder_layers == 4
+    assert (dims.encoder_layers, dims.decoder_layers) == (6, 1)
     assert {key: list(value) if isinstance(value, tuple) else value for key, value in vars(dims).items()} == kept[
         "settings"
     ]
@@ -92,12 +92,12 @@ def test_recorded_quality_is_what_one_gets(name: str) -> None:
     assert report.questions.seen.exact_match == pytest.approx(kept["exact_match_seen"], abs=2)
 
 
-def test_the_distilled_one_keeps_what_was_aimed_at_or_its_card_says_where_not() -> None:
+def test_the_distilled_one_keeps_nine_tenths_of_its_teacher_s_scores_and_its_card_says_how_much() -> None:
     (teacher,) = chosen(recorded("distillation.json")["rows"], measured="speed", model="mini", precision="fp32")
     kept = {name: row_of("mini-d1")[name] / teacher[name] for name in quality.MAIN_SCORES}
-    assert kept["bleu"] >= 0.9 and kept["rougeL"] >= 0.95
+    assert min(kept.values()) >= 0.9
     card = " ".join((data_folder() / BUNDLED["mini-d1"] / "README.md").read_text(encoding="utf-8").split())
-    assert kept["exact_match"] >= 0.95 or f"{kept['exact_match']:.0%} of its teacher's right answers" in card
+    assert f"{kept['exact_match']:.0%} of its teacher's right answers" in card
 
 
 @each_student

@@ -386,6 +386,6 @@ def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figur
                 f"stage {row['stage']}", (before["step"], top), xytext=(4, 0), textcoords="offset points", va="top",
                 color="grey",
             )  # fmt: skip
-    axes.legend(frameon=False, loc="upper center")
+    axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     return _saved(figure, path)

@@ -23,7 +23,7 @@ class Row(TypedDict, total=False):
 
     The name says the unit: ``_s`` seconds, ``_bytes`` bytes, ``_us`` microseconds. Scores run from 0 to 100.
     Besides these keys there are the scores of a part of the evaluation sets, such as ``bleu_3-5`` or ``f1_unseen``:
-    see `SCORES`.
+    see `SCORES`; and the losses on composed texts, see `COMPOSED`.
     """
 
     # What was measured, and of what.
@@ -178,9 +178,12 @@ SCORES = {
     "summaries": (("rouge1", "rouge2", "rougeL"), ("seen", "unseen")),
     "questions": (("exact_match", "f1"), ("seen", "unseen", "has_answer", "no_answer")),
 }
-KEYS = frozenset(Row.__annotations__) | {
-    f"{score}_{part}" for scores, parts in SCORES.values() for score in scores for part in parts
-}
+COMPOSED = frozenset({"composed reports", "composed questions"})  # losses on texts like summaries' and questions'
+KEYS = (
+    COMPOSED
+    | frozenset(Row.__annotations__)
+    | {f"{score}_{part}" for scores, parts in SCORES.values() for score in scores for part in parts}
+)
 
 
 def checked(row: Mapping[str, Any]) -> Row:

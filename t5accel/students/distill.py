@@ -104,7 +104,7 @@ def distill(
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.checkpoints import load_t5
     >>> from t5accel.t5.lively import random_t5
-    >>> sizes = dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=4, vocab_size=6000)
+    >>> sizes = dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=4, vocab_size=8000)
     >>> teacher, (_, tokenizer) = random_t5(sizes), load_t5("mini")
     >>> rows = [{"source": "translate English to French: Go!", "target": "Va !"}]
     >>> with TemporaryDirectory() as folder:
