@@ -40,13 +40,11 @@ class Run:
 
 
 def runs(steps: int, longer: int) -> list[Run]:
-    """All losses for one layer; the best two for two layers; `LONGER` from another beginning, and with more steps."""
+    """All losses for one layer; the best two for two layers; `LONGER` with more steps."""
     base = DistillConfig(steps=steps)
     losses = [Run(f"1 layer, {loss}", replace(base, loss=loss)) for loss in ("labels", "logits", "hidden", "sequence")]
     deeper = [Run(f"2 layers, {loss}", replace(base, loss=loss, layers=(0, 3))) for loss in BEST]
-    long = replace(base, loss=LONGER)
-    other = Run(f"1 layer, {LONGER}, begun with the first", replace(long, layers=(0,)))
-    return [*losses, *deeper, other, Run(f"1 layer, {LONGER}, longer", replace(long, steps=longer))]
+    return [*losses, *deeper, Run(f"1 layer, {LONGER}, longer", replace(base, loss=LONGER, steps=longer))]
 
 
 def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:

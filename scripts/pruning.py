@@ -40,7 +40,7 @@ def runs(steps: int, best: str) -> list[Run]:
         if way != "movement":  # which needs training
             found.append(Run(f"{way}, untrained", PruneConfig(heads=0.25, neurons=0.5, importance=way, steps=0)))
         found.append(Run(way, PruneConfig(heads=0.25, neurons=0.5, importance=way, steps=steps)))
-    for heads, neurons in ((0.1, 0.25), (0.4, 0.7), (0.6, 0.85)):
+    for heads, neurons in ((0.1, 0.25), (0.6, 0.85)):
         name = f"{best}, {heads:.0%} of heads, {neurons:.0%} of neurons"
         found.append(Run(name, PruneConfig(heads=heads, neurons=neurons, importance=best, steps=steps)))
     together = PruneConfig(heads=0.25, neurons=0.5, importance=best, steps=2 * steps)
