@@ -26,8 +26,8 @@ from t5accel.text.text_to_text import text_to_text
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # that the teacher writes, for the loss "sequence"
-BEST = ("logits", "hidden")  # of the four losses at equal budget, for one layer: the winner and the next one
-LONGER = "hidden"  # the loss of the long run: with more layers it leads
+DEEPER = ("logits", "hidden")  # the losses of students with two layers: those that ask the teacher at every step
+LONGER = "hidden"  # the loss of the long run: of the four at equal budget it leads
 ROUNDS = 15  # of the timing: a decoder of this size takes milliseconds, and so small disturbances show
 
 
@@ -40,10 +40,10 @@ class Run:
 
 
 def runs(steps: int, longer: int) -> list[Run]:
-    """All losses for one layer; the best two for two layers; `LONGER` with more steps."""
+    """All losses for one layer; `DEEPER` for two layers; `LONGER` with more steps."""
     base = DistillConfig(steps=steps)
     losses = [Run(f"1 layer, {loss}", replace(base, loss=loss)) for loss in ("labels", "logits", "hidden", "sequence")]
-    deeper = [Run(f"2 layers, {loss}", replace(base, loss=loss, layers=(0, 3))) for loss in BEST]
+    deeper = [Run(f"2 layers, {loss}", replace(base, loss=loss, layers=(0, 3))) for loss in DEEPER]
     return [*losses, *deeper, Run(f"1 layer, {LONGER}, longer", replace(base, loss=LONGER, steps=longer))]
 
 
