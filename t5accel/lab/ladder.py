@@ -18,7 +18,7 @@ from t5accel.lab.bench import Job, as_way, sizes
 from t5accel.lab.harness import measured, ratio
 from t5accel.lab.rows import Row
 from t5accel.lab.scoring import generated_scores
-from t5accel.lab.techniques import LOOKUP, NAMED, THROUGHPUT, Generate, Subject, Technique
+from t5accel.lab.techniques import LOOKUP, NAMED, THEIR_LOOP, THROUGHPUT, Generate, Subject, Technique
 from t5accel.text.text_to_text import TokenizerFile
 
 MODEL, STUDENT = "mini", "mini-d1"
@@ -60,7 +60,7 @@ _LOOP, _INT8 = "ONNX Runtime, our loop", NAMED["ONNX Runtime, our loop, int8"]
 _BELOW = (
     Rung("naive", "the naive loop", None, NAMED["transformers without cache"]),
     Rung("cache", "a cache of keys and values", "naive", NAMED["transformers with cache"]),
-    Rung("onnx", "our graphs, ONNX Runtime", "cache", NAMED["ONNX Runtime, generate()"]),
+    Rung("onnx", "our graphs, ONNX Runtime", "cache", THEIR_LOOP),
     Rung("loop", "our own loop", "onnx", NAMED[f"{_LOOP}, all logits"]),
 )
 
