@@ -32,7 +32,7 @@ from t5accel.tasks import TRANSLATE
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back", "random_state_put_back")
 
-SIZES = dict(vocab_size=6000, d_model=16, d_kv=8, d_ff=128, num_heads=2, num_layers=2, num_decoder_layers=3)
+SIZES = dict(vocab_size=8000, d_model=16, d_kv=8, d_ff=128, num_heads=2, num_layers=2, num_decoder_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(teacher, d
     (training, nobody), (_, mini) = seen
     assert training == replace(pruning.PruneConfig().training, loss="hidden", seed=5) and nobody is None
     assert training.matrix_learning_rate < DistillConfig().matrix_learning_rate
-    assert mini.config.vocab_size == 6000
+    assert mini.config.vocab_size == 8000
 
 
 def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, stranger, data: Path, tmp_path) -> None:

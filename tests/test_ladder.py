@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "data/results/ladder.json"
-SIZES = dict(vocab_size=6000, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2)
+SIZES = dict(vocab_size=8000, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2)
 JOB = Natural(texts=3, longest=6)
 QUICK: dict[str, Any] = dict(rounds=2, threads=1, limit=0, peak_memory=False)
 BY_NAME = {rung.name: rung for rung in natural_rungs()}
@@ -206,9 +206,9 @@ def test_a_model_that_says_one_thing_is_no_evidence(tiny: str) -> None:
 
 
 def test_forced_work_is_checked_while_it_is_timed(tiny: str) -> None:
-    job = Forced(new_tokens=8, source_tokens=7)
+    job = Forced(new_tokens=8, source_tokens=9)
     rows = climb([NAIVE, LOOP], job, model=tiny, **QUICK)
-    assert {(row["texts"], row["new_tokens"], row["source_tokens"], row["of"]) for row in rows} == {(1, 8, 7, 8)}
+    assert {(row["texts"], row["new_tokens"], row["source_tokens"], row["of"]) for row in rows} == {(1, 8, 9, 8)}
     assert not any("forced" in row for row in rows)
     lazy, _ = altered(lambda out, call: out if call == 1 else out[:, :-1])
     with pytest.raises(UnequalWorkError, match="a rival.*new_tokens"):

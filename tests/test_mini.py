@@ -32,9 +32,9 @@ def test_size() -> None:
 
 def test_shape(mini) -> None:
     dims = T5Dims.of(mini[0])
-    assert (dims.encoder_layers, dims.decoder_layers, dims.tied, dims.gated) == (4, 4, True, False)
-    assert 8e6 < mini[0].num_parameters() < 10e6
-    assert dims.vocab_size == len(mini[1]) == 6000
+    assert (dims.encoder_layers, dims.decoder_layers, dims.tied, dims.gated) == (6, 4, True, False)
+    assert 10e6 < mini[0].num_parameters() < 12e6
+    assert dims.vocab_size == len(mini[1]) == 8000
 
 
 def test_tokenizer(mini) -> None:

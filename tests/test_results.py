@@ -208,9 +208,11 @@ def floor_of(row: dict, floors: list[dict]) -> float | None:
     name = f"{row.get('precision', '')} {row['system']}"
     bits = 4 if re.search("int4|4bit", name) else 8 if re.search("int8|8bit|dynamic|static|fp16|bf16", name) else 32
     whole = bits < 32 or row.get("beams", 1) > 1 or any(word in row["system"] for word in FULL_HEADS)
+    student, *_ = row["system"].split(",")  # a board of one model has rows of its students
+    model = student if student.startswith("mini-d1") else row["model"]
     found = [
         one["floor_s"] for one in floors
-        if one["model"] == row["model"] and one["precision"] == {4: "int4", 8: "int8", 32: "fp32"}[bits]
+        if one["model"] == model and one["precision"] == {4: "int4", 8: "int8", 32: "fp32"}[bits]
     ]  # fmt: skip
     return max(found) if found and whole else min(found, default=None)
 

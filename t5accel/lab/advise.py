@@ -188,7 +188,7 @@ def weights_per_step(name: str) -> int | None:
     model's name, and as `T5Dims.from_config` does.
 
     >>> weights_per_step("mini"), weights_per_step("google-t5/t5-small") == weights_per_step("random:t5-small")
-    (5209344, True)
+    (5721344, True)
     """
     hub_id = HUB_ALIASES.get(name, name)
     owner = next((owner for owner in ("random:", "google-t5/", "google/") if hub_id.startswith(owner)), hub_id)
