@@ -10,7 +10,7 @@ import copy
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"
 # Short names under which the originals are widely known.
 HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
 
 
 def data_folder() -> Path:
@@ -134,12 +135,7 @@ def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTr
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     if not (folder / "config.json").is_file():
         raise ModelUnavailableError(f"{folder} holds no config.json: give a folder written by save_pretrained().")
-    try:
-        return _from_pretrained(str(folder))
-    except T5AccelError:
-        raise
-    except Exception as error:  # whatever transformers, safetensors and tokenizers make of a broken file
-        raise ModelUnavailableError(f"{folder} cannot be loaded: {error}") from error
+    return _from_pretrained(str(folder))
 
 
 def _load_hub(hub_id: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -169,27 +165,67 @@ def _hub_resolves() -> bool:
     return True
 
 
+def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLike[str], **options: Any) -> Any:
+    """Call a ``from_pretrained`` of transformers so that no code beside the files runs.
+
+    Args:
+        from_pretrained: of a class that takes ``trust_remote_code``, as transformers' ``Auto`` classes do.
+        where: a folder, or a hub id.
+
+    Raises:
+        ModelUnavailableError: the folder is damaged, or brings code that transformers would run.
+
+    >>> from transformers import AutoConfig
+    >>> load_pretrained(AutoConfig.from_pretrained, data_folder() / "mini-t5").model_type
+    't5'
+    """
+    # transformers 4.57 takes what lies in a folder for trusted, and runs it without being allowed to.
+    if os.path.lexists(os.path.join(where, "custom_generate")):
+        raise ModelUnavailableError(
+            f"{where} holds custom_generate, Python code that transformers runs as it loads the model. Read it, and "
+            "remove it from the folder: t5accel runs no code that lies beside weights."
+        )
+    try:
+        # Left open, transformers asks on the terminal, and takes a line of piped input for the answer.
+        return from_pretrained(os.fspath(where), trust_remote_code=False, **options)
+    except (T5AccelError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        if not os.path.isdir(where):
+            raise
+        raise ModelUnavailableError(f"{where} cannot be loaded: {error}") from error
+
+
 def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     import torch
     import transformers
     from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(where, **options)
+    config = load_pretrained(AutoConfig.from_pretrained, where, **options)
     family_of(config, where)
+    attention = getattr(config, "_attn_implementation", None)
+    if isinstance(attention, str) and "/" in attention:  # compiled code of a hub's repository
+        raise ModelUnavailableError(f"{where} asks for the kernel {attention!r}: remove it from its config.json.")
+    load = AutoModelForSeq2SeqLM.from_pretrained
+    if getattr(config, "layer_widths", None):
+        name = f"{CLASS_PREFIXES[config.model_type]}ForConditionalGeneration"
+        load = partial(load_narrow, getattr(transformers, name))
     with _no_loading_bar():
-        load = AutoModelForSeq2SeqLM.from_pretrained
-        if getattr(config, "layer_widths", None):
-            name = f"{CLASS_PREFIXES[config.model_type]}ForConditionalGeneration"
-            load = partial(load_narrow, getattr(transformers, name))
-        model, report = load(where, dtype=torch.float32, output_loading_info=True, **options)
-    missing = sorted(report["missing_keys"])
+        model, report = load_pretrained(load, where, dtype=torch.float32, output_loading_info=True, **options)
+    missing, unread = (sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
     if missing:  # transformers fills them with random numbers and goes on
         raise ModelUnavailableError(f"{where} is incomplete: it lacks {len(missing)} weights, such as {missing[0]}.")
+    if unread := [name for name in unread if not name.endswith(_COMPUTED)]:  # and drops these
+        raise ModelUnavailableError(
+            f"{where} holds {len(unread)} weights that a {type(model).__name__} does not have, such as {unread[0]}: "
+            "merge adapters into the model first, or save it without them."
+        )
     has_tokenizer = not Path(where).is_dir() or any(
         (Path(where) / name).is_file()
         for name in ("tokenizer.json", "spiece.model", "tokenizer_config.json", "source.spm")
     )
-    return model.eval(), AutoTokenizer.from_pretrained(where, **options) if has_tokenizer else None
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, where, **options) if has_tokenizer else None
+    return model.eval(), tokenizer
 
 
 @contextmanager

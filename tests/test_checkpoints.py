@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import io
+import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,16 +23,18 @@ from hypothesis import strategies as st
 from refused import refused
 from safetensors.torch import load_file, save_file
 
-from t5accel import checkpoints
+from t5accel import accelerate, checkpoints
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import HUB_ALIASES, data_folder, load_t5
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.graphs.export.t5 import export_t5
 from t5accel.parity import assert_varied
 from t5accel.students.gates import Gates
 from t5accel.students.prune import remove
 from t5accel.t5.lively import RANDOM_SIZES, random_t5
 from t5accel.t5.sizes import T5Dims
+from t5accel.text.text_to_text import tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 # Parameters of the published checkpoints (a tied head counted once), so that our table is checked against the world.
@@ -292,6 +298,126 @@ def test_missing_weights_are_not_filled_with_random_ones(saved: Path) -> None:
     drop_a_layer(saved)
     with pytest.raises(ModelUnavailableError, match=r"lacks \d+ weights, such as decoder\.block\.2"):
         load_t5(saved)
+
+
+def test_weights_that_the_model_does_not_have_are_not_dropped(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors") | {"encoder.block.0.adapter.down.weight": torch.ones(2, 2)}
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnavailableError, match=r"1 weights .* such as encoder\.block\.0\.adapter\.down"):
+        load_t5(saved)
+
+
+# Code beside weights
+
+
+TOUCH = "import pathlib; pathlib.Path({marker!r}).touch()\n"
+
+
+class Pickled:
+    """Unpickling it touches a file."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def rewrite(path: Path, **changed: Any) -> None:
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(content | changed))
+
+
+def with_custom_generate(folder: Path, marker: Path) -> None:
+    (folder / "custom_generate").mkdir()
+    code = TOUCH.format(marker=str(marker))
+    (folder / "custom_generate" / "generate.py").write_text(f"{code}def generate(model, *args, **kwargs): {code}")
+
+
+def mapped(file: str, **changed: Any) -> Callable[[Path, Path], None]:
+    def write(folder: Path, marker: Path) -> None:
+        (folder / "evil.py").write_text(TOUCH.format(marker=str(marker)) + "class Evil: pass\n")
+        rewrite(folder / file, **changed)
+
+    return write
+
+
+def with_pickled_weights(folder: Path, marker: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"shared.weight": Pickled(marker)}, folder / "pytorch_model.bin")
+
+
+def with_pickles_that_nobody_needs(folder: Path, marker: Path) -> None:
+    for name in ("training_args.bin", "optimizer.pt", "adapter_model.bin", "pytorch_model.bin"):
+        torch.save({"weight": Pickled(marker)}, folder / name)
+
+
+def with_templates(folder: Path, marker: Path) -> None:
+    template = f"{{{{ cycler.__init__.__globals__.os.mknod('{marker}') }}}}"
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "other.jinja").write_text(template)
+    rewrite(folder / "tokenizer_config.json", chat_template=template)
+
+
+EVIL = ["evil.Evil", "evil.Evil"]
+CODE: dict[str, Callable[[Path, Path], None]] = {
+    "custom generate": with_custom_generate,
+    "a class for the configuration": mapped("config.json", auto_map={"AutoConfig": "evil.Evil"}),
+    "a class for a configuration of no known type":
+        mapped("config.json", model_type="evil", auto_map={"AutoConfig": "evil.Evil"}),
+    "a class for the model": mapped("config.json", auto_map={"AutoModelForSeq2SeqLM": "evil.Evil"}),
+    "a class for the tokenizer": mapped("tokenizer_config.json", auto_map={"AutoTokenizer": EVIL}),
+    "a class for a tokenizer of no known type":
+        mapped("tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": EVIL}),
+    "a kernel of a hub": mapped("config.json", attn_implementation="evil/kernel"),
+    "pickled weights": with_pickled_weights,
+    "pickles beside the weights": with_pickles_that_nobody_needs,
+    "templates": with_templates,
+}  # fmt: skip
+DOORS: dict[str, Callable[[Path, Path], Any]] = {
+    "load_t5": lambda folder, _: load_t5(folder),
+    "accelerate": lambda folder, _: accelerate(folder, progress=False).generate(
+        torch.tensor([[5, 6, 1]]), attention_mask=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2),
+    "export": lambda folder, above: export_t5(folder, above / "export"),
+    "tokenizer_of": lambda folder, _: tokenizer_of(folder),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", CODE)
+def test_nothing_that_lies_beside_weights_runs_and_nobody_is_asked(
+    tiny_t5, mini, tmp_path: Path, monkeypatch, kind: str, door: str
+) -> None:
+    folder, marker, typed = tmp_path / "model", tmp_path / "ran", io.StringIO("y\n" * 9)
+    tiny_t5(vocab_size=mini[0].config.vocab_size).save_pretrained(folder)
+    mini[1].save_pretrained(folder)
+    if door == "tokenizer_of":
+        (folder / "tokenizer.json").unlink()  # so that transformers is asked
+    CODE[kind](folder, marker)
+    monkeypatch.setattr("sys.stdin", typed)
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
+    with suppress(ModelUnavailableError):
+        DOORS[door](folder, tmp_path)
+    assert not marker.exists() and typed.tell() == 0
+
+
+def test_a_folder_with_custom_generate_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
+    with_custom_generate(saved, tmp_path / "ran")
+    with pytest.raises(ModelUnavailableError, match="holds custom_generate"):
+        load_t5(saved)
+
+
+def test_every_loader_of_transformers_is_called_through_our_door() -> None:
+    package = Path(checkpoints.__file__).parent
+    calls = {
+        f"{path.relative_to(package)}: {ast.unparse(node.func)}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("from_pretrained")
+        and ast.unparse(node.func).startswith("Auto")
+    }  # fmt: skip
+    assert not calls, "load_pretrained(AutoTokenizer.from_pretrained, folder) runs no code beside the files"
 
 
 def test_a_folder_of_another_kind(tmp_path: Path) -> None:

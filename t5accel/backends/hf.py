@@ -26,6 +26,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import AcceleratedEncoder, DecoderCache, EncodedBatch, as_cache, as_encoded, refuse
+from t5accel.checkpoints import load_pretrained
 from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.greedy import greedy_steps
@@ -305,6 +306,8 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         folder: str | os.PathLike[str],
         *,
         backend: Callable[..., Backend] | None = None,
+        config: PretrainedConfig | None = None,
+        generation_config: GenerationConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,
     ) -> AcceleratedT5:
@@ -314,7 +317,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
             backend: the class that runs it; by default, on ONNX Runtime, `OrtStatic` on a CPU, and `OrtPointers` if
                 ``settings`` name another device.
-            tokenizer: for a folder that holds none; its own comes first.
+            config, generation_config, tokenizer: in place of those in the folder.
             options: of the backend.
 
         Raises:
@@ -327,13 +330,15 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             else:
                 from t5accel.backends.ort.pointers import OrtPointers as backend
         running = backend(folder, **options)
-        if not (folder / _FILES[0]).is_file():
-            raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
-        has_defaults = (folder / _FILES[1]).is_file()
-        defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
-        if any((folder / name).is_file() for name in _TOKENIZERS):
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        return cls(running, AutoConfig.from_pretrained(folder), defaults, tokenizer)
+        if config is None:
+            if not (folder / _FILES[0]).is_file():
+                raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
+            config = load_pretrained(AutoConfig.from_pretrained, folder)
+        if generation_config is None and (folder / _FILES[1]).is_file():
+            generation_config = GenerationConfig.from_pretrained(folder)
+        if tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
+            tokenizer = load_pretrained(AutoTokenizer.from_pretrained, folder)
+        return cls(running, config, generation_config, tokenizer)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **unsupported: Any) -> None:
         """Copy the export that the backend came from, with this model's configuration and defaults.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from t5accel.checkpoints import load_pretrained
 from t5accel.errors import InputError
 from t5accel.metrics import f1
 from t5accel.mini.mixture import composed_question_example, evaluation_sources, mini_examples, question_example
@@ -323,7 +324,7 @@ def train_reader(folder: Path, config: ReaderConfig, *, mixture: Mixture | None 
         rng = random.Random(f"{config.seed}/vocabulary")
         draws = [question_example] * 2 + [composed_question_example]
         train_wordpiece([draw(rng)[0] for _ in range(2000) for draw in draws], config.vocab_size).save_pretrained(kept)
-    tokenizer = AutoTokenizer.from_pretrained(kept)
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, kept)
     model = new_reader(config).to(device)
     _train(model, tokenizer, folder, config, mixture or reader_mixture(), device)
     return save_reader(model, tokenizer, folder / "model")

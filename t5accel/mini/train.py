@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from t5accel.checkpoints import load_t5
+from t5accel.checkpoints import load_pretrained, load_t5
 from t5accel.errors import InputError
 from t5accel.mini.aim import Aim, aim_heads, choose_aims
 from t5accel.mini.grow import grown
@@ -260,7 +260,7 @@ def reproduce(
         if not (tokenizer_folder / "tokenizer.json").is_file():
             texts = vocabulary_texts(split.train, config.seed)
             train_tokenizer(texts, config.vocab_size).save_pretrained(tokenizer_folder)
-        before, tokenizer = tokenizer, AutoTokenizer.from_pretrained(tokenizer_folder)
+        before, tokenizer = tokenizer, load_pretrained(AutoTokenizer.from_pretrained, tokenizer_folder)
         if model is not None:
             model = grown(model, before, tokenizer, num_layers=config.num_layers, vocab_size=config.vocab_size)
     held_out_pairs = [(TRANSLATE + english, references[0]) for english, references in split.held_out]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5accel.checkpoints import data_folder
+from t5accel.checkpoints import data_folder, load_pretrained
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def load_bert(
     model = _new(config)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     has_tokenizer = (folder / "tokenizer.json").is_file()
-    return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+    return model.eval(), load_pretrained(AutoTokenizer.from_pretrained, folder) if has_tokenizer else None
 
 
 def random_bert(sizes: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t5accel.backends.ort.session import SessionSettings, open_session
+from t5accel.checkpoints import load_pretrained
 from t5accel.errors import InputError
 from t5accel.lab.load import Load, ask, offer
 from t5accel.lab.other_servers import Batches, serve
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=machine.cpu_threads())
     args = parser.parse_args()
     run = opened(args.model, threads=args.threads, bound=args.bound)
-    answer = answerer(AutoTokenizer.from_pretrained(args.tokenizer), run, threshold=args.threshold)
+    answer = answerer(load_pretrained(AutoTokenizer.from_pretrained, args.tokenizer), run, threshold=args.threshold)
 
     def answered(asked: Sequence[Asked]) -> list[Answered]:
         return [(text, len(text.split())) for text in answer([one.text for one in asked])]

@@ -203,7 +203,9 @@ def tokenizer_of(folder: str | os.PathLike[str]) -> Any:
     if not os.path.isfile(Path(folder) / "tokenizer.json") and os.path.isfile(Path(folder) / "tokenizer_config.json"):
         from transformers import AutoTokenizer  # ByT5's is no file but code, Marian's two of sentencepiece
 
-        return AutoTokenizer.from_pretrained(folder)
+        from t5accel.checkpoints import load_pretrained
+
+        return load_pretrained(AutoTokenizer.from_pretrained, folder)
     return TokenizerFile(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +209,9 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             backend.no_padding()
             backend.no_truncation()
         tokenizer.save_pretrained(folder)
+        for path in folder.iterdir():  # of chat templates, which an encoder-decoder has no use for
+            if path.is_dir():
+                shutil.rmtree(path)
     except OSError:
         raise
     except Exception as error:  # a full disk, too: the library raises nothing more exact
