@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from t5accel.checks import read_json_object
 from t5accel.errors import ModelUnavailableError, T5AccelError, UnknownModelError
 from t5accel.families.lively import random_model
 from t5accel.families.registry import SIZES, family_of
@@ -133,8 +134,7 @@ def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTr
 
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    if not (folder / "config.json").is_file():
-        raise ModelUnavailableError(f"{folder} holds no config.json: give a folder written by save_pretrained().")
+    read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
     return _from_pretrained(str(folder))
 
 

@@ -494,7 +494,7 @@ def test_short_names_ask_for_the_originals(offline: None, asked: list[Any]) -> N
     for name, hub_id in HUB_ALIASES.items():
         with pytest.raises(ModelUnavailableError, match=hub_id):
             load_t5(name)
-        assert asked[-1] == (hub_id, {"local_files_only": True}), "offline, only files that are there already"
+        assert asked[-1] == (hub_id, {"local_files_only": True, "trust_remote_code": False}), "offline, only files that are there already"
 
 
 @pytest.mark.parametrize("reachable", ["by name", "by proxy"])
@@ -506,7 +506,7 @@ def test_a_hub_that_fails_although_it_resolves(offline: None, asked: list[Any], 
     with pytest.raises(ModelUnavailableError, match=r"load_t5\('mini'\)") as caught:
         load_t5("google/flan-t5-small")
     assert "\n" not in str(caught.value) and isinstance(caught.value.__cause__, OSError)
-    assert asked == [("google/flan-t5-small", {"local_files_only": False})]
+    assert asked == [("google/flan-t5-small", {"local_files_only": False, "trust_remote_code": False})]
 
 
 @pytest.mark.parametrize("asked", [ValueError("unknown type"), RuntimeError("size mismatch")], indirect=True)
