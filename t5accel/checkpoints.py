@@ -33,6 +33,7 @@ BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"
 # Short names under which the originals are widely known.
 HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # whole, or in shards with an index
 _COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
 
 
@@ -135,6 +136,11 @@ def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTr
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
+    if not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+        raise ModelUnavailableError(
+            f"{folder} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
+            "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
+        )
     return _from_pretrained(str(folder))
 
 

@@ -273,7 +273,10 @@ DAMAGES: dict[str, Callable[[Path], Any] | dict[str, Any]] = {
         (folder / "config.json").read_text().replace('"d_model": 32', '"d_model": 64')),
     "half a configuration": {"config.json": '{"model_type": "t5"'},
     "a list as configuration": {"config.json": "[]"},
+    "nothing as configuration": {"config.json": "null"},
+    "a configuration nested without end": {"config.json": "[" * 100_000},
     "no type": {"config.json": "{}"},
+    "weights of TensorFlow alone": lambda folder: (folder / "model.safetensors").rename(folder / "tf_model.h5"),
     "a text as size": {"config.json": '{"model_type": "t5", "d_model": "wide"}'},
     "a broken tokenizer": {
         "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}', "tokenizer.json": "{}"},
@@ -494,7 +497,8 @@ def test_short_names_ask_for_the_originals(offline: None, asked: list[Any]) -> N
     for name, hub_id in HUB_ALIASES.items():
         with pytest.raises(ModelUnavailableError, match=hub_id):
             load_t5(name)
-        assert asked[-1] == (hub_id, {"local_files_only": True, "trust_remote_code": False}), "offline, only files that are there already"
+        # Offline, only files that are there already.
+        assert asked[-1] == (hub_id, {"local_files_only": True, "trust_remote_code": False})
 
 
 @pytest.mark.parametrize("reachable", ["by name", "by proxy"])
