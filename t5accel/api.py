@@ -14,6 +14,8 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export.cache import checked_export, checked_manifest
+from t5accel.graphs.export.logit_check import backend_logits
+from t5accel.graphs.export.logit_check import check_logits as compare_logits
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
 from t5accel.t5.sizes import T5_LIKE
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 # By what it is tuned for, the recipe in place of another.
 TUNED_FOR = {"latency": {}, "throughput": {"int8": "int8-dynamic"}}
+# Largest difference of logits, as a share of the largest one: two ways of adding up differ by that at most.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 RUNTIMES = ("onnx", "openvino", "torch", "tensorrt")
 
 
@@ -41,6 +45,7 @@ def accelerate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_source_tokens: int | None = None,
     progress: bool = True,
+    check_logits: bool = True,
 ) -> AcceleratedT5:
     """Run an encoder-decoder where it is fast, as the model that transformers knows: on a CPU that is ONNX Runtime.
 
@@ -63,13 +68,16 @@ def accelerate(
         tokenizer: saved with the export; by default that of a model given by name.
         max_source_tokens: refuse longer inputs.
         progress: when a model is exported for the first time, say where it is kept and show a bar.
+        check_logits: compare the graphs with the model on one small batch, when they are made and for every model
+            object; a hook, an overridden ``forward()`` or an adapter is found by that.
 
     Returns:
         An object with ``generate()``; with ``backend`` for our own loops, as in ``greedy(model.backend, …)``; and with
         ``tokenizer``, ``None`` for models without one.
 
     Raises:
-        ExportError: the export cannot be written, is damaged, or was optimised for another machine.
+        ExportError: the export cannot be written, is damaged, was optimised for another machine, or computes something
+            else than the model.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
         MissingPackageError: there is no GPU for ``device="cuda"``, or the runtime is not installed for it.
 
@@ -92,17 +100,21 @@ def accelerate(
     if chosen == "torch":
         if max_source_tokens is not None:
             raise InputError("max_source_tokens is not for torch: leave it out, or give runtime='onnx'.")
-        return _in_torch(model, recipe, settings, tokenizer)
+        return _in_torch(model, recipe, settings, tokenizer, check_logits=check_logits)
     if is_export:
         folder = Path(model)
         manifest = _in_precision(folder, recipe)
     else:
-        folder, manifest = checked_export(model, precision=recipe, tokenizer=tokenizer, progress=progress)
+        folder, manifest = checked_export(
+            model, precision=recipe, tokenizer=tokenizer, progress=progress, check_logits=check_logits
+        )
     options: dict[str, Any] = {"settings": settings, "manifest": manifest}
     if chosen == "tensorrt":
         from t5accel.backends.tensorrt import TensorRT
 
         options = {"backend": TensorRT, "verify": False}
+    if not is_path:  # the export may be that of an earlier object of equal weights, whose defaults were others
+        options |= {"config": model.config, "generation_config": model.generation_config}
     return AcceleratedT5.from_pretrained(folder, tokenizer=tokenizer, max_source_tokens=max_source_tokens, **options)
 
 
@@ -198,7 +210,9 @@ def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
     return manifest
 
 
-def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any) -> AcceleratedT5:
+def _in_torch(
+    model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any, *, check_logits: bool
+) -> AcceleratedT5:
     """On a GPU a T5 with captured steps; else transformers' own model, on a CPU for bf16."""
     import torch
 
@@ -214,4 +228,7 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: 
     moved = in_floats(model, recipe.dtype, settings.device)
     captured = settings.device != "cpu" and model.config.model_type in T5_LIKE
     backend = TorchStatic(moved) if captured else TorchEager(moved)
+    if captured and check_logits:
+        run = backend_logits(backend)
+        compare_logits(moved, run, vocab_size=backend.vocab_size, tolerance=TOLERANCES[recipe.dtype])
     return AcceleratedT5(backend, model.config, model.generation_config, tokenizer)

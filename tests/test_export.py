@@ -25,15 +25,19 @@ from silence import quiet
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.torch_static import TorchStatic
 from t5accel.checks import read_json_object
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.families.lively import random_model
+from t5accel.families.registry import BEYOND_T5
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
 from t5accel.graphs.export.folder import LARGEST_INSIDE
+from t5accel.graphs.export.logit_check import backend_logits, check_logits
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
 from t5accel.parity import ParityError, assert_varied, parity
@@ -323,7 +327,7 @@ PRUNED = {  # layer 0 keeps the table of biases for all
 @pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
 def test_pruned_heads(tiny_t5, padded_batch, tmp_path, kind: str) -> None:
     pruned, silenced = pruned_and_silenced(tiny_t5(kind), PRUNED)
-    dims = export_t5(pruned, tmp_path / "pruned").dims
+    dims = export_t5(pruned, tmp_path / "pruned", check_logits=False).dims  # pruned by hand, torch cannot run it
     assert (dims.encoder_heads, dims.decoder_heads, dims.cross_heads) == ((3, 2), (3, 4, 1), (4, 2, 4))
     graphs, new = graphs_in(tmp_path / "pruned"), histories(6, 3, 9)
     assert declared(graphs.decoder)[3] == ("past_key_0", "float32", ("B", "K", 3, "P", 12))
@@ -332,6 +336,116 @@ def test_pruned_heads(tiny_t5, padded_batch, tmp_path, kind: str) -> None:
     with pytest.raises(ParityError):
         same_logits(teacher_forced(tiny_t5(kind), *padded_batch, new), expected)
     assert greedy(OrtNumpy(tmp_path / "pruned"), *padded_batch, max_new_tokens=3).decoder_calls == 3
+
+
+# What a model computes with and no graph reads
+
+
+class Adapted(torch.nn.Linear):
+    """A projection with a bottleneck beside it."""
+
+    def __init__(self, like: torch.nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=False)
+        self.weight = like.weight
+        self.down, self.up = torch.nn.Linear(like.in_features, 2), torch.nn.Linear(2, like.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+def add_head_bias(model: Any) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(300))
+
+
+def add_adapter(model: Any) -> None:
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    attention.q = Adapted(attention.q)
+
+
+def add_module_to_bart(model: Any) -> None:
+    model.calibration = torch.nn.Linear(2, 2)
+
+
+def add_buffer_to_bart(model: Any) -> None:
+    model.model.decoder.register_buffer("temperature", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "kind, change, name",
+    [
+        ("t5", add_head_bias, r"lm_head\.bias"),
+        ("t5", add_adapter, r"q\.down\.bias and 3 more"),
+        ("t5", lambda model: model.encoder.register_buffer("scale", torch.ones(1)), r"encoder\.scale"),
+        (
+            "t5",
+            lambda model: model.register_parameter("count", torch.nn.Parameter(torch.ones(1).int(), False)),
+            "count",
+        ),
+        ("bart", add_module_to_bart, r"calibration\.bias"),
+        ("bart", add_buffer_to_bart, r"decoder\.temperature"),
+    ],
+)
+def test_weights_that_no_graph_reads_are_refused_by_name(tiny_t5, tmp_path, kind: str, change, name: str) -> None:
+    model = copy.deepcopy(tiny_t5()) if kind == "t5" else tiny_bart()
+    change(model)
+    with pytest.raises(NotT5Error, match=name):
+        export_t5(model, tmp_path / "export", check_logits=False)
+    assert not (tmp_path / "export").exists()
+
+
+def tiny_bart() -> Any:
+    stacks = {f"{stack}_{name}": size for stack in ("encoder", "decoder")
+              for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 8))}  # fmt: skip
+    sizes = dict(d_model=8, vocab_size=32, max_position_embeddings=16, **stacks)
+    return random_model(BEYOND_T5["bart"], sizes, seed=1)
+
+
+def scale_the_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits * 1.5)
+
+
+def override_forward(model: Any) -> None:
+    forward = model.encoder.forward
+    model.encoder.forward = lambda *args, **kwargs: (lambda found: type(found)(-found[0]))(forward(*args, **kwargs))
+
+
+def fail(model: Any) -> None:
+    model.encoder.forward = lambda *_, **__: 1 / 0
+
+
+@pytest.mark.parametrize("change", [scale_the_head, override_forward])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_hooks_and_overridden_forwards_are_found_by_the_logits(tiny_t5, tmp_path, kind: str, change) -> None:
+    model = copy.deepcopy(tiny_t5()) if kind == "t5" else tiny_bart()
+    change(model if kind == "t5" or change is scale_the_head else model.model)
+    with pytest.raises(ExportError, match="other logits than the model itself.*check_logits=False"):
+        export_t5(model, tmp_path / "export")
+    assert not [*tmp_path.iterdir()] or [path.name for path in tmp_path.iterdir()] == [".export.lock"]
+    assert export_t5(model, tmp_path / "export", check_logits=False).files
+
+
+def test_a_model_that_cannot_be_run_is_said_to(tiny_t5, tmp_path) -> None:
+    model = copy.deepcopy(tiny_t5())
+    fail(model)
+    with pytest.raises(ExportError, match="cannot be run.*division by zero"):
+        export_t5(model, tmp_path / "export")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_in_training_or_in_other_floats_is_compared_and_left_as_it_was(tiny_t5, tmp_path, dtype) -> None:
+    model = copy.deepcopy(tiny_t5()).to(dtype).train()
+    model.encoder.eval()
+    assert export_t5(model, tmp_path / "export").files
+    assert model.training and not model.encoder.training and model.shared.weight.dtype == dtype
+
+
+def test_the_captured_steps_of_a_gpu_are_compared_with_the_model(tiny_t5) -> None:
+    model = copy.deepcopy(tiny_t5())
+    backend = TorchStatic(model)
+    check_logits(model, backend_logits(backend), vocab_size=300)
+    add_head_bias(model)
+    with pytest.raises(ExportError, match="other logits"):
+        check_logits(model, backend_logits(backend), vocab_size=300)
 
 
 WRONG_HEADS: dict[str, Callable[[Any], Any]] = {  # three heads of 12, where the others have four

@@ -2,12 +2,17 @@
 
 import copy
 import hashlib
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.normalizers import Lowercase
+from tokenizers.processors import TemplateProcessing
 
 import t5accel.checkpoints as checkpoints
 import t5accel.graphs.export.cache as module
@@ -67,6 +72,114 @@ def test_a_folder_whose_files_changed_is_another_model(folder: Path, tiny_t5) ->
     first = cached_export(folder)
     tiny_t5(seed=2).save_pretrained(folder)
     assert cached_export(folder) != first
+
+
+# --- the key: whatever changes an answer asks for a new result
+
+
+def edit(folder: Path, file: str, **changed: Any) -> None:
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | changed))
+
+
+FIELDS = dict(
+    layer_norm_epsilon=1e-3, relative_attention_max_distance=64, feed_forward_proj="gelu", dense_act_fn="gelu",
+    pad_token_id=3, eos_token_id=4, decoder_start_token_id=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_of_a_folders_configuration_is_in_the_key(folder: Path, field: str) -> None:
+    first = cached_export(folder)
+    edit(folder, "config.json", **{field: FIELDS[field]})
+    assert cached_export(folder) != first
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "vocab.json", "vocab.txt", "added.spm", "generation_config.json"])
+def test_every_file_that_loading_may_read_is_in_the_key(folder: Path, name: str) -> None:
+    first = cached_export(folder)
+    (folder / name).write_text('{"num_beams": 2}')
+    assert cached_export(folder) != first
+    (folder / "README.md").write_text("of no account")
+    (folder / "optimizer.pt").write_text("nor this")
+    assert len(list_exports()) == 2 and cached_export(folder) and len(list_exports()) == 2
+
+
+def test_weights_in_a_folder_below_are_in_the_key(folder: Path, tiny_t5) -> None:
+    (folder / "shards").mkdir()
+    (folder / "model.safetensors").rename(folder / "shards" / "one.safetensors")
+    weights = load_file(folder / "shards" / "one.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "shards/one.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    first = cached_export(folder)
+    zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    save_file(zeros, folder / "shards" / "one.safetensors", metadata={"format": "pt"})
+    assert cached_export(folder) != first
+
+
+def set_both(model: Any, **tokens: int) -> None:
+    for name, token in tokens.items():
+        setattr(model.config, name, token)
+        setattr(model.generation_config, name, token)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a weight": lambda model: model.shared.weight.data[5, 0].add_(1),
+    "padding": lambda model: setattr(model.config, "pad_token_id", 3),
+    "the end": lambda model: set_both(model, eos_token_id=4),
+    "the start": lambda model: set_both(model, decoder_start_token_id=5),
+    "a first token": lambda model: setattr(model.generation_config, "forced_bos_token_id", 6),
+    "a token never chosen": lambda model: setattr(model.generation_config, "suppress_tokens", [7]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_an_object_is_in_the_key(tiny_t5, change: str) -> None:
+    first, changed = cached_export(tiny_t5()), copy.deepcopy(tiny_t5())
+    CHANGES[change](changed)
+    assert cached_export(changed) != first
+
+
+@pytest.mark.parametrize("package", ["transformers", "t5accel"])
+def test_versions_are_in_the_key(tiny_t5, folder: Path, monkeypatch, package: str) -> None:
+    first = cached_export(folder), cached_export(tiny_t5())
+    here = module._versions()
+    monkeypatch.setattr(module, "_versions", lambda: here | {package: "9.9"})
+    assert not {*first} & {cached_export(folder), cached_export(tiny_t5())}
+
+
+def test_an_objects_own_defaults_are_handed_out_and_not_those_of_an_earlier_one(tiny_t5) -> None:
+    own = copy.deepcopy(tiny_t5("shallower-decoder"))
+    accelerate(own, progress=False)
+    own.generation_config.num_beams, own.generation_config.no_repeat_ngram_size = 3, 2
+    own.generation_config.max_length = 9
+    fast, ids = accelerate(own, progress=False), torch.tensor([[5, 6, 1]])
+    assert len(list_exports()) == 1
+    assert torch.equal(
+        fast.generate(ids, attention_mask=torch.ones_like(ids)), own.generate(ids, attention_mask=torch.ones_like(ids))
+    )
+
+
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "a token more": lambda tokenizer: tokenizer.add_tokens(["\n"]),
+    "a special token more": lambda tokenizer: tokenizer.add_special_tokens({"additional_special_tokens": ["<sep>"]}),
+    "small letters": lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", Lowercase()),
+    "no end": lambda tokenizer: setattr(tokenizer.backend_tokenizer, "post_processor", TemplateProcessing("$A")),
+    "the longest input": lambda tokenizer: setattr(tokenizer, "model_max_length", 7),
+    "tidied": lambda tokenizer: setattr(tokenizer, "clean_up_tokenization_spaces", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_given_tokenizer_is_handed_out_and_all_its_settings_are_in_the_key(mini, setting: str) -> None:
+    model, tokenizer = mini
+    other = copy.deepcopy(tokenizer)
+    SETTINGS[setting](other)
+    assert module.tokenizer_hash(tokenizer) == module.tokenizer_hash(copy.deepcopy(tokenizer))
+    assert module.tokenizer_hash(other) != module.tokenizer_hash(tokenizer)
+    if setting == "small letters":
+        accelerate(model, tokenizer=tokenizer, progress=False)
+        assert accelerate(model, tokenizer=other, progress=False).tokenizer is other
 
 
 # --- fast starts: what was hashed before, and what the hub's cache knows
@@ -239,8 +352,25 @@ def test_a_damaged_export_is_made_again(tiny_t5) -> None:
     (folder / "weights.data").write_bytes(whole[:-1])
     assert cached_export(tiny_t5()) == folder and (folder / "weights.data").read_bytes() == whole
     (folder / "manifest.json").unlink()
-    with pytest.raises(ExportError, match="is no export of t5accel"):
-        cached_export(tiny_t5())  # whatever it is, it may be somebody's
+    assert cached_export(tiny_t5()) == folder and read_manifest(folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_cached_export_without_its_manifest_is_listed_and_cleared(tiny_t5, cache: Path, precision: str) -> None:
+    folder = cached_export(tiny_t5(), precision=precision)
+    (folder / "manifest.json").unlink()
+    assert {entry.what for entry in list_exports() if entry.folder == folder} == {"damaged"}
+    clear_exports()
+    assert not [*cache.iterdir()]
+
+
+def test_a_link_among_the_exports_is_cleared_and_its_target_kept(tiny_t5, cache: Path, tmp_path: Path) -> None:
+    folder = cached_export(tiny_t5())
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert cached_export(tiny_t5()) == folder
+    clear_exports()
+    assert not [*cache.iterdir()] and read_manifest(tmp_path / "elsewhere")
 
 
 def test_what_is_listed_is_cleared_and_nothing_else(tiny_t5, cache: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class T5Weights:
         embedding_scale: of the embedded tokens, before their positions are added.
         pad_token_id: the token that has no position, where the family says so.
         encoder_d_kv: where it is another than the decoder's.
+        read: names of the arrays that a graph was built from so far.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -43,6 +44,7 @@ class T5Weights:
     embedding_scale: float = 1.0
     pad_token_id: int = 0
     encoder_d_kv: int | None = None
+    read: set[str] = field(default_factory=set, compare=False)
 
     @property
     def head(self) -> str:
@@ -64,7 +66,23 @@ class T5Weights:
         """
         if name not in self.arrays:
             raise NotT5Error(f"There is no weight {name}: wrapped models have to be unwrapped, adapters merged first.")
+        self.read.add(name)
         return self.arrays[name]
+
+    def require_all_read(self) -> None:
+        """Raise ``NotT5Error`` if there are weights that no graph was built from.
+
+        >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+        >>> T5Weights({"lm_head.bias": np.zeros(300)}, dims, "relu", 1e-6, 32, 128, 1.0, {}).require_all_read()
+        Traceback (most recent call last):
+        t5accel.errors.NotT5Error: The model computes with lm_head.bias, which this architecture does not have: ...
+        """
+        if unread := sorted(self.arrays.keys() - self.read):
+            more = f" and {len(unread) - 1} more weights" if len(unread) > 1 else ""
+            raise NotT5Error(
+                f"The model computes with {unread[0]}{more}, which this architecture does not have: merge adapters "
+                "into the model, or remove them, first."
+            )
 
     def bias(self, weight: str) -> str | None:
         """The name of the bias that belongs to a weight, if there is one."""

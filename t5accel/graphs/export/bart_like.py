@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+_ADVICE = "unwrap the model, merge adapters first."
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # Of a layer; {} is the number of its feed-forward part, which stands behind one or two attentions.
 _PARTS = {f"{theirs}.{part}_proj": f"{ours}.{part[0]}"
@@ -43,6 +44,11 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         raise NotT5Error(f"{type(model).__name__} lacks a decoder or its head: give a {family.model_class}.")
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
+    beside = {name for name, _ in (*model.named_parameters(), *model.named_buffers()) if not name.startswith("model.")}
+    if unknown := sorted(beside - {"lm_head.weight", "final_logits_bias"}):
+        raise NotT5Error(
+            f"There is a weight {unknown[0]}, which no family has: unwrap the model, merge adapters first."
+        )
     config, inner = model.config, model.model
     below, above = inner.encoder.embed_tokens.weight, inner.decoder.embed_tokens.weight
     arrays = {"shared.weight": _array(above)}
@@ -51,7 +57,7 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
     tied = model.lm_head.weight is above
     if not tied:
         arrays["lm_head.weight"] = _array(model.lm_head.weight)
-    for name, weight in inner.named_parameters():
+    for name, weight in (*inner.named_parameters(), *inner.named_buffers()):
         if "embed_tokens" not in name and "embed_positions" not in name and name != "shared.weight":
             arrays[_renamed(name)] = _array(weight)
     for stack in ("encoder", "decoder"):
@@ -103,7 +109,7 @@ def _renamed(name: str) -> str:
         return name.replace(".layer_norm.", ".final_layer_norm.")
     elif ".layernorm_embedding." in name:
         return name
-    raise NotT5Error(f"There is a weight {name}, which no family has: unwrap the model, merge adapters first.")
+    raise NotT5Error(f"There is a weight {name}, which no family has: {_ADVICE}")
 
 
 def source_vocabulary(weights: T5Weights) -> int:

@@ -1,4 +1,14 @@
-"""Exports kept between programs: one folder per model and recipe in the user's cache, made when first asked for."""
+"""Exports kept between programs: one folder per model and recipe in the user's cache, made when first asked for.
+
+Everything that changes an answer is in the folder's key (`_folder_of`), or outside of the folder: `api.accelerate`
+hands out a model object's own configuration and defaults of ``generate()``, and the tokenizer that it is given. The key
+has
+
+- the model: of a name the hash of every file that loading may read, of an object that of its weights, sizes, special
+  tokens and what it demands of every answer (`export.t5.source_hash`);
+- the tokenizer that is given: the hash of all that it saves;
+- the versions of transformers, which load one folder differently, and of t5accel; the format and the recipe.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
@@ -21,9 +32,10 @@ from t5accel.checkpoints import BUNDLED, data_folder, hub_snapshot, load_t5
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import OPSET
 from t5accel.graphs.contract import MANIFEST, as_folder
+from t5accel.graphs.export.logit_check import check_export
 from t5accel.graphs.export.manifest import FORMAT, Manifest, describe_file, read_manifest
-from t5accel.graphs.export.staging import clear_remnants
-from t5accel.graphs.export.t5 import FP32, export_t5, model_weights, source_hash
+from t5accel.graphs.export.staging import clear_remnants, locked, reason
+from t5accel.graphs.export.t5 import FP32, export_t5, model_weights, save_tokenizer, source_hash
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
 
@@ -34,6 +46,10 @@ ENVIRONMENT = "T5ACCEL_CACHE"  # where to keep exports instead
 HASHES = ".hashes.json"
 ENGINES = "tensorrt-"  # how the folders of `tensorrt_engines` begin
 SETTLED_NS = 2_000_000_000  # a file that was written longer ago does not change without a change of its times
+# What lies beside a model and is not read: all else decides its export.
+UNREAD = (".*", "*.md", "LICENSE*", "*.h5", "*.msgpack", "*.ot", "*.onnx", "*.onnx_data", "*.log", "training_args.bin",
+          "trainer_state.json", "optimizer.*", "scheduler.pt", "scaler.pt", "rng_state*.pth")  # fmt: skip
+_OURS = re.compile(rf"^{ENGINES}|-[0-9a-f]{{16}}(-\w+)?$")  # names of cached exports, whole or not
 _DRAWN_BY = ("torch", "transformers", "t5accel")
 
 
@@ -68,6 +84,7 @@ def cached_export(
     precision: Recipe | str = "fp32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
+    check_logits: bool = True,
 ) -> Path:
     """The folder with the export of ``model``, which is made now if it is not there, or damaged.
 
@@ -81,12 +98,15 @@ def cached_export(
         precision: a recipe, or the name of one of `recipes.RECIPES`.
         tokenizer: as of `export.export_t5`.
         progress: when it is made, say where it is kept, and show a bar, on standard error.
+        check_logits: compare the fp32 graphs with the model, when they are made and for every model object.
 
     Raises:
-        ExportError: the cache cannot be written.
+        ExportError: the cache cannot be written, or the graphs compute something else than the model.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
     """
-    return checked_export(model, precision=precision, tokenizer=tokenizer, progress=progress)[0]
+    return checked_export(
+        model, precision=precision, tokenizer=tokenizer, progress=progress, check_logits=check_logits
+    )[0]
 
 
 def checked_export(
@@ -95,47 +115,83 @@ def checked_export(
     precision: Recipe | str = "fp32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
+    check_logits: bool = True,
 ) -> tuple[Path, Manifest]:
     """`cached_export` and its manifest, against which every file of that folder was checked, and no other's."""
     recipe = as_recipe(precision)
-    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers.")
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
     with KnownHashes() as hashes:
-        key = _key_of_name(label, hashes) if named else source_hash(model, model_weights(model))
-        place = None if key is None else partial(_folder_of, label, key, tokenizer)
-        if place and (manifest := hashes.kept(place(recipe))):
+        weights = None if named else model_weights(model)
+        key = _key_of_name(label, hashes) if named else source_hash(model, weights)
+        place = None if key is None else partial(_folder_of, label, key, tokenizer_hash(tokenizer))
+        if place and (manifest := hashes.kept(place(recipe))) and (named or not check_logits):
             return place(recipe), manifest
         if named and not (place and hashes.kept(place(RECIPES["fp32"]))):
             model, own_tokenizer = load_t5(model)
             loaded = _key_of_name(label, hashes)  # again: what is published may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
                 raise ExportError(f"{label} changed while it was read: try again when it is whole.")
+            given = tokenizer_hash(own_tokenizer if loaded is None else tokenizer)
             key = source_hash(model, model_weights(model)) if loaded is None else loaded
-            place = partial(_folder_of, label, key, own_tokenizer if loaded is None else tokenizer)
+            place = partial(_folder_of, label, key, given)
             tokenizer = own_tokenizer if tokenizer is None else tokenizer
         in_fp32, folder = place(RECIPES["fp32"]), place(recipe)
 
         def exported() -> Manifest:
             if manifest := hashes.kept(in_fp32):
+                if weights is not None and check_logits:  # a hook or an overridden forward() leaves the key as it is
+                    check_export(model, weights, in_fp32)
                 return manifest
+            _clear_damaged(in_fp32, hashes)
             if progress:
                 _say(f"{label} is exported once, and kept in {cache_folder()} (t5accel cache clear empties that).")
             made = export_t5(
                 model, in_fp32, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None, step=True,
-                overwrite=True, progress=progress,
+                overwrite=True, progress=progress, check_logits=check_logits,
             )  # fmt: skip
             return hashes.remember(in_fp32, made)
 
+        manifest = exported()
         if recipe == RECIPES["fp32"]:
-            return in_fp32, exported()
+            return in_fp32, manifest
         if manifest := hashes.kept(folder):
             return folder, manifest
-        exported()
+        _clear_damaged(folder, hashes)
         if progress:
             _say(f"{label} is kept in {recipe.name}, too. Its quality was not measured: t5accel quantize does that.")
         return folder, hashes.remember(folder, convert_export(in_fp32, folder, recipe, overwrite=True))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The sha256 of all that a tokenizer saves: its class, its vocabulary and every setting; empty for none."""
+    if tokenizer is None:
+        return ""
+    with TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, Path(folder))
+        files = {path.name: describe_file(path)["sha256"] for path in Path(folder).iterdir()}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _clear_damaged(folder: Path, hashes: KnownHashes) -> None:
+    """Delete what is left of a cached export that is not whole; the folder's name says that it is ours."""
+    if not os.path.lexists(folder):
+        return
+    try:
+        with locked(folder):
+            if hashes.kept(folder) is None:  # else another process has just made it
+                _delete(folder)
+    except OSError as error:
+        raise ExportError(f"{folder} is damaged, and cannot be deleted: {reason(error)}.") from error
+
+
+def _delete(folder: Path) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder)
 
 
 def _say(sentence: str) -> None:
@@ -212,7 +268,7 @@ class KnownHashes:
         try:
             content = json.loads(self.file.read_text(encoding="utf-8"))
             return {path: entry for path, entry in content.items() if isinstance(entry, list) and len(entry) == 2}
-        except (OSError, ValueError, AttributeError):  # none yet, or no JSON object
+        except (OSError, ValueError, RecursionError, AttributeError):  # none yet, or no JSON object
             return {}
 
 
@@ -221,11 +277,10 @@ def _facts(path: Path) -> list[int]:
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
-def _folder_of(label: str, key: str, tokenizer: PreTrainedTokenizerBase | None, recipe: Recipe) -> Path:
-    """Where the export of a model by its key is kept; a tokenizer that was given makes it another."""
-    vocabulary = "" if tokenizer is None else repr(sorted(tokenizer.get_vocab().items()))
-    how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} shortlist step"
-    digest = hashlib.sha256(f"{key} {how} {vocabulary}".encode()).hexdigest()[:16]
+def _folder_of(label: str, key: str, tokenizer: str, recipe: Recipe) -> Path:
+    """Where the export is kept of a model by its key and that of the tokenizer that was given."""
+    how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} {_versions().get('transformers')} shortlist step"
+    digest = hashlib.sha256(f"{key} {how} {tokenizer}".encode()).hexdigest()[:16]
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
     suffix = "" if recipe == RECIPES["fp32"] else f"-{recipe.hash}"
     return cache_folder() / f"{readable}-{recipe.name}-{digest}{suffix}"
@@ -244,17 +299,17 @@ def clear_exports() -> list[CachedExport]:
     """Delete all cached exports, and say which. Other files in that folder stay.
 
     Raises:
-        ExportError: one cannot be deleted.
+        ExportError: one cannot be deleted; those before it are.
     """
     found = list_exports()
     try:
         for export in found:
-            shutil.rmtree(export.folder)
+            _delete(export.folder)
         clear_remnants(cache_folder(), locks=True)
         for file in cache_folder().glob(f"{HASHES}*"):
             file.unlink(missing_ok=True)
     except OSError as error:
-        raise ExportError(f"{error.filename} cannot be deleted: {error.strerror}.") from error
+        raise ExportError(f"{error.filename or cache_folder()} cannot be deleted: {reason(error)}.") from error
     return found
 
 
@@ -269,9 +324,20 @@ def _key_of_name(name: str, hashes: KnownHashes) -> str | None:
     folder = data_folder() / BUNDLED[name] if name in BUNDLED else hub_snapshot(name) or Path(name)
     if not os.path.isdir(folder):
         return None
-    patterns = ("*.json", "*.safetensors", "*.bin", "*.model", "*.spm")
-    files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    return " ".join(f"{path.name} {_blob(path) or hashes.sha256(path)}" for path in files)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not any(map(path.match, UNREAD)))
+    parts = {path for index in files if index.name.endswith(".index.json") for path in _shards(index)}
+    return " ".join(
+        f"{path.relative_to(folder)} {_blob(path) or hashes.sha256(path)}" for path in sorted({*files, *parts})
+    )
+
+
+def _shards(index: Path) -> Iterator[Path]:
+    """The files of weights that an index names, which may lie in folders below."""
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        yield from (path for name in names if (path := index.parent / name).is_file())
+    except (OSError, ValueError, RecursionError, LookupError, AttributeError, TypeError):
+        return  # loading says what is wrong with it
 
 
 @cache
@@ -290,9 +356,7 @@ def _blob(path: Path) -> str | None:
 def _folders() -> Iterator[Path]:
     root = cache_folder()
     if root.is_dir():
-        yield from sorted(
-            path for path in root.iterdir() if (path / MANIFEST).is_file() or path.name.startswith(ENGINES)
-        )
+        yield from sorted(path for path in root.iterdir() if (path / MANIFEST).is_file() or _OURS.search(path.name))
 
 
 def _manifest(folder: Path) -> Manifest | None:
@@ -303,4 +367,5 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def _size_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    found = folder.iterdir() if folder.is_dir() else ()  # a link may lead nowhere
+    return sum(path.stat().st_size for path in found if path.is_file())

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from t5accel.errors import ExportError
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.contract import WEIGHTS, as_folder
-from t5accel.graphs.export.manifest import Manifest, files_of_export, read_manifest
+from t5accel.graphs.export.manifest import Manifest, describe_file, files_of_export, read_manifest
 from t5accel.graphs.export.staging import locked, staged
 
 LARGEST_INSIDE = 2_000_000_000  # bytes; one ONNX file cannot hold more than 2 GiB
@@ -33,6 +34,7 @@ class ExportPlan:
         add_files: puts all else into the folder that it is given.
         exact: the names of the weights from which a shortlist's exact logits are computed, by what the manifest calls
             them; empty if there is no shortlist.
+        check: is given the folder when it is complete, before it is kept; raises ``ExportError`` if it must not be.
     """
 
     manifest: Manifest
@@ -41,6 +43,7 @@ class ExportPlan:
     tokenizer: bool
     add_files: Callable[[Path], None]
     exact: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Path], None] | None = None
 
     @classmethod
     def derived(cls, folder: Path, manifest: Manifest, graphs: Mapping[str, GraphBuilder]) -> ExportPlan:
@@ -87,13 +90,15 @@ def write_export(target: Path, plan: ExportPlan, *, overwrite: bool, progress: b
     manifest = replace(manifest, shortlist={**manifest.shortlist, **places})
     with locked(target):
         if is_occupied(target):
-            if _same(target, manifest, external=bool(layout.places), tokenizer=plan.tokenizer):
+            if _same(target, manifest, plan, external=bool(layout.places)):
                 return read_manifest(target, verify=False)
             _refuse_unless_replaceable(target, overwrite)
         with staged(target) as partial, _bar(progress, f"exporting {manifest.source['name']}") as bar:
             _write_graphs(partial, plan.graphs, layout, bar)
             plan.add_files(partial)
             manifest.write(partial)
+            if plan.check is not None:
+                plan.check(partial)
         return read_manifest(target, verify=False)
 
 
@@ -111,19 +116,25 @@ def require_place(target: Path) -> None:
         _refuse_unless_replaceable(target, overwrite=True)
 
 
-def _same(target: Path, manifest: Manifest, *, external: bool, tokenizer: bool) -> bool:
-    """Whether an export of this very model lies there, whole, and with all that is asked for."""
+def _same(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool) -> bool:
+    """Whether an export of this very model lies there, whole, with the same configuration and tokenizer."""
     try:
         there = read_manifest(target)
     except ExportError:
         return False
-    if (WEIGHTS in there.files) != external or (tokenizer and "tokenizer_config.json" not in there.files):
+    if (WEIGHTS in there.files) != external:
         return False
     deciding = [
         (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel"), m.optimized, not m.shortlist, m.step)
         for m in (there, manifest)
     ]
-    return deciding[0] == deciding[1]
+    if deciding[0] != deciding[1]:
+        return False
+    with TemporaryDirectory() as folder:
+        plan.add_files(Path(folder))
+        wanted = {path.name: describe_file(path) for path in Path(folder).iterdir()}
+    beside = {name: entry for name, entry in there.files.items() if name != WEIGHTS and not name.endswith(".onnx")}
+    return wanted == beside if plan.tokenizer else wanted.items() <= beside.items()
 
 
 def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from t5accel import machine
 from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count
 from t5accel.decoding.rules import rules_of, special_tokens
-from t5accel.errors import ExportError, InputError
+from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.families.family import Family
 from t5accel.families.registry import family_of
 from t5accel.graphs.build.builder import OPSET
@@ -26,6 +27,7 @@ from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
 from t5accel.graphs.export.bart_like import bart_like_weights, source_vocabulary
 from t5accel.graphs.export.folder import LARGEST_INSIDE, ExportPlan, as_target, write_export
+from t5accel.graphs.export.logit_check import check_export
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.shortlist import head_for, shortlist_graph
 from t5accel.t5.rules import logit_scale
@@ -48,6 +50,7 @@ def export_t5(
     step: bool = False,
     overwrite: bool = False,
     progress: bool = False,
+    check_logits: bool = True,
 ) -> Manifest:
     """Write ``encoder.onnx`` and ``decoder.onnx`` in fp32, with all that is needed to run them without torch.
 
@@ -70,12 +73,15 @@ def export_t5(
         overwrite: replace another export that is there. A folder that is no export, or that holds other files, too, is
             never replaced.
         progress: show a bar on standard error.
+        check_logits: compare the graphs' logits with the model's on one small batch before anything is kept.
 
     Raises:
-        ExportError: the folder is taken, or cannot be written (no space, no permission, beneath a file); nothing is
-            left of the attempt.
+        ExportError: the folder is taken, or cannot be written (no space, no permission, beneath a file), or the graphs
+            compute something else than the model; nothing is left of the attempt.
         InputError: another argument is wrong.
-        NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
+        NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model, or it has weights that no graph
+            reads.
+        MissingPackageError: ``check_logits`` needs onnxruntime.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.t5.lively import random_t5
@@ -122,9 +128,11 @@ def export_t5(
         model.config.to_json_file(partial / "config.json")
         model.generation_config.to_json_file(partial / "generation_config.json")
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial)
+            save_tokenizer(tokenizer, partial)
 
-    plan = ExportPlan(manifest, graphs, threshold, tokenizer is not None, add_files, exact)
+    weights.require_all_read()
+    check = partial(check_export, model, weights) if check_logits else None
+    plan = ExportPlan(manifest, graphs, threshold, tokenizer is not None, add_files, exact, check)
     return write_export(target, plan, overwrite=overwrite, progress=progress)
 
 
@@ -154,12 +162,15 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
     dims = T5Dims.of(model)
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
-    # Each parameter once, under its first name: tied ones are shared.weight.
-    arrays = {
-        key: value.detach().to("cpu", torch.float32).numpy()
-        for key, value in model.named_parameters()
-        if value.is_floating_point()
-    }
+    # Each parameter once, under its first name: tied ones are shared.weight. A T5 has no buffers: one that an adapter
+    # brings is an array, too, so that it is missed where no graph reads it.
+    arrays = {}
+    for key, value in (*model.named_parameters(), *model.named_buffers()):
+        if not value.is_floating_point():
+            raise NotT5Error(
+                f"{key} must be in floating point, got {value.dtype}: load the model without quantisation."
+            )
+        arrays[key] = value.detach().to("cpu", torch.float32).numpy()
     stacks = (("encoder", model.encoder), ("decoder", model.decoder))
     attentions = {f"{n}.{i}": b.layer[0].SelfAttention for n, stack in stacks for i, b in enumerate(stack.block)}
     config = model.config
@@ -176,7 +187,7 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
 
     It is that of the values and not of a file, so that a model saved in another format has the same one.
     """
-    names = {field.name for field in fields(weights)} - {"arrays", "family"}
+    names = {field.name for field in fields(weights)} - {"arrays", "family", "read"}
     if weights.family.is_relative:  # as before there were others
         names -= {"embedding_scale", "pad_token_id", "encoder_d_kv"}
     facts = {name: getattr(weights, name) for name in names}
@@ -203,7 +214,8 @@ def _family_entry(weights: T5Weights) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files; raises ``ExportError`` where its library fails, on a full disk, too."""
     try:
         if backend := getattr(tokenizer, "backend_tokenizer", None):  # what the last call asked for would be saved, too
             backend.no_padding()
