@@ -165,6 +165,9 @@ def export(
         str,
         typer.Option(help="fp32, fp16, int8, int8-dynamic or int4. What that costs in quality is not measured here."),
     ] = "fp32",
+    check_logits: Annotated[
+        bool, typer.Option(help="Compare the graphs with the model on one small batch before anything is kept.")
+    ] = True,
 ) -> None:
     """Write a model as ONNX graphs, with all that is needed to run them without torch."""
     from t5accel.graphs.export.t5 import export_t5
@@ -172,7 +175,8 @@ def export(
     from t5accel.graphs.numbers.recipes import as_recipe
 
     recipe = as_recipe(precision)
-    options = dict(external_threshold_bytes=external_threshold_bytes, step=step, progress=True)
+    options: dict[str, Any] = dict(step=step, progress=True, check_logits=check_logits)
+    options["external_threshold_bytes"] = external_threshold_bytes
     if recipe.name == "fp32":
         manifest = export_t5(model, folder, overwrite=overwrite, **options)
     else:

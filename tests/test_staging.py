@@ -850,3 +850,22 @@ def test_without_permission(tmp_path_factory) -> None:
     assert answers[-1] == "Manifest"
     for answer in answers[:-1]:
         assert re.match("ExportError: .*[Pp]ermission denied", answer)
+
+
+def test_waiting_for_another_writer_is_said(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("t5accel.graphs.export.staging.PATIENCE_S", 0.05)
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked(tmp_path / "export"):
+            entered.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(10)
+    threading.Timer(0.3, leave.set).start()
+    with locked(tmp_path / "export"):
+        pass
+    holder.join()
+    assert capsys.readouterr().err == f"Another process is writing {tmp_path / 'export'}: waiting for its end.\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -15,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from t5accel.errors import ExportError
 
+PATIENCE_S = 5  # of waiting without a word
 _REMNANT = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{32}\.(?:partial|old)", re.DOTALL)
 _LOCK = re.compile(r"\.(?P<target>.+)\.lock", re.DOTALL)
 
@@ -34,7 +36,11 @@ def locked(target: Path) -> Iterator[None]:
         path = target.parent / f".{target.name}.lock"
         path.open("a").close()  # where no file can be made this fails at once; the lock would go on trying
         lock = FileLock(path)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=PATIENCE_S)
+        except Timeout:
+            print(f"Another process is writing {target}: waiting for its end.", file=sys.stderr, flush=True)
+            lock.acquire()
     except (OSError, NotImplementedError) as error:
         raise ExportError(f"{target} cannot be written to: {reason(error)}") from error
     try:
