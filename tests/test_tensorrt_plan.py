@@ -87,8 +87,9 @@ def test_the_key_changes_with_all_that_an_engine_depends_on(manifest: Manifest) 
     others = [
         first.key(**{**same, "version": "tensorrt 11.1"}), first.key(**{**same, "device": another}),
         plan(manifest, Sizes(S=Range(1, 64, 1024))).key(**same), replace(first, source="another").key(**same),
+        plan(replace(manifest, files={**manifest.files, "decoder.onnx": {"sha256": "0" * 64}})).key(**same),
     ]  # fmt: skip
-    assert len({first.key(**same), *others}) == 5 and plan(manifest).key(**same) == first.key(**same)
+    assert len({first.key(**same), *others}) == 6 and plan(manifest).key(**same) == first.key(**same)
     assert re.fullmatch(r"[0-9a-f]{16}", others[0])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from t5accel.checks import as_count
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, GraphSpec
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.recipes import recipe_of
 
@@ -118,7 +118,7 @@ class Plan:
     Attributes:
         graphs: by file name.
         sizes: that the profiles were made of.
-        source: of the export: the sha256 of its checkpoint and of its recipe.
+        source: the sha256 of every file that an engine is built from.
     """
 
     graphs: Mapping[str, GraphPlan]
@@ -162,7 +162,8 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
     if manifest.optimized:
         raise InputError("This export was optimised for ONNX Runtime: give the one that it was made from.")
     graphs = {name: _graph_plan(manifest.graphs[name], sizes) for name in (ENCODER, DECODER)}
-    return Plan(graphs, sizes, f"{manifest.source['sha256']} {json.dumps(dict(recipe), sort_keys=True)}")
+    read = {name: entry["sha256"] for name, entry in manifest.files.items() if name in (ENCODER, DECODER, WEIGHTS)}
+    return Plan(graphs, sizes, json.dumps(read, sort_keys=True))
 
 
 def _graph_plan(spec: GraphSpec, sizes: Sizes) -> GraphPlan:
