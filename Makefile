@@ -30,6 +30,9 @@ ONLY := not long
 
 TEXT := Where is my bag?
 
+# What comes with conda-forge's PyTorch: pip must not replace it by the build with CUDA that is on PyPI.
+BY_CONDA := torch|numpy|filelock|fsspec|jinja2|markupsafe|mpmath|networkx|setuptools|sympy|typing_extensions
+
 # For badges; they are given on the command line, never taken from the environment.
 REPO :=
 BRANCH := main
@@ -106,6 +109,8 @@ web: .venv/.stamp web/node_modules/.package-lock.json ## Build a web page that r
 constraints: .venv/.stamp .venv-v5/.stamp ## Write down the versions that both environments have now
 	@$(call freeze,.venv,requirements/constraints.txt,transformers 4.57 with optimum (make test))
 	@$(call freeze,.venv-v5,requirements/constraints-v5.txt,transformers 5.x without optimum (make test-v5))
+	@{ echo "# constraints.txt without what conda-forge's PyTorch brings to Binder. Written by \`make constraints\`."; \
+		grep -Evi '^(\#|($(BY_CONDA))==)' requirements/constraints.txt; } > requirements/constraints-binder.txt
 
 wheel: .venv/.stamp ## Build the source archive, and the wheel from it, into dist/
 	@rm -rf dist

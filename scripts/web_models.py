@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import onnxruntime
+
 from t5accel.demo.menu import menu
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export.manifest import Manifest, describe_file
@@ -53,20 +55,42 @@ def quality(label: str, manifest: Manifest) -> str | None:
     return found and ", ".join(f"{name} {found[key]:.1f}" for key, name in SCORES)
 
 
+def licences() -> str:
+    """The licences of t5accel and of ONNX Runtime with its parts; `build.mjs` adds those of the other packages.
+
+    The text of ONNX Runtime comes from its Python package: its package for the web has none.
+    """
+    root, runtime = Path(__file__).resolve().parents[1], Path(onnxruntime.__file__).parent
+    texts = {
+        "t5accel, its models and this page": [root / "LICENSE"],
+        "onnxruntime-web and onnxruntime-common: the JavaScript and the WebAssembly of ONNX Runtime":
+            [runtime / "LICENSE", runtime / "ThirdPartyNotices.txt"],
+    }  # fmt: skip
+    return "".join(
+        f"{'=' * 80}\n{title}\n{'=' * 80}\n\n"
+        + "\n\n".join(path.read_text(encoding="utf-8") for path in paths)
+        + "\n\n"
+        for title, paths in texts.items()
+    )
+
+
 def write(out: Path) -> None:
-    """``models/`` and ``page.json``; what was in ``out`` is gone."""
+    """``models/``, ``page.json`` and ``LICENSES.txt``; what was in ``out`` is gone."""
     shutil.rmtree(out, ignore_errors=True)
     models = []
     for id_, label, model, precision in MODELS:
         folder, manifest = export(model, precision, out, id_)
-        size_bytes = sum(manifest.files[name]["size_bytes"] for name in READ if name in manifest.files)
-        models.append(dict(id=id_, label=label, folder=folder, bytes=size_bytes, quality=quality(label, manifest)))
+        files = {name: describe_file(path) for name in READ if (path := out / folder / name).is_file()}
+        size_bytes = sum(file["size_bytes"] for file in files.values())
+        scores = quality(label, manifest)
+        models.append(dict(id=id_, label=label, folder=folder, bytes=size_bytes, quality=scores, files=files))
     tasks = menu()
     page = dict(
         tasks=[asdict(task) for task in tasks], models=models, warm_up=tasks[0].source(tasks[0].examples[0]),
         max_source_tokens=MAX_SOURCE_TOKENS, max_new_tokens=MAX_NEW_TOKENS,
     )  # fmt: skip
     (out / "page.json").write_text(json.dumps(page), encoding="utf-8")
+    (out / "LICENSES.txt").write_text(licences(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def pytest_configure() -> None:
 # What no version of transformers changes, or what only measures. `.ci/run` has it on one of the two lines.
 ONCE = """
 batch bench copying drafts encoder_cache gpu_suite harness ladder lookup measuring_scripts peers precision quantize
-retest sampling scoring server serving_tokens shortlist solutions staging students_bundled timing unigram wheel
+retest sampling scoring server serving_tokens shortlist solutions staging students_bundled timing unigram web wheel
 """.split()
 
 

@@ -67,6 +67,18 @@ def test_conda_environments_are_thin_faces_on_pyproject(file: str) -> None:
     assert faults(path.read_text(encoding="utf-8"), path.parent, *ENVIRONMENTS[file]) == []
 
 
+def pins(name: str) -> set[str]:
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def test_binder_has_the_tested_versions_of_all_that_pip_brings() -> None:
+    assert pins("constraints-binder.txt") < pins("constraints.txt")
+    left_out = {line.split("==")[0].lower() for line in pins("constraints.txt") - pins("constraints-binder.txt")}
+    by_conda = "torch numpy filelock fsspec jinja2 markupsafe mpmath networkx sympy typing_extensions"
+    assert left_out - {"setuptools"} == set(by_conda.split()), "make constraints"
+
+
 @pytest.mark.parametrize("file", ENVIRONMENTS)
 @pytest.mark.parametrize(
     ("good", "bad"),
@@ -85,6 +97,7 @@ def test_conda_environments_are_thin_faces_on_pyproject(file: str) -> None:
         ("  - pip:\n", "  - pips:\n"),
         ("  - pip:\n", "  - pip:\n      - requests\n"),
         ("  - pip:\n", "  - pip:\n      - -c no-such-file.txt\n"),
+        ("constraints", "no-such-constraints"),
         ("-e .", "-e elsewhere/."),
         ("-e .", "."),
         ("course,", ""),

@@ -160,11 +160,93 @@ def test_pages_lose_what_they_would_fetch_from_elsewhere(kind: bytes, kept: bool
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(AtHome(app)({"type": "http"}, None, send))
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    asyncio.run(AtHome(app)(scope, None, send))
     body = b"".join(message.get("body", b"") for message in sent)
     headers = dict(sent[0]["headers"])
     assert (b"example.com" in body) == kept and b"/own.css" in body and b"/own.js" in body
     assert int(headers[b"content-length"]) == len(body) and (b"content-security-policy" not in headers) == kept
+
+
+OWN = {"content-type": "application/json", "content-length": "9", "host": "127.0.0.1:7860"}
+FORM = {**OWN, "content-type": "multipart/form-data; boundary=x"}
+JOIN = "/gradio_api/queue/join"
+
+
+def status_of(method: str, path: str, headers: dict[str, str]) -> int:
+    """What `AtHome` answers; 200 comes from the application behind it, which has read the body."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    read: list[bool] = []
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        read.append(True)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(AtHome(app)({"type": "http", "method": method, "path": path, "headers": raw}, receive, send))
+    status = sent[0]["status"]
+    assert bool(read) == (status == 200), "what is refused is not read"
+    return status
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/upload", "/gradio_api/upload", "/gradio_api/upload/", "//gradio_api/upload", "/gradio_api/stream/1",
+     "/gradio_api/process_recording", "/gradio_api/component_server", "/gradio_api/vibe-edit", "/login"],
+)  # fmt: skip
+def test_nobody_can_send_the_demo_a_file(path: str) -> None:
+    assert status_of("POST", path, FORM) == 403 and status_of("POST", path, OWN) == 403
+    assert status_of("PUT", path, OWN) in (403, 405)
+    assert status_of("POST", JOIN, FORM) == 415, "nor one in place of a question"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/gradio_api/file=/etc/passwd", "/gradio_api/file=a\nb", "/gradio_api/file/etc/passwd", "/gradio_api/deep_link",
+     "/gradio_api/proxy=https://example.com", "/gradio_api/upload_progress", "/gradio_api/stream/a/b/1/x.ts"],
+)  # fmt: skip
+def test_the_demo_reads_no_file_for_anybody(path: str) -> None:
+    assert status_of("GET", path, {}) == status_of("HEAD", path, {}) == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 200),  # Gradio's client in Python
+     ({"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, 200),
+     ({"origin": "http://127.0.0.1:7860"}, 200),
+     ({"origin": "https://a.example", "host": "a.example"}, 200),
+     ({"sec-fetch-site": "cross-site"}, 403),
+     ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:8888"}, 403),
+     ({"origin": "http://127.0.0.1:8888"}, 403),
+     ({"origin": "null"}, 403),
+     ({"origin": "http://[broken"}, 403),
+     ({"origin": "http://a.example:7860", "host": "a.example:7860"}, 403),  # a foreign name that points here
+     ({"content-type": "text/plain"}, 415),  # what a page may send anywhere without asking
+     ({"content-length": "1000001"}, 413),
+     ({"content-length": "9" * 5000}, 413),
+     ({"content-length": ""}, 411),
+     ({"transfer-encoding": "chunked"}, 411)],
+)  # fmt: skip
+def test_only_the_demos_own_page_may_ask(headers: dict[str, str], status: int) -> None:
+    for path in (JOIN, "/gradio_api/cancel", "/gradio_api/reset", "/gradio_api/call/answer_all"):
+        assert status_of("POST", path, {**OWN, **headers}) == status
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/config", "/assets/index.js", "/theme.css", "/gradio_api/info", "/gradio_api/queue/data",
+             "/gradio_api/heartbeat/abc", "/gradio_api/startup-events"],
+)  # fmt: skip
+def test_what_the_page_reads_is_still_there(path: str) -> None:
+    assert status_of("GET", path, {"sec-fetch-site": "cross-site"}) == 200
 
 
 def test_without_gradio_one_sentence_says_what_to_install(monkeypatch) -> None:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -285,19 +286,25 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
     Raises:
         MissingPackageError, T5AccelError: Gradio is not installed; there is no such model.
     """
-    gradio = _gradio()
-    from starlette.middleware import Middleware  # Gradio's
+    with TemporaryDirectory(prefix="t5accel-demo-") as folder:
+        if block:  # in a process of its own: what Gradio lays out for files, which nobody sends, goes before it is used
+            os.environ.setdefault("GRADIO_TEMP_DIR", folder)
+        gradio = _gradio()
+        from starlette.middleware import Middleware  # Gradio's
 
-    way(*list(ways_of(model).values())[1])
-    page = make_demo(model, own_model=not share)
-    fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
-    theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1])
-    theme.set(block_info_text_color="*neutral_500", block_info_text_color_dark="*neutral_400")  # or it is hardly seen
-    _, url, public = page.launch(
-        server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=not block, ssr_mode=False,
-        run_history=False, enable_monitoring=False, footer_links=[],
-        theme=theme, app_kwargs={"middleware": [Middleware(AtHome)]},
-    )  # fmt: skip
+        way(*list(ways_of(model).values())[1])
+        page = make_demo(model, own_model=not share)
+        fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
+        theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1])
+        theme.set(block_info_text_color="*neutral_500", block_info_text_color_dark="*neutral_400")  # or hardly seen
+        _, url, public = page.launch(
+            server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=True, ssr_mode=False,
+            run_history=False, enable_monitoring=False, footer_links=[], theme=theme,
+            max_file_size=1,  # `AtHome` refuses files; should another release find a new way for them, they are empty
+            app_kwargs={"middleware": [Middleware(AtHome)]},
+        )  # fmt: skip
+    if block:
+        page.block_thread()
     return public or url
 
 

@@ -5,10 +5,12 @@ Run by `make test-web`; screenshots lie in build/web-test/.
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +24,7 @@ from t5accel.demo.menu import menu
 from t5accel.demo.page import QUESTIONS
 from t5accel.tasks import rows
 
+TEMPORARY = OUT / "demo-tmp"
 START_S, ANSWER_MS = 600, 300_000
 
 
@@ -33,7 +36,9 @@ def url() -> Iterator[str]:
         port = probe.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if name != "GRADIO_ANALYTICS_ENABLED"}
     environment["PYTHONPATH"] = str(ROOT)  # and no longer playwright
-    OUT.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(TEMPORARY, ignore_errors=True)
+    TEMPORARY.mkdir(parents=True)
+    environment["TMPDIR"] = str(TEMPORARY)
     with (OUT / "demo.log").open("w") as log:
         command = [os.environ["DEMO_PYTHON"], "-m", "t5accel", "demo", "--port", str(port)]
         process = subprocess.Popen(
@@ -51,6 +56,8 @@ def url() -> Iterator[str]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait(30)
+    left = {path.name for path in TEMPORARY.rglob("*") if path.is_file() or "gradio" in path.name}
+    assert not left, "whatever was sent"
 
 
 @pytest.fixture
@@ -164,6 +171,28 @@ def test_the_readers_refuse_empty_and_overlong_texts_in_a_sentence(demo: Page) -
         expect(demo.locator("#rungs td")).to_have_count(0)
     write(demo, {"question": "What closed?", "context": "The storm closed the road."}, task.fields)
     assert len(read(demo)) == 8, "and it goes on afterwards"
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n' + b"a" * 100_000 + b"\r\n--x--"
+
+
+@pytest.mark.parametrize("path", ["upload", "gradio_api/upload", "gradio_api/upload/", "gradio_api/upload?upload_id=1"])
+def test_a_file_is_refused(url: str, path: str) -> None:
+    request = urllib.request.Request(url + path, FORM, {"content-type": "multipart/form-data; boundary=x"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request, timeout=30)
+    assert not list(TEMPORARY.rglob("*gradio*"))
+
+
+def test_a_page_of_another_site_cannot_ask(browser: Browser, url: str) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(url.replace("127.0.0.1", "localhost") + "theme.css")  # another site than 127.0.0.1
+    for path in ("gradio_api/upload", "gradio_api/queue/join", "gradio_api/run/choose_model"):
+        with page.expect_response(lambda one: one.request.method == "POST") as answer:
+            page.evaluate("(to) => void fetch(to, { method: 'POST', mode: 'no-cors', body: '{}' })", url + path)
+        assert answer.value.status == 403, path
+    context.close()
 
 
 def test_a_running_answer_is_stopped(demo: Page) -> None:

@@ -3,8 +3,13 @@
 Run by `make test-web`; plain `make test` does not come here. Screenshots lie in build/web-test/.
 """
 
+import json
+import os
 import re
+import shutil
 import subprocess
+from collections.abc import Callable, Iterator
+from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -158,6 +163,138 @@ def test_a_new_version_keeps_the_models_that_stay_the_same(page: Page, site: Any
     found = "(name) => caches.match(name).then((response) => response?.text())"
     assert page.evaluate(found, kept) == "weights" and page.evaluate(found, gone) is None
     page.close()  # and with it the model that it still loads
+
+
+HTML = b"<!doctype html><title>Log in</title>"
+FAULTS: dict[str, Callable[[bytes], bytes]] = {
+    "html": lambda _: HTML,
+    "short": lambda right: right[: len(right) // 2],
+    "flipped": lambda right: bytes([*(byte ^ 1 for byte in right[:4000]), *right[4000:]]),
+}
+ALL = [("weights.data", fault) for fault in FAULTS] + [
+    (name, "html") for name in ("manifest.json", "encoder.onnx", "decoder.onnx", "tokenizer.json",
+                                "tokenizer_config.json", "ort-wasm-simd-threaded.wasm")
+]  # fmt: skip
+
+
+@pytest.fixture
+def host(web: ModuleType, tmp_path: Path) -> Iterator[Any]:
+    """A host whose files may be exchanged."""
+    folder = tmp_path / "host"
+    shutil.copytree(web.BUILT, folder, copy_function=os.link)
+    host = web.Site(folder)
+    host.folder = folder
+    yield host
+    host.close()
+
+
+def exchange(path: Path, content: bytes) -> bytes:
+    """Write a file anew, which may be linked elsewhere; returns what it was."""
+    before = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    return before
+
+
+STORED = """async () => {
+    const found = {};
+    for (const name of await caches.keys()) {
+        const store = await caches.open(name);
+        for (const { url } of await store.keys()) {
+            const bytes = await (await store.match(url)).arrayBuffer();
+            const hash = Array.from(new Uint8Array(await crypto.subtle.digest("SHA-256", bytes)));
+            found[new URL(url).pathname.slice(1)] = hash.map((byte) => byte.toString(16).padStart(2, "0")).join("");
+        }
+    }
+    return found;
+}"""
+
+
+def stored_are_right(page: Page, web: ModuleType) -> int:
+    """Everything in the browser's stores is as it was built; how many files there are."""
+    stored = page.evaluate(STORED)
+    for name, found in stored.items():
+        assert found == sha256((web.BUILT / (name or "index.html")).read_bytes()).hexdigest(), name
+    return len(stored)
+
+
+@pytest.mark.parametrize(("name", "fault"), ALL)
+def test_what_a_host_sends_wrongly_is_neither_used_nor_kept(
+    page: Page, host: Any, web: ModuleType, content: dict[str, Any], name: str, fault: str
+) -> None:
+    model = content["models"][0]
+    (path,) = [path for path in host.folder.rglob(name) if path.parent in (host.folder, host.folder / model["folder"])]
+    right = exchange(path, FAULTS[fault](path.read_bytes()))
+    page.goto(host.url)
+    expect(page.locator("#status")).to_contain_text(f"{name} is not the file that this page was built with")
+    assert not page.locator("body[data-ready]").count()
+    stored_are_right(page, web)
+    exchange(path, right)
+    page.goto("about:blank")
+    page.goto(host.url)
+    web.choose(page, model["id"])
+    assert web.ask(page, "translate", {"text": "I am tired."})["text"]
+    wait_until_kept(page)
+    assert stored_are_right(page, web) >= 12, "the page, the runtime and the model"
+
+
+def test_what_an_earlier_version_kept_wrongly_is_loaded_again(
+    page: Page, host: Any, web: ModuleType, content: dict[str, Any]
+) -> None:
+    page.goto(host.url)
+    web.choose(page, content["models"][0]["id"])
+    wait_until_kept(page)
+    page.evaluate("""async () => {
+        for (const name of await caches.keys()) {
+            const store = await caches.open(name);
+            for (const request of await store.keys()) {
+                const type = (await store.match(request)).headers.get("content-type");
+                await store.put(request, new Response("<!doctype html>", { headers: { "content-type": type } }));
+            }
+        }
+    }""")
+    page.goto("about:blank")
+    for address in (host.url, f"{host.url}index.html"):
+        page.goto(address)
+        web.choose(page, content["models"][0]["id"])
+        assert web.ask(page, "translate", {"text": "I am tired."})["text"]
+    assert stored_are_right(page, web) >= 12
+
+
+@pytest.mark.parametrize("name", ["page.json", "app.js", "style.css"])
+def test_a_page_that_came_wrongly_is_not_kept(
+    context: BrowserContext, host: Any, web: ModuleType, content: dict[str, Any], name: str
+) -> None:
+    right = exchange(host.folder / name, HTML)
+    page = context.new_page()
+    page.goto(host.url)
+    if name == "page.json":
+        expect(page.get_by_role("alert")).to_contain_text("page.json")
+    page.wait_for_timeout(3000)  # the service worker would be there
+    stored_are_right(page, web)
+    exchange(host.folder / name, right)
+    page.reload()
+    web.choose(page, content["models"][0]["id"])
+    wait_until_kept(page)
+    host.close()
+    page.goto(host.url)
+    web.choose(page, content["models"][0]["id"])
+    assert web.ask(page, "translate", {"text": "I am tired."})["text"], "without a network"
+    assert stored_are_right(page, web) >= 12
+
+
+def test_the_licences_of_all_that_is_bundled_are_there_in_full(page: Page, site: Any, web: ModuleType) -> None:
+    page.goto(site.url)
+    page.get_by_role("link", name="Licences").click()
+    found = page.locator("body").inner_text()
+    packages = json.loads((ROOT / "web/package.json").read_text(encoding="utf-8"))["dependencies"]
+    heads = re.findall(r"^={80}\n(.*)\n={80}$", found, re.MULTILINE)
+    assert all(any(head.startswith(name) for head in heads) for name in (*packages, "t5accel")), heads
+    for part in ("Microsoft Corporation", "Permission is hereby granted, free of charge", "Eigen", "protobuf",
+                 "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION"):  # fmt: skip
+        assert part in found, part
+    for name in ("app.js", "worker.js", "service-worker.js", "style.css"):
+        assert "LICENSES.txt" in (web.BUILT / name).read_text(encoding="utf-8"), name
 
 
 def test_a_request_elsewhere_is_noticed_and_the_page_may_not_make_one(

@@ -6,13 +6,24 @@ const [form, fields, answer, figures, status, progress, announcement] = [
   "form", "fields", "answer", "figures", "status", "progress", "announcement",
 ].map(element);
 
-const page = await (await fetch("page.json")).json();
+const page = await readPage();
 let worker, task, model;
 let ready = false;
 let running = null; // what was asked and is not answered yet
 let asked = 0;
 
 const megabytes = (bytes) => `${(bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0)} MB`;
+
+/** What can be chosen; a host's error page, which the browser may remember, is asked for again. */
+async function readPage() {
+  for (const cache of ["default", "reload"]) {
+    const found = await fetch("page.json", { cache }).then((response) => response.json()).catch(() => undefined);
+    if (found?.models) return found;
+  }
+  const message = "The host does not send what belongs to this page (page.json): reload it later.";
+  document.querySelector("main").append(make("p", { role: "alert", textContent: message }));
+  throw new Error(message);
+}
 
 function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -69,9 +80,9 @@ function chooseModel(chosen) {
   progress.value = 0;
   progress.hidden = false;
   status.textContent = `Loading ${model.label}: ${megabytes(model.bytes)}, once.`;
-  const { folder, bytes } = model;
+  const { folder, files, bytes } = model;
   const { wasm, version, warm_up: warmUp, max_source_tokens: limit } = page;
-  worker.postMessage({ type: "open", folder, wasm: wasm.file, version, bytes: bytes + wasm.bytes, warmUp, limit });
+  worker.postMessage({ type: "open", folder, files, wasm, version, bytes: bytes + wasm.size_bytes, warmUp, limit });
 }
 
 /** Send what was asked, as soon as the model is there. */
@@ -95,11 +106,12 @@ const received = {
     progress.removeAttribute("value");
     status.textContent = "Warming up.";
   },
-  ready({ seconds, isKept }) {
+  ready({ seconds, isKept, isHashed }) {
     ready = true;
     progress.hidden = true;
     const kept = isKept ? " It stays on this device and works without a network." : "";
-    status.textContent = `Ready after ${seconds.toFixed(1)} s.${kept}`;
+    const checked = isHashed ? "" : " Without https its files are checked by their sizes alone.";
+    status.textContent = `Ready after ${seconds.toFixed(1)} s.${kept}${checked}`;
     document.body.dataset.ready = model.id;
     ask();
   },

@@ -1,19 +1,27 @@
 // Keeps the page itself, so that it opens without a network. The models are kept by the worker that loads them, in the
-// same store; esbuild puts in the version, a hash of all files, the list of the page's own, and the models' folders.
+// same store; esbuild puts in the version, a hash of all files, the page's own files with size and hash, and the names
+// with which the models' files begin.
 
 /* global VERSION, FILES, MODELS */
 
+import { load } from "./files.js";
+
+/** A file of the page: from the store or the network if it is as it was built. */
+async function answer(name) {
+  const { bytes, headers } = await load(await caches.open(VERSION), name, FILES[name]);
+  return new Response(bytes, { headers });
+}
+
+// What is not as it was built fails the installation, which the browser tries again at the next visit.
 self.addEventListener("install", (event) => {
-  // The host is asked whether they changed: what the browser remembers of earlier requests may be of another version.
-  const files = FILES.map((name) => new Request(name, { cache: "no-cache" }));
-  event.waitUntil(caches.open(VERSION).then((store) => store.addAll(files)));
+  event.waitUntil(Promise.all(Object.keys(FILES).map(answer)));
 });
 
 /** Keep an earlier version's files of models that are still the same, and drop the rest of its store. */
 async function takeOver(name) {
   const [store, earlier] = [await caches.open(VERSION), await caches.open(name)];
   for (const request of await earlier.keys()) {
-    if (!MODELS.some((folder) => request.url.includes(`/${folder}`))) continue;
+    if (!MODELS.some((start) => request.url.includes(`/${start}`)) || (await store.match(request))) continue;
     await store.put(request, await earlier.match(request)).catch(() => undefined); // a full disk costs only time
   }
   await caches.delete(name);
@@ -27,6 +35,10 @@ self.addEventListener("activate", (event) => {
 });
 
 self.addEventListener("fetch", (event) => {
-  const kept = caches.open(VERSION).then((store) => store.match(event.request, { ignoreSearch: true }));
-  event.respondWith(kept.then((response) => response ?? fetch(event.request)));
+  const { scope } = self.registration;
+  const url = event.request.url.split(/[?#]/)[0];
+  const name = url.startsWith(scope) ? url.slice(scope.length) || "./" : "";
+  if (event.request.method !== "GET" || !Object.hasOwn(FILES, name)) return;
+  // What the host has instead is shown, a network's login page for example, and not kept.
+  event.respondWith(answer(name).catch(() => fetch(event.request)));
 });

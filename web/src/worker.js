@@ -2,6 +2,7 @@
 // page ends it to change the model.
 
 import { env } from "onnxruntime-web/wasm";
+import { canHash, load } from "./files.js";
 import { T5 } from "./t5.js";
 
 const WARM_UP_TOKENS = 4;
@@ -9,38 +10,24 @@ const WARM_UP_TOKENS = 4;
 let t5, maxSourceTokens, stopped;
 let isKept = true; // all that was read is in the browser's store
 
-/** Files from the browser's store, else from the network and into the store: so they are there without a network. */
-function reader(version, onBytes) {
-  return async (url) => {
-    const store = await self.caches?.open(version).catch(() => undefined); // no store on plain http, or in private
-    const kept = await store?.match(url);
-    const response = kept ?? (await fetch(url));
-    if (!response.ok) throw new Error(`${url} cannot be loaded: the server answers ${response.status}.`);
-    // A full disk costs only time.
-    const storing = kept || store?.put(url, response.clone()).then(() => true, () => false);
-    const chunks = [];
-    for (let part, stream = response.body.getReader(); !(part = await stream.read()).done; ) {
-      chunks.push(part.value);
-      onBytes(part.value.length);
-    }
-    isKept &&= Boolean(await storing);
-    return new Uint8Array(await new Blob(chunks).arrayBuffer());
-  };
-}
-
-async function open({ folder, wasm, version, bytes, warmUp, limit }) {
+async function open({ folder, files, wasm, version, bytes, warmUp, limit }) {
   const start = performance.now();
+  const store = await self.caches?.open(version).catch(() => undefined); // no store on plain http, or in private
   let loaded = 0;
-  const read = reader(version, (more) => {
-    loaded += more;
-    postMessage({ type: "progress", loaded: Math.min(loaded / bytes, 1) });
-  });
-  env.wasm.wasmBinary = await read(wasm);
-  t5 = await T5.open((name) => read(folder + name));
+  const read = async (url, expected) => {
+    const file = await load(store, url, expected, (more) => {
+      loaded += more;
+      postMessage({ type: "progress", loaded: Math.min(loaded / bytes, 1) });
+    });
+    isKept &&= file.isKept;
+    return file.bytes;
+  };
+  env.wasm.wasmBinary = await read(wasm.file, wasm);
+  t5 = await T5.open((name) => read(folder + name, files[name]));
   postMessage({ type: "warming" }); // the first steps of a session take several times as long
   for await (const _ of t5.generate(t5.encode(warmUp), { maxNewTokens: WARM_UP_TOKENS }));
   maxSourceTokens = limit;
-  postMessage({ type: "ready", seconds: (performance.now() - start) / 1000, isKept });
+  postMessage({ type: "ready", seconds: (performance.now() - start) / 1000, isKept, isHashed: canHash });
 }
 
 async function generate({ text, maxNewTokens, id }) {
