@@ -94,7 +94,7 @@ format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 
 site: $(SITE)/.stamp $(if $(NPM),web) ## Build README, guides, notebooks, scoreboards, the reference and (with npm) the web page in build/site/
 	@rm -rf build/site build/site-source && mkdir -p build/site-source
-	@cp -R CHANGELOG.md CONTRIBUTING.md LICENSE data docs notebooks build/site-source
+	@cp -R CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE data docs notebooks build/site-source
 	@mkdir build/site-source/web && cp -R web/src build/site-source/web
 	@cat README.md docs/site/contents.md > build/site-source/index.md
 	@$(VENV) scripts/site_pages.py build/site-source $(if $(NPM),--web)
