@@ -136,11 +136,6 @@ def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTr
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
-    if not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-        raise ModelUnavailableError(
-            f"{folder} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
-            "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
-        )
     return _from_pretrained(str(folder))
 
 
@@ -209,6 +204,11 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
 
     config = load_pretrained(AutoConfig.from_pretrained, where, **options)
     family_of(config, where)
+    if os.path.isdir(where) and not any(path for pattern in _WEIGHTS for path in Path(where).glob(pattern)):
+        raise ModelUnavailableError(
+            f"{where} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
+            "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
+        )
     attention = getattr(config, "_attn_implementation", None)
     if isinstance(attention, str) and "/" in attention:  # compiled code of a hub's repository
         raise ModelUnavailableError(f"{where} asks for the kernel {attention!r}: remove it from its config.json.")
