@@ -1,4 +1,4 @@
-"""Arguments checked at the door: counts, numbers, token ids and batches, each with an error that says what to give.
+"""Validation of arguments and files: counts, numbers, token ids, batches, JSON; each error says what to give.
 
 The public functions ask here once, before any work; what lies behind them trusts what it is handed. Only what takes
 arrays needs numpy, so that a module copied for its counts alone brings no library with it.
@@ -6,13 +6,20 @@ arrays needs numpy, so that a module copied for its counts alone brings no libra
 
 from __future__ import annotations
 
+import json
 import operator
+import os
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5accel.errors import InputError
+from t5accel.errors import InputError, T5AccelError
 
 if TYPE_CHECKING:
     import numpy as np
+
+MAX_JSON_BYTES = 1 << 28  # the largest published tokenizer.json is a tenth of it; more would fill the memory
+_JSON_NAMES = {bool: "true or false", list: "a list", str: "a text", type(None): "null"}
 
 
 def as_count(value: Any, name: str, *, at_least: int) -> int:
@@ -122,3 +129,70 @@ def check_vocabulary(ids: np.ndarray, vocab_size: int, name: str = "input_ids") 
     """
     if ids.view("uint64").max() >= vocab_size:  # one pass for both ends: read without a sign, a negative id is huge
         raise InputError(f"{name} must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
+
+
+def check_file(path: Path, error: type[T5AccelError], advice: str = "") -> int:
+    """The size in bytes of a regular file, or of the one that a link leads to.
+
+    Anything else is refused before it is opened: reading a named pipe, a socket or a terminal waits forever.
+
+    Args:
+        path: the file.
+        error: the class of what is raised.
+        advice: what to do about it, a sentence for the end of the message.
+
+    Raises:
+        error: the file is missing, cannot be reached, or is not a regular file.
+
+    >>> check_file(Path("no-such-file"), InputError)
+    Traceback (most recent call last):
+    t5accel.errors.InputError: no-such-file is missing.
+    """
+    try:
+        facts = os.stat(path)
+    except FileNotFoundError as cause:
+        raise error(f"{path} is missing. {advice}".rstrip()) from cause
+    except (OSError, ValueError) as cause:  # a ValueError: no name that a file can have
+        raise error(f"{path} cannot be read: {getattr(cause, 'strerror', None) or cause}. {advice}".rstrip()) from cause
+    if not stat.S_ISREG(facts.st_mode):
+        raise error(f"{path} must be a regular file, got {_kind(facts.st_mode)}. {advice}".rstrip())
+    return facts.st_size
+
+
+def read_json_object(path: Path, error: type[T5AccelError], advice: str = "") -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path, error, advice: as in `check_file`.
+
+    Raises:
+        error: as in `check_file`; or the file holds no JSON, nests it too deeply, or holds something else than an
+            object.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "config.json"
+    ...     _ = path.write_text('{"d_model": 8}')
+    ...     read_json_object(path, InputError)
+    {'d_model': 8}
+    """
+    size = check_file(path, error, advice)
+    if size > MAX_JSON_BYTES:
+        raise error(f"{path} must have at most {MAX_JSON_BYTES} bytes, got {size}. {advice}".rstrip())
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise error(f"{path} cannot be read: {cause.strerror or cause}. {advice}".rstrip()) from cause
+    except RecursionError as cause:
+        raise error(f"{path} is damaged: its JSON is nested too deeply. {advice}".rstrip()) from cause
+    except ValueError as cause:  # no JSON, or no text at all
+        raise error(f"{path} is damaged: it holds no JSON ({cause}). {advice}".rstrip()) from cause
+    if not isinstance(content, dict):
+        got = _JSON_NAMES.get(type(content), "a number")
+        raise error(f"{path} must hold a JSON object, got {got}. {advice}".rstrip())
+    return content
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket"}
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,9 +25,10 @@ from silence import quiet
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.checks import read_json_object
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.build.t5_weights import T5Weights
@@ -640,3 +643,41 @@ def test_weights_share_memory_with_the_model(tiny_t5) -> None:
     watched = {name: array.view(Watched) for name, array in weights.arrays.items()}
     assert source_hash(model, dataclasses.replace(weights, arrays=watched)) == source_hash(model, weights)
     assert not copies, "a hash needs no second copy of the model"
+
+
+# Files that are read
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+NOT_OBJECTS: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda path: None,
+    "a named pipe": os.mkfifo,
+    "a socket": a_socket,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+    "nested too deeply": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
+    "no JSON": lambda path: path.write_bytes(b'{"a": \xff}'),
+    "null": lambda path: path.write_text("null"),
+    "a list": lambda path: path.write_text("[]"),
+    "a text": lambda path: path.write_text('"x"'),
+    "a number": lambda path: path.write_text("NaN"),
+    "at most": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_OBJECTS)
+def test_what_holds_no_json_object_is_refused_in_a_sentence(tmp_path, monkeypatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name must be short
+    NOT_OBJECTS[kind](Path("config.json"))
+    with pytest.raises(ExportError, match=rf"^config\.json .*{kind}.* Export again\.$"):
+        read_json_object(Path("config.json"), ExportError, "Export again.")
+
+
+def test_links_to_files_are_read(tmp_path) -> None:
+    (tmp_path / "blob").write_text('{"a": 1}')
+    (tmp_path / "config.json").symlink_to(tmp_path / "blob")  # as in the hub's cache
+    assert read_json_object(tmp_path / "config.json", ExportError) == {"a": 1}
