@@ -24,7 +24,7 @@ export class T5 {
     const json = async (name) => JSON.parse(new TextDecoder().decode(await read(name)));
     const t5 = new T5();
     t5.manifest = await json("manifest.json");
-    if (t5.manifest.format !== 1) throw new Error(`The manifest has format ${t5.manifest.format}; this code reads 1.`);
+    if (t5.manifest.format !== 2) throw new Error(`The manifest has format ${t5.manifest.format}; this code reads 2.`);
     t5.tokenizer = new Tokenizer(await json("tokenizer.json"), await json("tokenizer_config.json"));
     // Both graphs read the same file of weights.
     const externalData = WEIGHTS in t5.manifest.files ? [{ path: WEIGHTS, data: await read(WEIGHTS) }] : [];
