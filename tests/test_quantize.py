@@ -570,6 +570,17 @@ def test_groups_that_are_taken_out_may_take_more_bits_instead(fp32, temporary: P
     assert set(bits) == {4, 8}, "the first layer's attention has more bits than the rest"
 
 
+@pytest.mark.parametrize(("metric", "baseline", "warned"), [
+    ("bleu", 0.19, True), ("exact_match", 0.0, True), ("rougeL", 4.99, True),
+    ("bleu", 5.0, False), ("bleu", 43.0, False), ("closeness", -0.01, False),
+])  # fmt: skip
+def test_a_gate_on_a_model_that_knows_nothing_says_so(fp32, tmp_path, metric: str, baseline: float, warned) -> None:
+    report = quantize(fp32(), tmp_path / "new", "int8", score=lambda _: {metric: baseline}, max_loss={metric: 0.5})
+    assert bool(report.warning) == warned
+    if warned:
+        assert report.warning.startswith(f"The model in fp32 scores {metric} {baseline:.2f}: below 5 points")
+
+
 def test_a_limit_may_be_reached(fp32, temporary: Path, tmp_path: Path) -> None:
     score = Sensitive("lm_head", "decoder.0.wo")
     report = quantize(fp32(), tmp_path / "out", "int8", score=score, max_loss={"bleu": 2}, groups=["decoder.0.wo"])
