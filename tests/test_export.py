@@ -8,9 +8,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,19 @@ from silence import quiet
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.checks import read_json_object
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.errors import (
+    ExportError,
+    InputError,
+    ModelUnavailableError,
+    NotT5Error,
+    T5AccelError,
+    UnknownModelError,
+)
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.build.t5_weights import T5Weights
@@ -42,6 +54,7 @@ from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.t5.rules import logit_scale, relative_position_bucket
 from t5accel.t5.sizes import T5Dims
+from t5accel.text.text_to_text import text_to_text, tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -758,3 +771,91 @@ def test_a_model_with_tokens_outside_its_vocabulary_is_not_exported(tiny_t5, tmp
     with pytest.raises(ExportError, match="forced_eos_token_id is 1000000000"):
         export_t5(model, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+# Any damage
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise KeyboardInterrupt(f"it took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def any_byte(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 5])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def instead(make: Callable[[Path], Any]) -> Callable[[Path, random.Random], None]:
+    return lambda path, _: (path.unlink(), make(path))
+
+
+DAMAGES: list[Callable[[Path, random.Random], Any]] = [
+    any_byte, any_byte, lambda path, rng: os.truncate(path, rng.randrange(path.stat().st_size)),
+    lambda path, _: path.unlink(), instead(os.mkfifo), instead(Path.mkdir), instead(lambda path: path.symlink_to(path)),
+    instead(lambda path: path.symlink_to("/dev/zero")), instead(Path.touch),
+    lambda path, _: path.write_text("[" * 100_000), lambda path, _: path.write_text('{"format": 2, "sha256": null}'),
+    lambda path, rng: path.write_bytes(rng.choice([*path.parent.iterdir()]).read_bytes()),
+]  # fmt: skip
+
+
+def any_value(folder: Path, rng: random.Random) -> None:
+    """Another value somewhere in the manifest, whose hash is right."""
+    content = json.loads((folder / MANIFEST).read_text())
+    place: Any = content
+    key = rng.choice([*place])
+    while isinstance(place[key], dict | list) and place[key] and rng.random() < 0.9:
+        place = place[key]
+        key = rng.choice([*place] if isinstance(place, dict) else range(len(place)))
+    value = place[key]
+    near = [value + 1, value - 1, -value, 10**9, 0] if type(value) is int else []
+    place[key] = rng.choice([*near, None, [], {}, "x", -1, 1e300, True, [value], "../x"])
+    write_manifest(folder, content)
+
+
+@pytest.mark.long
+def test_any_damage_ends_in_the_right_answer_or_an_error_of_ours(tmp_path: Path) -> None:
+    """For 100 seconds. A manifest with its right hash may be of another model, which answers otherwise."""
+    text = "translate English to French: I am tired."
+    export_t5("mini", tmp_path / "whole", external_threshold_bytes=0, step=True)
+
+    def answer(folder: Path) -> list[str]:
+        backend, tokenizer = OrtStatic(folder, settings=SessionSettings(threads=1)), tokenizer_of(folder)
+        return text_to_text(tokenizer, lambda *batch: greedy(backend, *batch, max_new_tokens=8).sequences)([text])
+
+    expected, rng, ends = answer(tmp_path / "whole"), random.Random(49), time.monotonic() + 100
+    outcomes = Counter()
+    while time.monotonic() < ends:
+        folder, state = tmp_path / "damaged", rng.getstate()
+        folder.mkdir()
+        chosen = rng.choice([path.name for path in (tmp_path / "whole").iterdir()] + 4 * [MANIFEST])
+        for path in (tmp_path / "whole").iterdir():
+            if path.name == chosen:
+                shutil.copy(path, folder)
+            else:
+                (folder / path.name).symlink_to(path)
+        is_hashed = chosen == MANIFEST and rng.random() < 0.6
+        any_value(folder, rng) if is_hashed else rng.choice(DAMAGES)(folder / chosen, rng)
+        try:
+            with within(30):
+                found = answer(folder)
+            outcomes["answered"] += 1
+            assert found == expected or is_hashed, (chosen, state)
+        except T5AccelError as error:
+            outcomes["refused"] += 1
+            assert "\n" not in str(error)[:80]
+        except (Exception, KeyboardInterrupt) as error:
+            raise AssertionError(f"{chosen} ended in {error!r}: {state[1][:3]}") from error
+        shutil.rmtree(folder)
+    assert outcomes["refused"] > 50 and outcomes["answered"], outcomes

@@ -105,4 +105,4 @@ def test_a_t5_of_ones_own_is_quantised_run_and_distilled_by_the_commands_shown(
     assert "Warning" not in gate.stderr and (tmp_path / "my-t5-int8" / "manifest.json").is_file()
     assert answer.stdout.strip() in " ".join(README.split())
     assert distilled.stdout.startswith("Wrote student/model\nwhole model: loss ") and "bleu" in distilled.stdout
-    assert "Warning: The student scores bleu 0.00: below 5 points" in distilled.stderr
+    assert re.search(r"Warning: The student scores bleu 0\.\d\d: below 5 points", distilled.stderr)

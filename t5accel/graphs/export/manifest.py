@@ -257,8 +257,8 @@ def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
 
 def _require_place(entry: Any, files: Mapping[str, Any]) -> None:
     """That it says where in the file of weights something lies."""
-    numbers = [entry["offset"], *entry["shape"]]
-    if len(numbers) < 2 or not all(type(number) is int and number >= 0 for number in numbers):
+    numbers = [entry["offset"] + 1, *entry["shape"]]
+    if len(numbers) < 2 or not all(type(number) is int and number > 0 for number in numbers):
         raise ValueError(f"a shared weight is described by {entry}")
     if entry["offset"] + math.prod(entry["shape"]) * ELEMENT_BYTES[entry["dtype"]] > files[WEIGHTS]["size_bytes"]:
         raise ValueError(f"a shared weight lies outside of {WEIGHTS}")
