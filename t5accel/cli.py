@@ -219,7 +219,10 @@ def quantize(
     )  # fmt: skip
     before, after = report.baseline[metric], report.chosen.scores[metric]
     typer.echo(f"{folder}: {report.manifest.size_bytes / 1e6:.0f} MB, {report.chosen.recipe.name}")
-    typer.echo(f"{metric} {after:.2f}, in fp32 {before:.2f}: loses {before - after:.2f}, and {max_loss:g} is allowed")
+    change = f"gains {after - before:.2f}" if after > before else f"loses {before - after:.2f}"
+    typer.echo(f"{metric} {after:.2f}, in fp32 {before:.2f}: {change}, a loss of {max_loss:g} is allowed")
+    if report.warning:
+        typer.echo(f"Warning: {report.warning}", err=True)
 
 
 @cache.command("list")

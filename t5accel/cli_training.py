@@ -202,12 +202,19 @@ class _UserRows:
 
     def keep(self, student, tokenizer, folder, whole, **facts) -> None:  # noqa: ANN001, ANN003
         """Save the student with its card, and say how it and the whole model score."""
+        from t5accel.metrics import floor_warning
         from t5accel.students.student_card import save_student
 
         typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=_command(), **facts)}")
         for name, model in (("whole model", whole), ("student", student)) if self.validate else ():
-            scores = ", ".join(f"{key} {value:.4g}" for key, value in self.validate(model).items())
-            typer.echo(f"{name}: {scores}")
+            scores = self.validate(model)
+            typer.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in scores.items()))
+            _warn(floor_warning(scores, f"The {name}"))
+
+
+def _warn(sentence: str) -> None:
+    if sentence:
+        typer.echo(f"Warning: {sentence}", err=True)
 
 
 def _command() -> str:
@@ -288,6 +295,7 @@ def evaluate(
     held_out, held_out_long = held_out_quality(generate, pairs) if held_out_quality else (None, None)
     report = quality.evaluate(generate, limit=limit)
     typer.echo(report)
+    _warn(report.warning)
     for part, scores in (("all", held_out), ("9-20 words", held_out_long)):
         if scores:
             typer.echo(

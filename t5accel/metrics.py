@@ -11,7 +11,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -117,6 +117,32 @@ ROW_SCORES: dict[str, Callable[[Texts, References], float]] = {
     "rougeL": lambda predictions, references: rouge(predictions, references, any_script=True)["rougeL"],
     "exact_match": same_text,
 }
+# Points of a hundred. Chance overlap gives untrained models up to about 2 points of BLEU and ROUGE-L; below 5 a model
+# that was ruined scores the same within what a change of rounding moves.
+MIN_MEANINGFUL_SCORE = 5.0
+
+
+def floor_warning(scores: Mapping[str, float], what: str) -> str:
+    """A sentence where scores are too low to show a loss; else an empty text.
+
+    Args:
+        scores: by name; those that are not in `ROW_SCORES` are left aside.
+        what: whose scores they are.
+
+    >>> floor_warning({"bleu": 43.0}, "The model")
+    ''
+    >>> floor_warning({"bleu": 0.19}, "The model")  # doctest: +ELLIPSIS
+    'The model scores bleu 0.19: below 5 points no loss can show, so this says nothing about quality. ...'
+    """
+    low = [
+        f"{name} {score:.2f}" for name, score in scores.items() if name in ROW_SCORES and score < MIN_MEANINGFUL_SCORE
+    ]
+    if not low:
+        return ""
+    return (
+        f"{what} scores {', '.join(low)}: below {MIN_MEANINGFUL_SCORE:g} points no loss can show, so this says nothing "
+        "about quality. Give rows of a task that the model knows, or train it further."
+    )
 
 
 def sacrebleu_score(metric: str, predictions: Texts, references: References) -> tuple[float, str]:

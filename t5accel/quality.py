@@ -13,7 +13,7 @@ from typing import Any
 from t5accel import tasks
 from t5accel.checks import as_count
 from t5accel.errors import InputError
-from t5accel.metrics import bleu, chrf, exact_match, f1, rouge, sacrebleu_score
+from t5accel.metrics import bleu, chrf, exact_match, f1, floor_warning, rouge, sacrebleu_score
 from t5accel.parity import ParityError, assert_varied, parity, token_agreement
 
 __all__ = [
@@ -103,6 +103,16 @@ class QualityReport:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, numbers and texts, ready for ``json.dump``; one key for each field."""
         return asdict(self)
+
+    @property
+    def warning(self) -> str:
+        """A sentence where a main score is too low for a comparison to mean anything; else empty."""
+        found = {
+            "bleu": self.translation and self.translation.bleu,
+            "rougeL": self.summaries and self.summaries.all.rougeL,
+            "exact_match": self.questions and self.questions.all.exact_match,
+        }
+        return floor_warning({name: score for name, score in found.items() if score is not None}, "The model")
 
     def __str__(self) -> str:
         lines = [] if self.limit is None else [f"LIMITED to the first {self.limit} rows of each length bucket or half"]

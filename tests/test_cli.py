@@ -332,11 +332,25 @@ def test_a_model_passes_the_gate_on_the_users_rows_and_runs(tmp_path, exported_m
     assert result.exit_code == 0 and re.fullmatch(rf"{re.escape(str(out))}: \d+ MB, int4", first)
     score = text_quality(dev, "exact_match", threads=1)(out)["exact_match"]
     assert 20 <= score < 100
-    assert second == f"exact_match {score:.2f}, in fp32 100.00: loses {100 - score:.2f}, and 80 is allowed"
+    assert second == f"exact_match {score:.2f}, in fp32 100.00: loses {100 - score:.2f}, a loss of 80 is allowed"
     recipe = read_manifest(out).recipe
     assert recipe["gated"] and recipe["gate"]["max_loss"] == {"exact_match": 80}
     assert recipe["gate"]["baseline"] == {"exact_match": 100}
     assert call("run", TEXT, "--model", out).stdout.strip()
+
+
+def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path, exported_mini, monkeypatch):
+    row = {"source": "translate English to French: I am tired.", "target": "nothing like it at all"}
+    (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    options = "--eval", tmp_path / "dev.jsonl", "--metric", "exact_match", "--max-loss", 1, "--threads", 1
+    result = call("quantize", exported_mini, tmp_path / "none", *options)
+    assert result.exit_code == 0 and "in fp32 0.00: loses 0.00" in result.stdout
+    assert result.stderr.splitlines()[-1].startswith("Warning: The model in fp32 scores exact_match 0.00")
+    rising = iter([40.0, 40.5])
+    monkeypatch.setattr("t5accel.lab.scoring.text_quality", lambda *_, **__: lambda _: {"exact_match": next(rising)})
+    result = call("quantize", exported_mini, tmp_path / "more", *options)
+    assert "exact_match 40.50, in fp32 40.00: gains 0.50, a loss of 1 is allowed" in result.stdout
+    assert "Warning" not in result.stderr
 
 
 def test_a_model_that_loses_more_is_refused_in_a_sentence_and_nothing_is_left(tmp_path, exported_mini, dev):

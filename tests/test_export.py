@@ -6,8 +6,14 @@ import copy
 import dataclasses
 import json
 import os
+import random
+import shutil
+import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,24 +31,34 @@ from silence import quiet
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.checks import read_json_object
 from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.errors import (
+    ExportError,
+    InputError,
+    ModelUnavailableError,
+    NotT5Error,
+    T5AccelError,
+    UnknownModelError,
+)
 from t5accel.families.lively import random_model
 from t5accel.families.registry import BEYOND_T5
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.build.t5_weights import T5Weights
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, names
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec, names
 from t5accel.graphs.export.folder import LARGEST_INSIDE
 from t5accel.graphs.export.logit_check import backend_logits, check_logits
-from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.manifest import read_manifest, write_manifest
 from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.t5.rules import logit_scale, relative_position_bucket
 from t5accel.t5.sizes import T5Dims
+from t5accel.text.text_to_text import text_to_text, tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -68,6 +84,8 @@ def variant(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """Arguments of ``tiny_t5`` and ``exported``, for each kind of model that we claim to export."""
     return MODELS[request.param]
 
+
+SPECS = {ENCODER: encoder_spec, DECODER: decoder_spec}
 
 # What a stranger does with the two files, knowing the contract and ONNX Runtime only
 
@@ -795,3 +813,163 @@ def test_links_to_files_are_read(tmp_path) -> None:
     (tmp_path / "blob").write_text('{"a": 1}')
     (tmp_path / "config.json").symlink_to(tmp_path / "blob")  # as in the hub's cache
     assert read_json_object(tmp_path / "config.json", ExportError) == {"a": 1}
+
+
+# The manifest
+
+
+@pytest.fixture
+def copied(exported, tmp_path: Path) -> Path:
+    """An export with its weights beside the graphs, to be damaged."""
+    return Path(shutil.copytree(exported(external_threshold_bytes=0), tmp_path / "copied"))
+
+
+def edited(text: str, rng: random.Random) -> str:
+    """One character replaced, taken out or put in."""
+    place, character = rng.randrange(len(text)), rng.choice('0123456789abcdef-.,:{}[]" \ntrue')
+    return text[:place] + rng.choice(["", character]) + text[place + rng.choice([0, 1]) :]
+
+
+def test_any_altered_character_of_a_manifest_is_noticed(copied: Path) -> None:
+    text, rng, tried = (copied / MANIFEST).read_text(), random.Random(0), 0
+    while tried < 300:
+        other = edited(text, rng)
+        try:
+            if json.loads(other) == json.loads(text):  # blanks, and a key that was there twice
+                continue
+        except ValueError:
+            pass
+        tried += 1
+        (copied / MANIFEST).write_text(other)
+        with pytest.raises(ExportError, match=r"Export again with overwrite=True"):
+            read_manifest(copied, verify=False)
+    (copied / MANIFEST).write_text(json.dumps(json.loads(text), sort_keys=True))  # the same content, written otherwise
+    assert read_manifest(copied)
+
+
+def test_exports_of_the_format_before_are_to_be_made_again(copied: Path) -> None:
+    content = json.loads((copied / MANIFEST).read_text())
+    del content["sha256"]
+    (copied / MANIFEST).write_text(json.dumps(content | {"format": 1}))
+    with pytest.raises(ExportError, match=r"has format 1, and this t5accel reads 2\. Export again"):
+        read_manifest(copied)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "value"),
+    [
+        *(("dims", name, -1) for name in ("vocab_size", "d_model", "d_kv")),
+        *(("dims", name, [-1] * 3) for name in ("decoder_heads", "cross_heads", "decoder_ff")),
+        ("dims", "encoder_heads", [4]), ("dims", "encoder_ff", 64), ("dims", "encoder_ff", []), ("dims", "gated", 1),
+        ("dims", "d_model", 0), ("dims", "d_model", True),
+        *(("tokens", name, value) for name in ("pad_token_id", "eos_token_id") for value in (-1, 300, 10**9, True)),
+        ("rules", "suppress_tokens", [5, 10**9]), ("rules", "suppress_tokens", [-1]),
+        ("rules", "forced_bos_token_id", 300), ("rules", "forced_eos_token_id", -1),
+        ("recipe", "floats", "float99"), ("recipe", "floats", None),
+    ],
+)  # fmt: skip
+def test_a_manifest_of_impossible_sizes_and_tokens_is_damaged(copied: Path, entry: str, name: str, value: Any) -> None:
+    content = json.loads((copied / MANIFEST).read_text())
+    content[entry][name] = value
+    dims = T5Dims(**{key: tuple(size) if isinstance(size, list) else size for key, size in content["dims"].items()})
+    with suppress(TypeError, ValueError):  # what the sizes say of the graphs is right, too
+        content["graphs"] = {name: dataclasses.asdict(spec(dims)) for name, spec in SPECS.items()}
+    write_manifest(copied, content)
+    with pytest.raises(ExportError, match=r"manifest\.json is damaged .*Export again"):
+        OrtNumpy(copied)
+
+
+def test_a_model_with_tokens_outside_its_vocabulary_is_not_exported(tiny_t5, tmp_path) -> None:
+    model = copy.deepcopy(tiny_t5())
+    model.generation_config.forced_eos_token_id = 10**9
+    with pytest.raises(ExportError, match="forced_eos_token_id is 1000000000"):
+        export_t5(model, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+# Any damage
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise KeyboardInterrupt(f"it took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def any_byte(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 5])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def instead(make: Callable[[Path], Any]) -> Callable[[Path, random.Random], None]:
+    return lambda path, _: (path.unlink(), make(path))
+
+
+DAMAGES: list[Callable[[Path, random.Random], Any]] = [
+    any_byte, any_byte, lambda path, rng: os.truncate(path, rng.randrange(path.stat().st_size)),
+    lambda path, _: path.unlink(), instead(os.mkfifo), instead(Path.mkdir), instead(lambda path: path.symlink_to(path)),
+    instead(lambda path: path.symlink_to("/dev/zero")), instead(Path.touch),
+    lambda path, _: path.write_text("[" * 100_000), lambda path, _: path.write_text('{"format": 2, "sha256": null}'),
+    lambda path, rng: path.write_bytes(rng.choice([*path.parent.iterdir()]).read_bytes()),
+]  # fmt: skip
+
+
+def any_value(folder: Path, rng: random.Random) -> None:
+    """Another value somewhere in the manifest, whose hash is right."""
+    content = json.loads((folder / MANIFEST).read_text())
+    place: Any = content
+    key = rng.choice([*place])
+    while isinstance(place[key], dict | list) and place[key] and rng.random() < 0.9:
+        place = place[key]
+        key = rng.choice([*place] if isinstance(place, dict) else range(len(place)))
+    value = place[key]
+    near = [value + 1, value - 1, -value, 10**9, 0] if type(value) is int else []
+    place[key] = rng.choice([*near, None, [], {}, "x", -1, 1e300, True, [value], "../x"])
+    write_manifest(folder, content)
+
+
+@pytest.mark.long
+def test_any_damage_ends_in_the_right_answer_or_an_error_of_ours(tmp_path: Path) -> None:
+    """For 100 seconds. A manifest with its right hash may be of another model, which answers otherwise."""
+    text = "translate English to French: I am tired."
+    export_t5("mini", tmp_path / "whole", external_threshold_bytes=0, step=True)
+
+    def answer(folder: Path) -> list[str]:
+        backend, tokenizer = OrtStatic(folder, settings=SessionSettings(threads=1)), tokenizer_of(folder)
+        return text_to_text(tokenizer, lambda *batch: greedy(backend, *batch, max_new_tokens=8).sequences)([text])
+
+    expected, rng, ends = answer(tmp_path / "whole"), random.Random(49), time.monotonic() + 100
+    outcomes = Counter()
+    while time.monotonic() < ends:
+        folder, state = tmp_path / "damaged", rng.getstate()
+        folder.mkdir()
+        chosen = rng.choice([path.name for path in (tmp_path / "whole").iterdir()] + 4 * [MANIFEST])
+        for path in (tmp_path / "whole").iterdir():
+            if path.name == chosen:
+                shutil.copy(path, folder)
+            else:
+                (folder / path.name).symlink_to(path)
+        is_hashed = chosen == MANIFEST and rng.random() < 0.6
+        any_value(folder, rng) if is_hashed else rng.choice(DAMAGES)(folder / chosen, rng)
+        try:
+            with within(30):
+                found = answer(folder)
+            outcomes["answered"] += 1
+            assert found == expected or is_hashed, (chosen, state)
+        except T5AccelError as error:
+            outcomes["refused"] += 1
+            assert "\n" not in str(error)[:80]
+        except (Exception, KeyboardInterrupt) as error:
+            raise AssertionError(f"{chosen} ended in {error!r}: {state[1][:3]}") from error
+        shutil.rmtree(folder)
+    assert outcomes["refused"] > 50 and outcomes["answered"], outcomes

@@ -42,6 +42,7 @@ from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5
 from t5accel.families.family import Family
 from t5accel.families.lively import random_model
 from t5accel.families.registry import BEYOND_T5, SIZES, family_of
+from t5accel.graphs.export.manifest import write_manifest
 from t5accel.graphs.export.t5 import export_t5, model_weights
 from t5accel.graphs.numbers.convert import convert_export
 from t5accel.graphs.optimize import optimize_export
@@ -454,7 +455,7 @@ def test_the_shortlist_of_a_head_with_a_bias(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "short/manifest.json").read_text())
     for wrong in (None, {}, content["shortlist"]["rows"], {**content["shortlist"]["bias"], "offset": -1}):
         content["shortlist"]["bias"] = wrong
-        (tmp_path / "short/manifest.json").write_text(json.dumps(content))
+        write_manifest(tmp_path / "short", content)
         with pytest.raises(ExportError, match="damaged"):
             OrtNumpy(tmp_path / "short", settings=ONE_THREAD)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,9 +29,9 @@ from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
-from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export.cache import cached_export, list_exports
-from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.graphs.numbers import integer_graphs
 from t5accel.graphs.numbers.convert import convert_export
@@ -40,7 +42,7 @@ from t5accel.graphs.numbers.quantize import quantize, quantize_export
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, recipe_of
 from t5accel.graphs.numbers.sensitivity import groups_of
 from t5accel.graphs.optimize import optimize_export
-from t5accel.graphs.saved_graph import contrib_operators, count_nodes
+from t5accel.graphs.saved_graph import check_external_data, contrib_operators, count_nodes
 from t5accel.lab.scoring import agreement
 from t5accel.parity import ParityError, parity, token_agreement
 from t5accel.text.text_to_text import TokenizerFile
@@ -393,6 +395,91 @@ def test_weights_that_are_not_finite(tiny_t5, tmp_path: Path, name: str, value: 
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["fp32"]
 
 
+# Weights that lie elsewhere
+
+
+WRITERS: dict[str, Callable[[Path, Path], Any]] = {
+    "int8": lambda folder, out: convert_export(folder, out, "int8"),
+    "fp16": lambda folder, out: convert_export(folder, out, "fp16"),
+    "optimized": optimize_export,
+    "optimized by the package": lambda folder, out: optimize_export(folder, out, tool="transformers"),
+    "checked": lambda folder, _: check_external_data(folder / ENCODER),
+}
+written = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+
+
+@pytest.fixture
+def pointed(exported, tmp_path: Path) -> Callable[[str], Path]:
+    """An export, hashes and all, whose encoder names another file as that of its weights."""
+
+    def point(location: str) -> Path:
+        folder = Path(shutil.copytree(exported(external_threshold_bytes=0), tmp_path / "fp32"))
+        model = onnx.load(folder / ENCODER, load_external_data=False)
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                entry.value = location if entry.key == "location" else entry.value
+        onnx.save(model, folder / ENCODER)
+        with_its_hash(folder)
+        return folder
+
+    return point
+
+
+def with_its_hash(folder: Path) -> None:
+    """Have the manifest describe an encoder that was changed."""
+    content = json.loads((folder / MANIFEST).read_text())
+    content["files"][ENCODER] = describe_file(folder / ENCODER)
+    write_manifest(folder, content)
+
+
+@written
+@pytest.mark.parametrize("kind", ["../secret.bin", "absolute", "link.bin", "", "..", "folder/weights.data", "absent"])
+def test_no_file_from_elsewhere_is_copied(pointed, tmp_path: Path, write: Any, kind: str) -> None:
+    secret = tmp_path / "secret.bin"
+    secret.write_bytes(np.full(1 << 20, 7, np.uint8).tobytes())
+    folder = pointed(str(secret) if kind == "absolute" else kind)
+    (folder / "link.bin").symlink_to(secret)
+    (folder / "folder").mkdir()
+    with pytest.raises(ExportError, match=rf"{ENCODER} names|link\.bin is a link out of its folder|absent is missing"):
+        write(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@written
+def test_a_link_out_of_the_folder_is_not_followed(exported, tmp_path: Path, write: Any) -> None:
+    """Not even where the manifest has the hash of what it leads to."""
+    folder = Path(shutil.copytree(exported(external_threshold_bytes=0), tmp_path / "fp32"))
+    (folder / WEIGHTS).rename(tmp_path / "secret.bin")
+    (folder / WEIGHTS).symlink_to(tmp_path / "secret.bin")
+    with pytest.raises(ExportError, match=r"weights\.data is a link out of its folder"):
+        write(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("write", [WRITERS["int8"], optimize_export])
+def test_an_export_in_the_cache_of_the_hub_is_read(exported, tmp_path: Path, write: Any) -> None:
+    """There all files are links to those in one other folder, named by their hashes."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for number, path in enumerate(exported(external_threshold_bytes=0).iterdir()):
+        shutil.copy(path, tmp_path / "blobs" / str(number))
+        (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{number}")
+    write(tmp_path / "snapshot", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("key", "value"), [("offset", "-4096"), ("offset", "x"), ("offset", str(10**12))])
+def test_weights_that_lie_nowhere(exported, tmp_path: Path, key: str, value: str) -> None:
+    folder = Path(shutil.copytree(exported(external_threshold_bytes=0), tmp_path / "fp32"))
+    model = onnx.load(folder / ENCODER, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = value if entry.key == key else entry.value
+    onnx.save(model, folder / ENCODER)
+    with_its_hash(folder)
+    with pytest.raises(ExportError, match=r"The weight '.*' of .*encoder\.onnx cannot be read"):
+        convert_export(folder, tmp_path / "out", "int8")
+
+
 def test_nothing_is_said_unasked(fp32, calibrated, examples, tmp_path: Path, capfd) -> None:
     """By whatever makes one export of another."""
     with quiet():
@@ -481,6 +568,17 @@ def test_groups_that_are_taken_out_may_take_more_bits_instead(fp32, temporary: P
     products = [node for node in graph.node if node.op_type == "MatMulNBits"]
     bits = [next(a.i for a in node.attribute if a.name == "bits") for node in products]
     assert set(bits) == {4, 8}, "the first layer's attention has more bits than the rest"
+
+
+@pytest.mark.parametrize(("metric", "baseline", "warned"), [
+    ("bleu", 0.19, True), ("exact_match", 0.0, True), ("rougeL", 4.99, True),
+    ("bleu", 5.0, False), ("bleu", 43.0, False), ("closeness", -0.01, False),
+])  # fmt: skip
+def test_a_gate_on_a_model_that_knows_nothing_says_so(fp32, tmp_path, metric: str, baseline: float, warned) -> None:
+    report = quantize(fp32(), tmp_path / "new", "int8", score=lambda _: {metric: baseline}, max_loss={metric: 0.5})
+    assert bool(report.warning) == warned
+    if warned:
+        assert report.warning.startswith(f"The model in fp32 scores {metric} {baseline:.2f}: below 5 points")
 
 
 def test_a_limit_may_be_reached(fp32, temporary: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, as_folder
 from t5accel.graphs.export.folder import ALIGNMENT, ExportPlan, as_target, write_export
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.export.portability import as_level, import_onnxruntime, optimization_level, this_machine
-from t5accel.graphs.saved_graph import as_graph_path, contrib_operators, reread
+from t5accel.graphs.saved_graph import as_graph_path, check_external_data, contrib_operators, reread
 
 TOOLS = ("onnxruntime", "transformers")
 PACKAGE_LEVELS = {"disable": 0, "basic": 1, "extended": 2, "all": 99}  # as onnxruntime.transformers calls ours
@@ -119,6 +119,8 @@ def optimize_export(
         raise InputError(f"{source} also holds {', '.join(others)}, which is not optimised: export without it.")
     if source.resolve() == target:
         raise InputError(f"{source} is the portable export, which is kept: give another folder for the copy.")
+    for name in (ENCODER, DECODER):
+        check_external_data(source / name, manifest.files)
     with _temporary_folder() as temporary:
         pairs = {source / name: temporary / name for name in (ENCODER, DECODER)}
         (_by_package if tool == "transformers" else _by_sessions)(pairs, level)

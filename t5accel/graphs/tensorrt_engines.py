@@ -17,6 +17,7 @@ from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export.cache import ENGINES, cache_folder
 from t5accel.graphs.export.staging import locked, staged
+from t5accel.graphs.saved_graph import check_external_data
 from t5accel.graphs.tensorrt_plan import GraphPlan, Plan
 
 MODULES = ("tensorrt", "tensorrt_rtx")
@@ -59,11 +60,12 @@ def build_engine(graph: str | os.PathLike[str], graph_plan: GraphPlan, *, trt: M
 
     Raises:
         ExportError: TensorRT cannot parse or build it, or has other inputs, outputs or types than the plan; the message
-            has TensorRT's own words.
+            has TensorRT's own words. Or the graph's weights are not in a file beside it.
         InputError: the profile does not fit the graph.
         MissingPackageError: TensorRT is not installed.
     """
     trt = load_tensorrt() if trt is None else trt
+    check_external_data(graph)
     log = log_of(trt)
     builder = trt.Builder(log)
     network = builder.create_network(_strongly_typed(trt))

@@ -17,7 +17,7 @@ from typing import Any
 from t5accel import machine
 from t5accel.api import TUNED_FOR
 from t5accel.checkpoints import BUNDLED, HUB_ALIASES, allowed_names, data_folder, hub_snapshot
-from t5accel.checks import as_count
+from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
@@ -200,10 +200,7 @@ def weights_per_step(name: str) -> int | None:
         raise UnknownModelError(f"No model {name!r}. {allowed_names()}")
     elif (folder := hub_snapshot(name)) is None:
         return None
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnavailableError(f"{folder} holds no config.json that can be read: {error}.") from error
+    config = read_json_object(folder / "config.json", ModelUnavailableError)
     return decoder_weights_per_step(T5Dims.from_config(config, name))
 
 
@@ -220,10 +217,10 @@ def _recorded(places: Iterable[str | os.PathLike[str]]) -> Iterator[Found]:
             raise InputError(f"No results at {place}: `t5accel bench --json {place}` writes some.")
         for file in sorted(place.glob("*.json")) if place.is_dir() else [place]:
             try:
-                content = json.loads(file.read_text(encoding="utf-8"))
+                content = read_json_object(file, InputError)
                 for number, row in enumerate(content["rows"]):
                     yield Found(row, file.name, number, content)
-            except (ValueError, OSError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{file} is no file of results ({error!r}); `t5accel bench` writes some.") from error
 
 

@@ -5,7 +5,6 @@ Any tokenizer of transformers will do; a `TokenizerFile` needs the tokenizers li
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel.checks import as_count, as_integers
+from t5accel.checks import as_count, as_integers, read_json_object
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError
 
 if TYPE_CHECKING:
@@ -211,15 +210,7 @@ def tokenizer_of(folder: str | os.PathLike[str]) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnavailableError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnavailableError(f"{path} is damaged: it holds no JSON object.")
-    return content
+    return read_json_object(path, ModelUnavailableError) if os.path.lexists(path) else {}
 
 
 def _content(config: dict[str, Any]) -> str | None:

@@ -15,7 +15,6 @@ vowels or tag characters; exact ties between scores of more than 15 digits, whic
 from __future__ import annotations
 
 import base64
-import json
 import operator
 import re
 import struct
@@ -25,6 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from t5accel.checks import read_json_object
 from t5accel.errors import InputError
 
 UNKNOWN_PENALTY = 10.0  # an unknown character scores this much below the worst piece
@@ -123,11 +123,12 @@ class UnigramTokenizer:
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
             raise InputError(f"{file} does not exist: give a tokenizer.json, or the folder of a model that has one")
+        content = read_json_object(file, InputError)
         try:
-            return cls(json.loads(file.read_text(encoding="utf-8")))
+            return cls(content)
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
-        except (ValueError, TypeError, LookupError, AttributeError) as error:  # bad UTF-8, bad JSON, missing parts
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # missing parts
             raise InputError(f"{file} is no tokenizer.json: {error!r}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

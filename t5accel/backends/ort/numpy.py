@@ -17,13 +17,23 @@ import numpy as np
 
 from t5accel.backends.ort import memory
 from t5accel.backends.ort.memory import Pool, Spare, encode_in_slices, run_into
-from t5accel.backends.ort.session import SessionSettings, open_session, shared_weights, shortlist_of
+from t5accel.backends.ort.session import SessionSettings, open_session, require_contract, shared_weights, shortlist_of
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories, of_each_head
 from t5accel.decoding.greedy import likeliest
 from t5accel.decoding.rules import Rules
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, NEAR, SHORTLIST, as_folder, names
+from t5accel.graphs.contract import (
+    DECODER,
+    ENCODER,
+    NEAR,
+    SHORTLIST,
+    STEP,
+    as_folder,
+    names,
+    shortlist_spec,
+    step_spec,
+)
 from t5accel.graphs.export.manifest import Manifest, read_manifest
 from t5accel.graphs.export.portability import require_runnable_here
 
@@ -259,7 +269,13 @@ class OrtNumpy:
         self.decoder = self._open(SHORTLIST if self.shortlist else DECODER)
 
     def _open(self, graph: str) -> Any:
-        return open_session(self.folder / graph, self.settings, self._weights)
+        session, path = open_session(self.folder / graph, self.settings, self._weights), self.folder / graph
+        specs = {
+            **self.manifest.graphs, SHORTLIST: shortlist_spec(self.dims),
+            STEP: step_spec(self.dims, shortlist=bool(self.manifest.shortlist)),
+        }  # fmt: skip
+        require_contract(session, specs[graph], path)
+        return session
 
     def _open_openvino(self) -> Any:
         from t5accel.backends.openvino_encoder import OpenvinoEncoder

@@ -13,7 +13,7 @@ import numpy as np
 from t5accel.backends.ort.memory import huge_pages
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.contract import WEIGHTS
+from t5accel.graphs.contract import WEIGHTS, GraphSpec
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.export.portability import as_level, import_onnxruntime, optimization_level
 
@@ -176,3 +176,21 @@ def open_session(
             "its version. A torch with CUDA brings them; import it first, or call onnxruntime.preload_dlls()."
         )
     return session
+
+
+def require_contract(session: onnxruntime.InferenceSession, spec: GraphSpec, path: Path) -> None:
+    """Raise ``ExportError`` for a graph whose inputs or outputs are not those that its manifest describes."""
+    for specs, values in ((spec.inputs, session.get_inputs()), (spec.outputs, session.get_outputs())):
+        found = {value.name: (value.type, value.shape) for value in values}
+        for tensor in specs:
+            kind, shape = found.get(tensor.name, ("", []))
+            sizes = zip(tensor.shape, shape, strict=False)
+            if (
+                kind not in (f"tensor({tensor.dtype})", f"tensor({tensor.dtype.removesuffix('32')})")
+                or len(shape) != len(tensor.shape)
+                or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
+            ):
+                raise ExportError(
+                    f"{path} has not the {tensor.name} of shape {tensor.shape} in {tensor.dtype} that its manifest "
+                    "describes. Export again with overwrite=True (t5accel export MODEL FOLDER --overwrite)."
+                )

@@ -1,7 +1,8 @@
-"""What an export says about itself: where it comes from, what goes in and out, and the hash of every file.
+"""The manifest of an export: where it comes from, what goes in and out, and the hash of every file.
 
 It is written last and read first, so that a program in any language can run the graphs without reading our code, and so
-that a file which is missing, cut short or altered is noticed before it gives a wrong answer.
+that a file which is missing, cut short or altered is noticed before it gives a wrong answer. A hash of its own covers
+the manifest itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from t5accel.checks import as_count, check_file, read_json_object
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import (
     DECODER,
@@ -33,7 +35,7 @@ from t5accel.graphs.contract import (
 )
 from t5accel.t5.sizes import T5Dims
 
-FORMAT = 1  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
+FORMAT = 2  # of the manifest and of the graphs' contract; a change that older code cannot read raises it
 LAYOUT = "two graphs"
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
@@ -60,16 +62,15 @@ class Manifest:
         shared: where in ``weights.data`` those weights lie that both graphs read, by name ``{"offset", "shape",
             "dtype"}``: one mapping of them into memory serves both sessions.
         optimized: how the graphs were optimised after they were built, and where that may run: see `portability`.
-            Empty if they were not, as in manifests from before there was such an entry.
+            Empty if they were not.
         shortlist: what goes into ``decoder_shortlist.onnx`` and out of it, ``"inputs"`` and ``"outputs"``; where in
             ``weights.data`` the head's ``"rows"`` lie, and its ``"bias"`` if it has one, as in ``shared``; and the
-            ``"largest_row"`` and ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph, as in
-            manifests from before.
+            ``"largest_row"`` and ``"largest_error"`` of its copy in 8 bits. Empty if there is no such graph.
         step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
         family: of a model that is not T5-shaped, its ``"model_type"``, for how many ``"positions"`` it is made, and the
             ``"source_vocab_size"``, which may be another than that of the logits. Empty likewise.
         rules: which tokens an answer has to begin or end with, and which it may not hold, as `decoding.rules.Rules` has
-            them; empty if there are none, or as above.
+            them; empty if there are none.
         graphs: by file name what goes into the two graphs and out of them.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
@@ -95,12 +96,34 @@ class Manifest:
         return sum(entry["size_bytes"] for entry in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Hash what is in ``folder`` and write ``manifest.json`` beside it."""
+        """Hash what is in ``folder`` and write ``manifest.json`` beside it.
+
+        Raises:
+            ExportError: the model is not one that can be read again, as with token ids outside its vocabulary.
+        """
         files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
         graphs = _specs(self.dims, self.recipe)
         content = {"format": FORMAT, "layout": LAYOUT, **asdict(self)}
         content |= {"graphs": {name: asdict(spec) for name, spec in graphs.items()}, "files": files}
-        (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        try:
+            _manifest(json.loads(json.dumps(content)))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ExportError(f"{self.source['name']} cannot be exported: {error}.") from error
+        write_manifest(folder, content)
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write ``manifest.json`` with the hash of ``content``, which may have been edited.
+
+    The hash, ``"sha256"``, is of all other entries as JSON with sorted keys and without spaces.
+    """
+    entries = {key: value for key, value in content.items() if key != "sha256"}
+    text = json.dumps({**entries, "sha256": _sha256(entries)}, indent=1)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _sha256(entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -131,23 +154,23 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
     """
     folder = as_folder(folder)
     again = "Export again with overwrite=True (t5accel export MODEL FOLDER --overwrite)."
+    path = folder / MANIFEST
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        content = read_json_object(path, ExportError, again)
+    except ExportError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise
         raise ExportError(
             f"{folder} holds no {MANIFEST}, so it is no export of t5accel: make one with t5accel export MODEL FOLDER."
         ) from error
-    except OSError as error:
-        raise ExportError(f"{folder / MANIFEST} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # no JSON, or no text at all
-        raise ExportError(f"{folder / MANIFEST} is damaged ({error}). {again}") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise ExportError(f"{folder / MANIFEST} has format {found!r}, and this t5accel reads {FORMAT}. {again}")
     try:
+        if (found := content.get("format")) != FORMAT:
+            raise ExportError(f"{path} has format {found!r:.80}, and this t5accel reads {FORMAT}. {again}")
+        if content.pop("sha256", None) != _sha256(content):
+            raise ExportError(f"{path} was altered: its hash is not the one of its content. {again}")
         manifest = _manifest(content)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another shape
-        raise ExportError(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}). {again}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:  # JSON of another shape
+        raise ExportError(f"{path} is damaged ({type(error).__name__}: {error}). {again}") from error
     for name, entry in manifest.files.items():
         _check_file(folder / name, entry, verify=verify, again=again)
     return manifest
@@ -156,9 +179,9 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
 def files_of_export(folder: Path) -> set[str]:
     """The names of all that an export, whole or damaged, may have put into ``folder``; empty if there is none."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = read_json_object(folder / MANIFEST, ExportError)
         listed = set(content["files"]) if {"format", "layout"} <= content.keys() else set()
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    except (ExportError, LookupError, TypeError):
         listed = set()
     damaged = os.path.isfile(folder / MANIFEST) and any(os.path.isfile(folder / name) for name in (ENCODER, DECODER))
     return listed | WRITTEN if listed or damaged else set()
@@ -166,26 +189,20 @@ def files_of_export(folder: Path) -> set[str]:
 
 def _manifest(content: dict[str, Any]) -> Manifest:
     """Checked for the layout and for shapes: what a runtime is told to read has to lie where it says."""
-    files, sizes = content["files"], content["dims"]
-    flat = [number for size in sizes.values() for number in (size if isinstance(size, list) else [size])]
-    if not all(isinstance(number, int) for number in flat):
-        raise TypeError(f"its sizes are {sizes!r:.200}")
-    dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
-    keys = ("source", "recipe", "opset", "versions", "shared")
+    files, dims = content["files"], _dims(content["dims"])
+    entries = ("source", "recipe", "opset", "versions", "shared", "optimized", "shortlist", "step", "family", "rules")
     manifest = Manifest(
         dims=dims,
         tokens={name: content["tokens"][name] for name in TOKENS},
         graphs={name: _graph(spec) for name, spec in content["graphs"].items()},
         files=files,
-        optimized=content.get("optimized", {}),
-        shortlist=content.get("shortlist", {}),
-        step=content.get("step", {}),
-        family=content.get("family", {}),
-        rules=content.get("rules", {}),
-        **{key: content[key] for key in keys},
+        **{key: content[key] for key in entries},
     )
     _require({"name": str, "sha256": str}, manifest.source)
     _require({"name": str}, manifest.recipe)
+    _require({"opset": int, "versions": dict}, vars(manifest))
+    if manifest.recipe.get("floats", "float32") not in ("float32", "float16"):
+        raise ValueError(f"its recipe is {manifest.recipe!r:.200}")
     if content["layout"] != LAYOUT or manifest.graphs != _specs(dims, manifest.recipe):
         raise ValueError("its graphs are not those of its sizes")
     if not {ENCODER, DECODER} <= files.keys() or any(name in ("", "..") or Path(name).name != name for name in files):
@@ -199,9 +216,37 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     _require_step(manifest.step, dims, files, shortlist=bool(manifest.shortlist))
     _require({"family": dict, "rules": dict}, vars(manifest))
     if manifest.family:
-        _require({"model_type": str, "positions": int, "source_vocab_size": int}, manifest.family)
+        _require({"model_type": str}, manifest.family)
+        for name in ("positions", "source_vocab_size"):
+            as_count(manifest.family[name], name, at_least=1)
     _require_rules(manifest.rules)
+    _require_tokens({**manifest.tokens, **manifest.rules}, dims.vocab_size)
     return manifest
+
+
+def _dims(sizes: Mapping[str, Any]) -> T5Dims:
+    """Positive sizes, as many of them as a stack has layers."""
+    dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()})
+    _require({"gated": bool, "tied": bool}, sizes)
+    for name in ("vocab_size", "d_model", "d_kv"):
+        as_count(sizes[name], name, at_least=1)
+    for stack in (("encoder_heads", "encoder_ff"), ("decoder_heads", "cross_heads", "decoder_ff")):
+        _require(dict.fromkeys(stack, list), sizes)
+        if not sizes[stack[0]] or len({len(sizes[name]) for name in stack}) > 1:
+            raise ValueError(f"its layers are { ({name: sizes[name] for name in stack})!r:.200}")
+        for name in stack:
+            for size in sizes[name]:
+                as_count(size, name, at_least=1)
+    return dims
+
+
+def _require_tokens(entry: Mapping[str, Any], vocab_size: int) -> None:
+    """That each token id, alone or in a list, lies in the vocabulary."""
+    for name, value in entry.items():
+        if name.endswith(("token_id", "tokens")):
+            for token in value if isinstance(value, list) else [value]:
+                if type(token) is not int or not 0 <= token < vocab_size:
+                    raise ValueError(f"{name} is {token!r:.80}, and the vocabulary has {vocab_size} tokens")
 
 
 def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
@@ -212,8 +257,8 @@ def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
 
 def _require_place(entry: Any, files: Mapping[str, Any]) -> None:
     """That it says where in the file of weights something lies."""
-    numbers = [entry["offset"], *entry["shape"]]
-    if len(numbers) < 2 or not all(type(number) is int and number >= 0 for number in numbers):
+    numbers = [entry["offset"] + 1, *entry["shape"]]
+    if len(numbers) < 2 or not all(type(number) is int and number > 0 for number in numbers):
         raise ValueError(f"a shared weight is described by {entry}")
     if entry["offset"] + math.prod(entry["shape"]) * ELEMENT_BYTES[entry["dtype"]] > files[WEIGHTS]["size_bytes"]:
         raise ValueError(f"a shared weight lies outside of {WEIGHTS}")
@@ -273,15 +318,12 @@ def _tensor(content: Mapping[str, Any]) -> TensorSpec:
 
 
 def _check_file(path: Path, entry: Mapping[str, Any], *, verify: bool, again: str) -> None:
+    size = check_file(path, ExportError, again)
+    if size != entry["size_bytes"]:
+        raise ExportError(f"{path} has {size} bytes instead of {entry['size_bytes']}. {again}")
     try:
-        size = path.stat().st_size
-        if size != entry["size_bytes"]:
-            raise ExportError(f"{path} has {size} bytes instead of {entry['size_bytes']}. {again}")
-        if verify and describe_file(path)["sha256"] != entry["sha256"]:
-            raise ExportError(f"{path} was altered: its hash is not the one in {MANIFEST}. {again}")
-    except FileNotFoundError as error:
-        raise ExportError(f"{path} is missing. {again}") from error
-    except ExportError:
-        raise
-    except (OSError, ValueError) as error:  # a ValueError: no name that a file can have
-        raise ExportError(f"{path} cannot be read: {error}. {again}") from error
+        altered = verify and describe_file(path)["sha256"] != entry["sha256"]
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error.strerror or error}. {again}") from error
+    if altered:
+        raise ExportError(f"{path} was altered: its hash is not the one in {MANIFEST}. {again}")

@@ -15,7 +15,6 @@ T5 has no convolutions: in fp32 the last three make the same graph of it, to the
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from t5accel.checks import read_json_object
 from t5accel.errors import ExportError, InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def require_runnable_here(manifest: Manifest, folder: Path, device: str = "cpu")
             whose first step ONNX Runtime computes wrongly on CUDA.
         MissingPackageError: there is no onnxruntime.
     """
-    config = folder / "config.json"
-    if device == "cuda" and config.is_file() and json.loads(config.read_bytes()).get("model_type") == "umt5":
+    if device == "cuda" and read_json_object(folder / "config.json", ExportError).get("model_type") == "umt5":
         # 1.30.0 on an H100: logits of a tiny one off by as much as they are large, where those of T5s, mT5s and gated
         # ones are right to 1e-4. Which node does it is not known; on a CPU the same graphs are right.
         raise ExportError(

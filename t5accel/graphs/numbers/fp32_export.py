@@ -57,7 +57,7 @@ class Fp32Export:
         With ``step`` also ``"step"``, if the export has one: without the shortlist, whose 8 bits belong to fp32.
         """
         wanted = {**STACKS, "step": STEP} if step and self.manifest.step else STACKS
-        found = reread(self.folder / name for name in wanted.values())
+        found = reread((self.folder / name for name in wanted.values()), self.manifest.files)
         if STEP in found and self.manifest.shortlist:
             leave_one_head(found[STEP])
         return {part: found[name] for part, name in wanted.items()}

@@ -20,6 +20,7 @@ from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.fp32_export import Fp32Export
 from t5accel.graphs.numbers.integer_graphs import Integers, Ranges
 from t5accel.graphs.numbers.recipes import Recipe, Scheme, as_recipe
+from t5accel.metrics import floor_warning
 
 Score = Callable[[Path], Mapping[str, float]]
 
@@ -52,6 +53,11 @@ class GateReport:
     @property
     def chosen(self) -> Tried:
         return self.tried[-1]
+
+    @property
+    def warning(self) -> str:
+        """A sentence where the export in floats scores too low for the gate to mean anything; else empty."""
+        return floor_warning({name: self.baseline[name] for name in self.max_loss}, "The model in fp32")
 
 
 def quantize_export(
@@ -137,7 +143,11 @@ def quantize(
     count = _fewest(passes, len(order))
     if count is None:
         closest = min(tried, key=lambda one: max(one.losses[name] - limits[name] for name in limits))
-        lost = ", ".join(f"{name} {closest.losses[name]:.3g} (allowed {limits[name]:g})" for name in limits)
+        lost = ", ".join(
+            f"{name} {loss:.3g} (allowed {limits[name]:g})"
+            for name, loss in closest.losses.items()
+            if not loss <= limits[name]
+        )
         raise GateError(
             f"Recipe {recipe.name} does not pass the gate. The closest, {closest.recipe.name}, lost {lost}. Nothing "
             "was written: allow more (max_loss, --max-loss), take a gentler recipe (int8 for int4), or name groups of "

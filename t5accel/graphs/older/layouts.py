@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from t5accel.checkpoints import load_t5
-from t5accel.checks import as_count
+from t5accel.checks import as_count, check_file, read_json_object
 from t5accel.decoding.rules import special_tokens
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import GraphBuilder
@@ -125,17 +125,15 @@ def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
     folder = as_folder(folder)
     again = "Write it again with export_layout(model, an empty folder, layout)."
     try:
-        content = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        content = read_json_object(folder / DESCRIPTION, ExportError)
         dims = T5Dims(**{key: tuple(size) if isinstance(size, list) else size for key, size in content["dims"].items()})
         found = Layout(**{**content, "dims": dims})
         for name, size in found.files.items():
-            if (folder / name).stat().st_size != size:
-                raise ExportError(f"{folder / name} is not of {size} bytes. {again}")
-    except ExportError:
-        raise
-    except OSError as error:
-        raise ExportError(f"{folder} holds no whole layout: {error}. {again}") from error
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            if check_file(folder / name, ExportError) != size:
+                raise ExportError(f"{folder / name} is not of {size} bytes.")
+    except ExportError as error:
+        raise ExportError(f"{folder} holds no whole layout: {error} {again}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ExportError(f"{folder / DESCRIPTION} is damaged ({type(error).__name__}: {error}). {again}") from error
     if layouts and found.name not in layouts:
         raise ExportError(f"{folder} is of the layout {found.name!r}; wanted is {' or '.join(layouts)}.")
