@@ -222,8 +222,9 @@ def do_shard(
     Raises:
         JobError: the input is gone, the disk is full, or the output is not the job's any more.
     """
+    shard.source.check()
     rows = read_range(shard.source.path, shard.offset, shard.rows)
-    shard.source.check()  # behind the reading, so that what was read is what was hashed
+    shard.source.check()  # nor has it changed while it was read
     texts = rows.texts(settings.column, settings.into)
     places = [place for place, text in enumerate(texts) if not isinstance(text, Unfit)]
     found: list[Answer | Unfit] = [*texts]

@@ -194,13 +194,13 @@ class Output:
         """The job ends: all shards must be done, and their files must be there.
 
         Raises:
-            JobError: a shard has no record, or a file is missing or has another size.
+            JobError: a shard was not done, or a file of one is missing or has another size.
         """
         self.check()
         if lost := [part for part in parts if part not in records or not self._has_files(records[part])]:
             raise JobError(
-                f"{self.folder} lacks {', '.join(lost[:3])}{' …' * (len(lost) > 3)}: {len(lost)} finished files were "
-                "removed or cut short while the job ran. Start the same command again, which makes them again."
+                f"{self.folder} lacks {some(lost)}: {len(lost)} shards were not done, or their files were removed or "
+                "cut short while the job ran. Start the same command again, which does them."
             )
         self._put_records(records)
 
@@ -285,6 +285,15 @@ class Output:
             )
         except (OSError, KeyError):
             return False
+
+
+def some(names: list[str]) -> str:
+    """The first few of many names.
+
+    >>> some(["a", "b", "c", "d"])
+    'a, b, c …'
+    """
+    return ", ".join(names[:3]) + " …" * (len(names) > 3)
 
 
 def _read(path: Path) -> bytes | None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from t5accel.batch.answers import Answerer
 from t5accel.batch.job import FORMAT, Model, Settings, Shard, do_shard, shards, sources
-from t5accel.batch.output import Done, Output, ShardRecord
+from t5accel.batch.output import Done, Output, ShardRecord, some
 
 DEFAULT, MINI = Settings(), Model()
 
@@ -91,8 +91,8 @@ def run(
         parts = [shard.output for shard in planned]
         records, lost = output.finished(parts)
         if lost:
-            why = "are missing, altered or without a record: their rows are answered again."
-            print(f"Of {output.folder} {', '.join(lost[:3])}{' …' * (len(lost) > 3)} {why}", file=sys.stderr)
+            what_of = f"In {output.folder} files are missing, altered or not recorded: {some(lost)}."
+            print(f"{what_of} Their rows are answered again.", file=sys.stderr)
         pending = [shard for shard in planned if shard.output not in records]
         before, done = sum((record.done for record in records.values()), Done()), Done()
         with Progress(rows, before.answered + before.rejected, shown=progress) as bar:
