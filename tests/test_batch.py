@@ -731,6 +731,33 @@ def test_a_job_killed_twenty_times_answers_every_row_once(tmp_path: Path, export
     killed(tmp_path, exported_mini, 20, TEXTS * 3)
 
 
+@pytest.mark.long
+def test_a_job_that_is_killed_every_second_or_two_ends(tmp_path: Path, exported_mini: Path) -> None:
+    """By the command and its defaults: a shard takes less time than there is between two kills."""
+    texts = np.random.default_rng(0).choice([PREFIX + text for text in TEXTS], 3000).tolist()
+    path = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    write_lines(tmp_path / "one.jsonl", [{"text": texts[0]}])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+    def start(given: Path, out: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "t5accel", "batch", given, tmp_path / out, "--model", exported_mini]
+        return subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.DEVNULL)
+
+    assert start(path, "expected").wait(timeout=600) == 0
+    begun = time.perf_counter()
+    assert start(tmp_path / "one.jsonl", "one").wait(timeout=100) == 0
+    starting, rng, kills, ended = time.perf_counter() - begun, random.Random(0), 0, False
+    while not ended and kills < 100:
+        process = start(path, "out")
+        try:
+            ended = process.wait(timeout=starting + rng.uniform(1, 2)) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            kills += process.wait(timeout=60) != 0
+    assert ended and kills > 1 and files(tmp_path / "out") == files(tmp_path / "expected")
+    assert len(rows_in(tmp_path / "out")) == len(texts)
+
+
 MEMORY = PROGRAM + "from t5accel import machine\nprint(machine.peak_memory_bytes())\n"
 
 

@@ -208,9 +208,7 @@ def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_its_last_checkpoint(
     monkeypatch.setattr(module, "optimiser_step", optimiser_step)
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     with limited_files(len(kept["checkpoint.pt"]) // 2):
-        with pytest.raises(
-            JobError, match=r"checkpoint\.pt could not be written: File too large. The checkpoint before"
-        ):
+        with pytest.raises(JobError, match=r"\.pt could not be written: File too large. The checkpoint before"):
             run(tiny_t5(), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
     (folder / "log.jsonl").unlink()
