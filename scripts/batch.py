@@ -42,6 +42,7 @@ MODEL, LONGEST, NAIVE = "mini", 64, "32 at a time, in file order"
 BUDGETS = (1024, 4096, 16384)
 SHORT = {"model": "mini-d1", "precision": "int8"}  # for the many short texts …
 SHORT_ANSWER = 24  # … and their answers: a student that does not find the end is cut off there
+MANY_ROWS = 2000  # of their shards
 ROOT = Path(__file__).resolve().parents[1]
 RAY = ROOT / "build/servers/ray/bin/python"
 COPIES, SHARD_ROWS = (1, 8), 100  # of the mixed texts, and of a shard
@@ -115,7 +116,8 @@ def many(count: int, folder: Path) -> Iterator[Row]:
     with given.open("w", encoding="utf-8") as file:
         for place, text in enumerate(random.Random(0).choices(sentences, k=count)):
             file.write(json.dumps({"id": place, "text": text}, ensure_ascii=False) + "\n")
-    options = [f"--{name}={value}" for name, value in SHORT.items()] + [f"--max-new-tokens={SHORT_ANSWER}"]
+    options = [f"--{name}={value}" for name, value in SHORT.items()]
+    options += [f"--max-new-tokens={SHORT_ANSWER}", f"--shard-rows={MANY_ROWS}"]
     command = [sys.executable, "-m", "t5accel", "batch", str(given), str(out), *options]
     began = perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

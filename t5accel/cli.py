@@ -41,16 +41,16 @@ class _Group(typer.core.TyperGroup):
                     "checkpoint, if it keeps any.", err=True,
                 )  # fmt: skip
                 raise typer.Exit(130) from error
-            except BrokenPipeError:
+            except (BrokenPipeError, SystemExit):
                 raise
-            except Exception as error:
+            except BaseException as error:  # a panic of a Rust library is no Exception
                 if hasattr(error, "exit_code") or isinstance(error, typer.Abort):  # typer's own
                     raise
                 typer.echo(f"t5accel: {_sentence(error)}", err=True)
                 raise typer.Exit(2 if isinstance(error, T5AccelError | OSError) else 1) from error
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     if isinstance(error, T5AccelError):
         return " ".join(str(error).split("\n"))
     if isinstance(error, OSError) and error.strerror:

@@ -112,6 +112,9 @@ def batch(
     max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of an answer.")] = 64,
     max_source_tokens: Annotated[int, typer.Option(help="Of a text; longer ones are rejected.")] = 512,
     batch_tokens: Annotated[int, typer.Option(help="Of a batch's padded sources, times the beams.")] = 4096,
+    shard_rows: Annotated[
+        int, typer.Option(help="Of one output file: what a kill may cost. Large jobs: 2000, for less padding.")
+    ] = 200,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Default: all cores that this process may use; of each actor of ray 1.")
     ] = None,
@@ -119,7 +122,10 @@ def batch(
     address: Annotated[str | None, typer.Option(help="Of a cluster of Ray. Default: one on this machine.")] = None,
     stuck_s: Annotated[float, typer.Option(help="Nothing heard of any actor of ray for so long ends the job.")] = 600.0,
 ) -> None:
-    """Answer every row of files; killed at any moment, the same command goes on."""
+    """Answer every row of files; killed at any moment, the same command goes on.
+
+    The exit status is 2 if every row was rejected.
+    """
     from t5accel.batch.job import Model, Settings
     from t5accel.batch.run import in_this_process, run
     from t5accel.cluster.shards import on_ray
@@ -128,13 +134,17 @@ def batch(
 
     settings = Settings(
         column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
-        max_source_tokens=max_source_tokens, batch_tokens=batch_tokens,
+        max_source_tokens=max_source_tokens, batch_tokens=batch_tokens, shard_rows=shard_rows,
     )  # fmt: skip
     chosen = partial(on_ray, address=address, stuck_s=stuck_s) if engine == Engine.ray else in_this_process
     done, before = run(given, out, Model(model, precision, threads), settings, engine=chosen, progress=True)
-    earlier = f", {before} were done before" * bool(before)
+    rows = before.answered + before.rejected
+    earlier = f", {rows} were done before" * bool(rows)
     rejected = f"; rejected: {done.rejected}, see {out}/_rejects" if done.rejected else ""
     typer.echo(f"{out}: {done.answered} rows answered, {done.tokens} tokens{earlier}{rejected}")
+    whole = before + done
+    if whole.rejected and not whole.answered:
+        raise InputError(f"Every row was rejected, {whole.rejected} of them: see {out}/_rejects for the reasons.")
 
 
 @serving.command()

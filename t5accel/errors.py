@@ -30,7 +30,7 @@ class ExportError(T5AccelError, OSError):
 
 
 class JobError(T5AccelError, OSError):
-    """A batch job that cannot go on: its input vanished or changed, its disk is full. What is done is kept."""
+    """A batch job or training run that cannot go on: an input changed, a disk is full. Finished work is kept."""
 
 
 class ClusterError(T5AccelError, ConnectionError):
@@ -75,3 +75,13 @@ class ShuttingDownError(T5AccelError, RuntimeError):
 
 class EngineError(T5AccelError, RuntimeError):
     """The engine failed at a request; others may go on. The message names what it raised."""
+
+
+def first_line(error: BaseException) -> str:
+    """A foreign error in one line: its type, and the first line of its message.
+
+    >>> first_line(ValueError("no such token\\nat line 7"))
+    'ValueError: no such token'
+    """
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]:.300}" if said else type(error).__name__

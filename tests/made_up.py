@@ -1,10 +1,11 @@
-"""What the tests of training share: made-up pairs, a tokenizer of single letters, and the log of a run."""
+"""What tests share: made-up pairs, a tokenizer of single letters, one that panics, and the log of a run."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from t5accel.tasks import TRANSLATE
+from t5accel.text.text_to_text import TokenizerFile
 
 WHO = {"The baker": "Le boulanger", "My sister": "Ma sœur", "An old sailor": "Un vieux marin", "Nobody": "Personne"}
 DOES = {"paints": "peint", "carries": "porte", "forgets": "oublie", "repairs": "répare"}
@@ -29,3 +30,15 @@ def texts_of(rows: list[list[int]]) -> list[str]:
 
 def log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def panicking_tokenizer(folder: Path) -> TokenizerFile:
+    """One whose library panics on a line end before a space, as that of a T5 does to which "\\n" was added."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers
+
+    made = Tokenizer(models.Unigram([("<pad>", 0.0), ("<unk>", 0.0), ("a", -1.0), ("▁", -2.0)], unk_id=1))
+    spaces = normalizers.Replace(Regex(" {2,}"), "▁")
+    made.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.Strip(left=False), spaces])
+    made.add_tokens([AddedToken("\n", normalized=True)])
+    made.save(str(folder / "tokenizer.json"))
+    return TokenizerFile(folder)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from made_up import panicking_tokenizer
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -30,12 +32,13 @@ from t5accel.batch import output
 from t5accel.batch import run as running
 from t5accel.batch.answers import Answer, Answerer, batches
 from t5accel.batch.job import Done, Model, Settings
-from t5accel.batch.output import Output
+from t5accel.batch.output import Output, ShardRecord
 from t5accel.batch.rows import JsonRows, Unfit
 from t5accel.batch.run import run
 from t5accel.cli import app
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, JobError
+from t5accel.graphs.export.manifest import describe_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "translate English to French: "
@@ -135,6 +138,71 @@ def test_texts_that_the_model_cannot_read_have_a_reason(opened_mini: Any, monkey
             Answerer(*opened_mini, **{name: 0})
 
 
+def test_a_text_on_which_the_tokenizer_panics_costs_no_other_its_answer(opened_mini: Any, tmp_path: Path) -> None:
+    answer = Answerer(opened_mini[0], panicking_tokenizer(tmp_path), max_new_tokens=4)
+    fine, bad, none, also_fine = answer(["a a", "a\n a", "\t", "a"])
+    assert isinstance(fine, Answer) and isinstance(also_fine, Answer)
+    assert bad == Unfit("The tokenizer fails on a text (PanicException: AddedVocabulary bad split).")
+    assert none == Unfit("a text of which the tokenizer makes no token")
+
+
+class Foreign(BaseException):
+    """What a native library raises, and no Exception."""
+
+
+@pytest.mark.parametrize("error", [Foreign("no"), MemoryError(), ValueError("no")], ids=repr)
+def test_whatever_fails_on_one_text_is_the_reason_of_one_reject(
+    opened_mini: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    texts = [PREFIX + text for text in TEXTS[:6]]
+    answer = Answerer(*opened_mini, max_new_tokens=8)
+    expected = [answer([text])[0] for text in texts]
+    generated, decoded, tokenizer = answer._generated, opened_mini[1].batch_decode, opened_mini[1]
+    lengths = [len(ids) for _, ids in sorted(answer._tokenised(texts))]
+    (longest,) = [i for i, length in enumerate(lengths) if length == max(lengths)]
+
+    def not_so_long(sources: list[np.ndarray]) -> np.ndarray:
+        if max(map(len, sources)) == max(lengths):
+            raise error
+        return generated(sources)
+
+    def not_the_third(ids: np.ndarray, **options: Any) -> list[str]:
+        found = decoded(ids, **options)
+        if expected[2].text in found:
+            raise error
+        return found
+
+    for owner, name, fails, where in (
+        (answer, "_generated", not_so_long, longest), (tokenizer, "batch_decode", not_the_third, 2),
+    ):  # fmt: skip
+        counts: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fails)
+            found = answer(texts, lambda rows, tokens, counts=counts: counts.append(rows))
+        assert isinstance(found[where], Unfit) and type(error).__name__ in found[where].reason
+        assert [one for i, one in enumerate(found) if i != where] == [
+            one for i, one in enumerate(expected) if i != where
+        ]
+        assert sum(counts) == len(texts) - 1
+
+
+def test_a_model_that_fails_on_any_text_ends_the_job_and_rejects_nothing(
+    opened_mini: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Answerer(*opened_mini)
+    for error, kind, sentence in (
+        (Foreign("gone"), JobError, r"fails on any text \(Foreign: gone\)"), (InputError("beams"), InputError, "beams"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ):  # fmt: skip
+
+        def fails(sources: list[np.ndarray], error: BaseException = error) -> np.ndarray:
+            raise error
+
+        monkeypatch.setattr(answer, "_generated", fails)
+        with pytest.raises(kind, match=sentence):
+            answer(TEXTS[:3])
+
+
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 cells = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
@@ -179,7 +247,7 @@ def test_every_row_comes_back_once_with_its_answer_or_its_reason(
     assert [reject["row"] - 1 for reject in rejects_in(folder / "out")] == [
         i for i in range(len(rows)) if i not in good
     ]
-    assert (done.answered, done.rejected, before) == (len(good), len(rows) - len(good), 0)
+    assert (done.answered, done.rejected, before) == (len(good), len(rows) - len(good), Done())
 
 
 @pytest.mark.usefixtures("toy")
@@ -229,6 +297,38 @@ def test_broken_records_of_csv_and_odd_values_of_parquet_are_rejected(tmp_path: 
 
 
 @pytest.mark.usefixtures("toy")
+def test_values_that_python_cannot_hold_and_damaged_pages_of_parquet_are_told(tmp_path: Path) -> None:
+    far = pyarrow.array([10**15, 0], pyarrow.timestamp("s"))
+    parquet.write_table(pyarrow.table({"text": [" ", "two"], "when": far}), tmp_path / "a.parquet")
+    assert run(tmp_path / "a.parquet", tmp_path / "column")[0] == Done(1, 1, 1)
+    parquet.write_table(pyarrow.table({"text": far}), tmp_path / "b.parquet")
+    assert run(tmp_path / "b.parquet", tmp_path / "text")[0] == Done(0, 2, 0)
+    assert "not a text but timestamp[ms]: OverflowError" in rejects_in(tmp_path / "text")[0]["reason"]
+    texts = [f"text {i}" for i in range(50)]
+    parquet.write_table(
+        pyarrow.table({"text": texts}), tmp_path / "c.parquet", compression="gzip", use_dictionary=False
+    )
+    content = bytearray((tmp_path / "c.parquet").read_bytes())
+    content[60:160] = bytes(100)
+    (tmp_path / "c.parquet").write_bytes(content)
+    with pytest.raises(JobError, match=r"c\.parquet cannot be read: .*What is done is kept"):
+        run(tmp_path / "c.parquet", tmp_path / "damaged")
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".csv"])
+def test_texts_in_another_encoding_are_refused_before_a_row_is_answered(tmp_path: Path, kind: str) -> None:
+    path, rows = tmp_path / f"in{kind}", {".txt": "I am tired.\n", ".jsonl": '{"text": "a"}\n', ".csv": "text\na\n"}
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"):
+        path.write_bytes((rows[kind] * 9).encode(encoding))
+        with pytest.raises(InputError, match=r"looks like UTF-16 or UTF-32: convert it to UTF-8"):
+            run(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    path.write_bytes(b"\xef\xbb\xbf" + rows[kind].replace("a", "a\0b").encode() * 9)
+    run(path, tmp_path / "out")  # a zero here and there is a character
+
+
+@pytest.mark.usefixtures("toy")
 def test_a_carriage_return_alone_ends_no_row_of_csv_and_hides_none(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"id,text\n1,one\r2,two\n3,three\n")
     assert run(tmp_path / "a.csv", tmp_path / "out")[0] == Done(1, 1, 1)
@@ -260,7 +360,7 @@ def test_folders_and_patterns_are_read_in_the_order_of_their_names(tmp_path: Pat
     assert rows_in(tmp_path / "folder")[2] == {"text": "three", "answer": "THREE"}
     again = tmp_path / "moved"
     (tmp_path / "in").rename(again)
-    assert run(again, tmp_path / "folder") == (Done(), 4), "the same files elsewhere are the same input"
+    assert run(again, tmp_path / "folder") == (Done(), Done(4, 0, 4)), "the same files elsewhere are the same input"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -334,6 +434,43 @@ def test_two_jobs_on_one_output_are_refused(tmp_path: Path) -> None:
     assert run(path, tmp_path / "out")[0].answered == 1
 
 
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_no_manifest_of_any_content_ends_a_job_with_an_error_of_python_s(tmp_path: Path, depth: int) -> None:
+    path, out = write_lines(tmp_path / "in.jsonl", [{"text": "one"}]), tmp_path / "out"
+    out.mkdir()
+    nested = "[" * depth + "]" * depth
+    for content in (nested, f'{{"model": {nested}}}', "", "null", "[1]", '{"model": {}}', "\0"):
+        (out / "_manifest.json").write_text(content)
+        with pytest.raises(InputError, match="is no manifest of a job|holds another job"):
+            run(path, out)
+    assert [*files(out)] == ["_manifest.json"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_no_pipe_among_the_files_is_waited_for(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}, {"text": "two"}, {"text": 3}])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(InputError, match="no file, no folder"):
+        run(tmp_path / "pipe.jsonl", tmp_path / "out")
+    run(path, tmp_path / "expected", settings=Settings(shard_rows=1))
+    for name, sentence in (
+        ("_manifest.json", "is no manifest of a job"), (".lock", ".lock is no regular file"),
+        ("_done.jsonl", "_done.jsonl cannot be read"),
+    ):  # fmt: skip
+        run(path, out := tmp_path / name, settings=Settings(shard_rows=1))
+        (out / name).unlink()
+        os.mkfifo(out / name)
+        with pytest.raises((InputError, JobError), match=sentence):
+            run(path, out, settings=Settings(shard_rows=1))
+    for name in ("part-000001.jsonl", "_rejects/part-000002.jsonl"):
+        run(path, out := tmp_path / Path(name).name, settings=Settings(shard_rows=1))
+        (out / name).unlink()
+        os.mkfifo(out / name)
+        run(path, out, settings=Settings(shard_rows=1))
+        assert files(out) == files(tmp_path / "expected")
+
+
 # --- what may happen on the way ---------------------------------------------------------------------------------------
 
 
@@ -358,21 +495,136 @@ def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(
             patch.setattr(output, "flush", output.flush)  # put back after the block
             patch.setattr(running, "do_shard", lambda *given, turns=turns: (next(turns)(), real(*given))[1])
             run(path, tmp_path / name, settings=Settings(shard_rows=2))
-        assert len(files(tmp_path / name)) == 2, "the manifest and a shard, nothing half written"
+        assert len(files(tmp_path / name)) == 3, "the manifest, a shard and its record, nothing half written"
         path.write_bytes(content)
         done, before = run(path, tmp_path / name, settings=Settings(shard_rows=2))
-        assert (done.answered, before) == (7, 2) and files(tmp_path / name) == files(tmp_path / "expected")
+        assert (done.answered, before) == (7, Done(2, 0, 2)) and files(tmp_path / name) == files(tmp_path / "expected")
+
+
+@pytest.mark.usefixtures("toy")
+def test_bytes_that_change_while_a_job_runs_are_noticed_though_the_times_are_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "in.txt", running.do_shard
+    path.write_text("one\ntwo\nsix\n")
+    times = path.stat()
+
+    def alter() -> None:
+        path.write_text("one\ntwo\nten\n")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    turns = iter([lambda: None, alter])
+    monkeypatch.setattr(running, "do_shard", lambda *given: (next(turns)(), real(*given))[1])
+    time.sleep(0.02)  # the clock of a file system ticks
+    with pytest.raises(JobError, match="was written to since the job began"):
+        run(path, tmp_path / "out", settings=Settings(shard_rows=1))
+    assert [row["answer"] for row in rows_in(tmp_path / "out")] == ["ONE"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_folder_that_vanishes_or_becomes_another_job_s_is_not_filled_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "in.txt", running.do_shard
+    path.write_text("one\n\nthree\nfour\n")
+    (tmp_path / "other.txt").write_text("five\n")
+    out, one_each = tmp_path / "out", Settings(shard_rows=1)
+
+    def replaced() -> None:
+        shutil.rmtree(out)
+        with monkeypatch.context() as patch:
+            patch.setattr(running, "do_shard", real)
+            run(tmp_path / "other.txt", out)
+
+    def cut() -> None:
+        (out / "part-000000.jsonl").write_bytes(b"")
+
+    for trouble, sentence in (
+        (lambda: shutil.rmtree(out), "is not the job's folder any more"),
+        (replaced, "is not the job's folder any more"),
+        (lambda: (out / "_manifest.json").unlink(), "is not the job's folder any more"),
+        (lambda: (out / "part-000000.jsonl").unlink(), r"out lacks part-000000\.jsonl: 1 shards"),
+        (cut, r"out lacks part-000000\.jsonl: 1 shards"),
+        (lambda: shutil.rmtree(out / "_rejects"), r"out lacks part-000001\.jsonl: 1 shards"),
+    ):
+        for at in (2, 3):  # before the last but one, and the last
+            turns = iter(range(4))
+            monkeypatch.setattr(
+                running, "do_shard",
+                lambda *given, turns=turns, at=at, trouble=trouble: (next(turns) == at and trouble(), real(*given))[1],
+            )  # fmt: skip
+            with pytest.raises(JobError, match=sentence):
+                run(path, out, settings=one_each)
+            if trouble is replaced:
+                assert [row["answer"] for row in rows_in(out)] == ["FIVE"]
+            shutil.rmtree(out, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("toy")
+def test_files_that_were_cut_altered_or_lost_are_made_again_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, one_each = tmp_path / "in.txt", Settings(shard_rows=1)
+    path.write_text("one\n\nthree\nfour\n")
+    run(path, tmp_path / "expected", settings=one_each)
+    expected, whole = files(tmp_path / "expected"), Done(3, 1, 3)
+    part, rejects, done = "part-000002.jsonl", "_rejects/part-000001.jsonl", "_done.jsonl"
+    lines = expected[done].splitlines(keepends=True)
+    for name, content, named, rows in (
+        (part, expected[part][:-3], part, 1), (part, b"", part, 1), (part, None, part, 1),
+        (part, expected[part].replace(b"THREE", b"NEVER"), part, 1),
+        (rejects, None, "part-000001.jsonl", 1), (rejects, b"", "part-000001.jsonl", 1),
+        (done, b"".join(lines)[:-9], "part-000003.jsonl", 1), (done, None, "part-000000.jsonl, part-000001.jsonl", 4),
+        (done, b"\n".join([b"[" * 9999, b"{}", b"\xff", *lines[:2]]), "part-000002.jsonl", 2),
+        (done, lines[0].replace(b"part-000000", b"part-000003") * 2, "part-000000.jsonl", 4),
+    ):  # fmt: skip
+        out = tmp_path / "out"
+        shutil.copytree(tmp_path / "expected", out)
+        if content is None:
+            (out / name).unlink()
+        else:
+            (out / name).write_bytes(content)
+        now, before = run(path, out, settings=one_each)
+        assert now.answered + now.rejected == rows and now + before == whole and files(out) == expected, name
+        said = capsys.readouterr().err
+        assert named in said and "answered again" in said and len(said.splitlines()) == 1
+        shutil.rmtree(out)
+    run(path, tmp_path / "expected", settings=one_each)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("toy")
+def test_rejects_of_an_interrupted_try_do_not_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that memory did not suffice for is answered by the next try."""
+    path, put = tmp_path / "in.txt", Output.put
+    path.write_text("one\ntwo\n")
+
+    def killed_at_the_part(self: Output, name: str, write: Callable[[Path], Any]) -> Any:
+        if name.startswith("part"):
+            raise Killed
+        return put(self, name, write)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        short = [Unfit("no memory"), Answer("TWO", 1)]
+        patch.setattr(Model, "open", lambda self, settings: (lambda *_: short, {"name": "mini", "sha256": "mini"}))
+        patch.setattr(Output, "put", killed_at_the_part)
+        run(path, tmp_path / "out")
+    assert rejects_in(tmp_path / "out")
+    assert run(path, tmp_path / "out") == (Done(2, 0, 2), Done()) and not rejects_in(tmp_path / "out")
 
 
 class Killed(BaseException):
     """In place of a process's end."""
 
 
-def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let a job end at each of the moments between two operations on files; at which is the outcome another one?"""
+def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, but: str = "") -> list[int]:
+    """Let a job end at each of the moments between two operations on files; at which is the outcome another one?
+
+    A file called ``but`` is not compared.
+    """
     path = write_lines(folder / "in.jsonl", [{"text": f"text {i}" if i % 3 else ""} for i in range(7)])
     run(path, folder / "expected", settings=Settings(shard_rows=3))
-    expected, differ, moment, ended = files(folder / "expected"), [], 0, True
+    expected, differ, moment, ended = files(folder / "expected") | {but: b""}, [], 0, True
     while ended:
         left, ended, moment = moment, False, moment + 1
 
@@ -388,7 +640,8 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return call
 
         with monkeypatch.context() as patch:
-            for owner, name in ((output, "flush"), (output.os, "replace"), (Path, "write_text"), (Path, "mkdir")):
+            for owner, name in ((output, "flush"), (output.os, "replace"), (Path, "write_text"), (Path, "mkdir"),
+                                (Output, "record")):  # fmt: skip
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(JsonRows, "write", counted(JsonRows.write))
             try:
@@ -400,7 +653,7 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         except InputError:  # it is no job any more
             differ.append(moment)
             continue
-        if files(folder / f"out-{moment}") != expected:
+        if files(folder / f"out-{moment}") | {but: b""} != expected:
             differ.append(moment)
     assert moment > 15
     return differ
@@ -412,14 +665,21 @@ def test_a_job_ended_between_any_two_operations_goes_on_to_the_same_files(tmp_pa
 
 
 @pytest.mark.usefixtures("toy")
-def test_shards_written_in_place_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_place(self: Output, name: str, write: Callable[[Path], Any]) -> None:
+def test_shards_written_in_place_and_known_by_their_names_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_place(self: Output, name: str, write: Callable[[Path], Any]) -> dict[str, Any]:
         (self.folder / name).parent.mkdir(exist_ok=True)
         (self.folder / name).write_text("")
         write(self.folder / name)
+        return describe_file(self.folder / name)
+
+    def by_name(self: Output, parts: list[str]) -> tuple[dict[str, ShardRecord], list[str]]:
+        return {part: ShardRecord(part, Done(), {}) for part in parts if (self.folder / part).exists()}, []
 
     monkeypatch.setattr(Output, "put", in_place)
-    assert len(crashes(tmp_path, monkeypatch)) > 2
+    monkeypatch.setattr(Output, "finished", by_name)
+    assert len(crashes(tmp_path, monkeypatch, but="_done.jsonl")) > 2
 
 
 PROGRAM = """
@@ -471,6 +731,33 @@ def test_a_job_killed_twenty_times_answers_every_row_once(tmp_path: Path, export
     killed(tmp_path, exported_mini, 20, TEXTS * 3)
 
 
+@pytest.mark.long
+def test_a_job_that_is_killed_every_second_or_two_ends(tmp_path: Path, exported_mini: Path) -> None:
+    """By the command and its defaults: a shard takes less time than there is between two kills."""
+    texts = np.random.default_rng(0).choice([PREFIX + text for text in TEXTS], 3000).tolist()
+    path = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    write_lines(tmp_path / "one.jsonl", [{"text": texts[0]}])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+    def start(given: Path, out: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "t5accel", "batch", given, tmp_path / out, "--model", exported_mini]
+        return subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.DEVNULL)
+
+    assert start(path, "expected").wait(timeout=600) == 0
+    begun = time.perf_counter()
+    assert start(tmp_path / "one.jsonl", "one").wait(timeout=100) == 0
+    starting, rng, kills, ended = time.perf_counter() - begun, random.Random(0), 0, False
+    while not ended and kills < 100:
+        process = start(path, "out")
+        try:
+            ended = process.wait(timeout=starting + rng.uniform(1, 2)) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            kills += process.wait(timeout=60) != 0
+    assert ended and kills > 1 and files(tmp_path / "out") == files(tmp_path / "expected")
+    assert len(rows_in(tmp_path / "out")) == len(texts)
+
+
 MEMORY = PROGRAM + "from t5accel import machine\nprint(machine.peak_memory_bytes())\n"
 
 
@@ -518,6 +805,20 @@ def test_the_command_answers_says_so_and_goes_on(tmp_path: Path, exported_mini: 
     assert "tokens/s" in result.stderr and "2/2" in result.stderr
     assert rows_in(tmp_path / "out") == [{"source": "I am tired.", "french": "Je suis fatigué."}]
     again = CliRunner().invoke(app, [*map(str, command)])
+    assert again.exit_code == 0
     assert again.stdout == f"{tmp_path}/out: 0 rows answered, 0 tokens, 2 were done before\n"
     other = CliRunner().invoke(app, [*map(str, command), "--beams", "4"])
     assert other.exit_code == 2 and "its beams is 1, here it is 4" in other.stderr.splitlines()[-1]
+    shards = CliRunner().invoke(app, [*map(str, command), "--shard-rows", "7"])
+    assert shards.exit_code == 2 and "its shard_rows is 200, here it is 7" in shards.stderr.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_job_without_an_answer_ends_with_a_status_that_is_not_zero(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"text": 1}, {"text": None}])
+    for earlier in ("", ", 2 were done before"):
+        result = CliRunner().invoke(app, ["batch", str(path), str(tmp_path / "out")])
+        assert result.exit_code == 2 and f"0 rows answered, 0 tokens{earlier}" in result.stdout
+        assert "t5accel: Every row was rejected, 2 of them: see" in result.stderr.splitlines()[-1]
+    path.write_bytes(b"")
+    assert CliRunner().invoke(app, ["batch", str(path), str(tmp_path / "empty")]).exit_code == 0

@@ -259,6 +259,16 @@ def test_whatever_goes_wrong_is_a_sentence(monkeypatch, error, code, sentence):
     assert type(found) is (SystemExit if isinstance(error, KeyboardInterrupt) else type(error))
 
 
+def test_a_panic_that_is_no_exception_is_a_sentence_too(monkeypatch):
+    def panics(*_, **__):
+        raise BaseException("bad split")
+
+    monkeypatch.setattr("t5accel.api.open_backend", panics)
+    result = call("run", TEXT)
+    (line,) = said(result)
+    assert result.exit_code == 1 and "t5accel: unexpected BaseException: bad split" in line
+
+
 def test_no_command_shows_a_warning_and_filters_are_put_back(monkeypatch):
     def warns(*_, **__):
         warnings.simplefilter("always")

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from test_batch import upper, write_lines
+from test_batch import files, upper, write_lines
 from test_server import TEXT, Letters, Slow
 from typer.testing import CliRunner
 
-from t5accel.batch.job import Done, Model, Settings, shards, sources
-from t5accel.batch.output import Output
+from t5accel.batch.job import Model, Settings, Shard
+from t5accel.batch.output import Done, ShardRecord
 from t5accel.batch.run import Job, run
 from t5accel.cli import app as commands
 from t5accel.cluster import front as fronts
@@ -25,7 +28,7 @@ from t5accel.cluster import replica as replicas
 from t5accel.cluster import shards as pool
 from t5accel.cluster.front import Front, Lost
 from t5accel.cluster.replica import Message, Replica
-from t5accel.errors import EngineError, InputError, JobError
+from t5accel.errors import EngineError, InputError, JobError, T5AccelError
 from t5accel.serving.app import make_app
 from t5accel.serving.guard import Guard
 from t5accel.serving.settings import Settings as Served
@@ -36,22 +39,55 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "open", lambda self, settings: (upper, {"sha256": self.name}))
 
 
+class Actors:
+    """An engine that does what `on_ray` does without Ray: job and shards travel as bytes, in any order."""
+
+    def __init__(self, before: Callable[[int], Any] = lambda count: None, what: dict[str, str] | None = None):
+        self.before, self.what, self.beats = before, what, 0
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def __call__(self, job: Job, pending: Sequence[Shard], *_: Any) -> Iterator[ShardRecord]:
+        job = pickle.loads(pickle.dumps(replace(job, output=job.output.absolute(), what=self.what or job.what)))
+        actor = pool.Actor(job, self.beat)
+        for count, shard in enumerate(reversed(pending)):
+            self.before(count)
+            (made,) = actor({"shard": [pickle.dumps(shard)]})["made"]
+            if isinstance(one := pickle.loads(made), T5AccelError):
+                raise one
+            yield one
+
+
 @pytest.mark.usefixtures("toy")
 def test_an_actor_does_shards_and_hands_back_what_it_refuses(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}, {"text": 2}, {"text": "three"}])
-    settings, out, beats = Settings(shard_rows=2), Output(tmp_path / "out"), []
-    run(path, out.folder, settings=settings, engine=lambda *_: iter(()))  # begun, and nothing done
-    planned = [pickle.dumps(shard) for shard in shards(sources(str(path), out.folder), settings)]
-    actor = pool.Actor(Job(Model(), settings, out, {"sha256": "mini"}), lambda: beats.append(1))
-    assert [pickle.loads(made) for made in actor({"shard": planned})["made"]] == [Done(1, 1, 1), Done(1, 0, 1)]
-    assert len(beats) == 1, "not more often than once a second"
-    assert run(path, out.folder, settings=settings) == (Done(), 3), "the local engine finds all done"
-    path.unlink()
-    other = pool.Actor(Job(Model(), settings, out, {"sha256": "another"}), lambda: None)
-    for who, kind, sentence in ((actor, JobError, "No such file"), (other, InputError, "the model is another one")):
-        (made,) = who({"shard": planned[:1]})["made"]
-        error = pickle.loads(made)
-        assert type(error) is kind and sentence in str(error)
+    settings, actors = Settings(shard_rows=2), Actors()
+    assert run(path, tmp_path / "out", settings=settings, engine=actors) == (Done(2, 1, 2), Done())
+    assert actors.beats == 1, "not more often than once a second"
+    assert run(path, tmp_path / "local", settings=settings)[0] == Done(2, 1, 2)
+    assert files(tmp_path / "out") == files(tmp_path / "local")
+    assert run(path, tmp_path / "out", settings=settings) == (Done(), Done(2, 1, 2)), "the local engine finds all done"
+    for engine, kind, sentence in (
+        (Actors(lambda _: path.rename(tmp_path / "away")), JobError, "No such file"),
+        (Actors(what={"sha256": "another"}), InputError, "the model is another one"),
+    ):
+        with pytest.raises(kind, match=sentence):
+            run(path, tmp_path / "new", settings=settings, engine=engine)
+        if not path.exists():
+            (tmp_path / "away").rename(path)
+
+
+@pytest.mark.usefixtures("toy")
+def test_an_actor_makes_no_folder_again_and_lost_shards_are_missed(tmp_path: Path) -> None:
+    path, out, settings = tmp_path / "in.txt", tmp_path / "out", Settings(shard_rows=1)
+    path.write_text("one\ntwo\nthree\n")
+    with pytest.raises(JobError, match="is not the job's folder any more"):
+        run(path, out, settings=settings, engine=Actors(lambda count: count == 1 and shutil.rmtree(out)))
+    assert not out.exists()
+    with pytest.raises(JobError, match="lacks part-000000.jsonl: 1 shards were not done"):
+        run(path, out, settings=settings, engine=lambda *given: islice(Actors()(*given), 2))
+    assert run(path, out, settings=settings)[0] == Done(1, 0, 1)
 
 
 def test_silence_ends_a_job_and_signs_of_life_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +34,7 @@ from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import data_folder, load_t5
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import ExportError, InputError
+from t5accel.errors import ExportError, InputError, JobError
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.mini.vocabulary import train_tokenizer
 from t5accel.parity import assert_varied
@@ -178,6 +183,83 @@ def test_a_run_of_slow_steps_is_saved_by_the_clock_and_says_from_where_it_goes_o
     monkeypatch.setattr(resumable, "SAVE_SHARE", 0.01)  # a second in a hundred
     run(tiny_t5(), tmp_path / "slow", replace(TOY, steps=12, decay_share=0.0))
     assert saved == [2, 8, 12], "saving takes no larger share than that, once it is known how long it takes"
+
+
+@contextmanager
+def limited_files(size_bytes: int) -> Iterator[None]:
+    """The kernel lets no file of this process grow beyond that, as on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_its_last_checkpoint(
+    tiny_t5, tmp_path: Path, monkeypatch
+) -> None:
+    often(monkeypatch)
+    whole, folder = run(tiny_t5(), tmp_path / "whole"), tmp_path / "cut"
+    interrupt(monkeypatch, after=5)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_t5(), folder)
+    monkeypatch.setattr(module, "optimiser_step", optimiser_step)
+    kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with limited_files(len(kept["checkpoint.pt"]) // 2):
+        with pytest.raises(JobError, match=r"\.pt could not be written: File too large. The checkpoint before"):
+            run(tiny_t5(), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
+    (folder / "log.jsonl").unlink()
+    (folder / "log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        JobError, match=r"log\.jsonl could not be written: No space left on device. The last checkpoint"
+    ):
+        run(tiny_t5(), folder)
+    (folder / "log.jsonl").unlink()
+    assert same_weights(whole, run(tiny_t5(), folder))
+
+
+def test_a_line_of_the_log_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file, row = tmp_path / "log.jsonl", {"step": 1, "loss": 0.5}
+    resumable._log(file, row)
+    with (
+        limited_files(file.stat().st_size + 5),
+        pytest.raises(JobError, match=r"log\.jsonl could not be written: No space"),
+    ):
+        resumable._log(file, row)
+    resumable._log(file, row)
+    assert log(tmp_path) == [row, row]
+
+
+def test_a_checkpoint_reaches_the_disk_before_it_has_its_name_and_remnants_are_cleared(
+    tiny_t5, tmp_path: Path, monkeypatch
+) -> None:
+    done: list[str] = []
+    for owner, name in ((os, "fsync"), (os, "replace")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, real=real, name=name: (done.append(name), real(*given))[1])
+    for name in ("checkpoint.partial", "stable.partial"):
+        (tmp_path / name).write_bytes(b"of a run that was killed")
+    run(tiny_t5(), tmp_path, replace(TOY, steps=1, decay_share=0.0))
+    assert done[:3] == ["fsync", "replace", "fsync"] and not list(tmp_path.glob("*.partial"))
+
+    def interrupted(state: Any, file: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_t5(), tmp_path, replace(TOY, steps=2, decay_share=0.0))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("state", [[1], {"step": 1}, {"config": None}], ids=str)
+def test_a_file_that_is_no_checkpoint_is_named(tiny_t5, tmp_path: Path, state: Any) -> None:
+    torch.save(state, tmp_path / "checkpoint.pt")
+    with pytest.raises(InputError, match=r"checkpoint\.pt cannot be read: delete it to begin anew"):
+        run(tiny_t5(), tmp_path)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named_and_kept(tiny_t5, tmp_path: Path) -> None:

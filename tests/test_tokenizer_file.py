@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up import panicking_tokenizer
 from refused import refused
 from test_encoder_cache import in_threads
 
@@ -240,6 +241,40 @@ def test_a_damaged_file(folder: Path, name: str) -> None:
         (folder / name).write_bytes(content)
         with pytest.raises(ModelUnavailableError, match=name):
             TokenizerFile(folder)
+
+
+class Fails:
+    """A library whose every call raises."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any, **__: Any) -> None:
+            raise self.error
+
+        return fail
+
+
+def test_a_panic_of_the_library_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panicking = panicking_tokenizer(tmp_path)
+    assert panicking(["a a"])["attention_mask"].all()
+    for call in (panicking, text_to_text(panicking, lambda ids, mask: ids)):
+        with pytest.raises(InputError, match="The tokenizer fails on a text .PanicException: "):
+            call(["a", "a\n a"])
+    for error in (BaseException("bad split"), MemoryError(), RuntimeError("no"), RecursionError()):
+        panicking.tokenizer = Fails(error)
+        with pytest.raises(InputError, match=type(error).__name__):
+            panicking(["a"])
+        with pytest.raises(InputError, match=f"cannot decode.*{type(error).__name__}"):
+            panicking.batch_decode([[2]])
+        monkeypatch.setattr("tokenizers.Tokenizer", Fails(error))
+        with pytest.raises(ModelUnavailableError, match="cannot be read as a tokenizer"):
+            TokenizerFile(BUNDLED)
+    for ends in (KeyboardInterrupt, SystemExit):
+        panicking.tokenizer = Fails(ends())
+        with pytest.raises(ends):
+            panicking(["a"])
 
 
 def test_without_the_library(monkeypatch) -> None:

@@ -19,7 +19,8 @@ from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import greedy
 from t5accel.decoding.request import check_positions
-from t5accel.errors import InputError
+from t5accel.errors import InputError, JobError, T5AccelError, first_line
+from t5accel.text.text_to_text import decode, tokenize
 
 CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
 
@@ -89,14 +90,23 @@ class Answerer:
     def __call__(self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None) -> list[Answer | Unfit]:
         """An answer to each text, or why it has none.
 
+        A text on which tokenizer or model fails costs no other text its answer.
+
         Args:
             texts: any number of them.
             on_batch: is called with the texts and the new tokens of each batch that is done.
+
+        Raises:
+            JobError: the model fails on any text.
         """
         found: list[Answer | Unfit | None] = [None] * len(texts)
         sources: list[tuple[int, np.ndarray]] = []
         for place, ids in self._tokenised(texts):
-            if self.max_source_tokens is not None and len(ids) > self.max_source_tokens:
+            if isinstance(ids, Unfit):
+                found[place] = ids
+            elif not len(ids):
+                found[place] = Unfit("a text of which the tokenizer makes no token")
+            elif self.max_source_tokens is not None and len(ids) > self.max_source_tokens:
                 found[place] = Unfit(f"{len(ids)} tokens, and at most {self.max_source_tokens} are allowed")
             elif ids.max() >= self.entries:
                 found[place] = Unfit(f"token {ids.max()}, for which the model has no entry")
@@ -104,27 +114,80 @@ class Answerer:
                 sources.append((place, ids))
         sources.sort(key=lambda source: source[0])  # texts of one length go together as they stand in the file
         for chosen, tokens in self.tokens([ids for _, ids in sources]):
+            if isinstance(tokens, Unfit):
+                for i in chosen:
+                    found[sources[i][0]] = tokens
+                continue
             ends = tokens == self.backend.eos_token_id
             counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
-            texts_of = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            for i, text, count in zip(chosen, texts_of, counts, strict=True):
-                found[sources[i][0]] = Answer(text, int(count))
+            answered = 0
+            for i, text, count in zip(chosen, self._decoded(tokens), counts, strict=True):
+                found[sources[i][0]] = text if isinstance(text, Unfit) else Answer(text, int(count))
+                answered += not isinstance(text, Unfit)
             if on_batch is not None:
-                on_batch(len(chosen), int(counts.sum()))
+                on_batch(answered, int(counts.sum()))
         return found
 
-    def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Batch by batch: which of the sources, each (S,) int64, and the new tokens of these, (B, L) int64."""
-        for chosen in batches([len(ids) for ids in sources], self.batch_tokens // self.beams):
-            yield chosen, self._generated([sources[i] for i in chosen])
+    def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray | Unfit]]:
+        """Batch by batch: which of the sources, each (S,) int64, and the new tokens of these, (B, L) int64.
 
-    def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray]]:
+        Where the model fails on a batch, its sources come one by one, and why some of them have no tokens.
+        """
+        for chosen in batches([len(ids) for ids in sources], self.batch_tokens // self.beams):
+            yield from self._each_or_why(chosen, sources)
+
+    def _each_or_why(
+        self, chosen: list[int], sources: list[np.ndarray]
+    ) -> Iterator[tuple[list[int], np.ndarray | Unfit]]:
+        found: np.ndarray | Unfit
+        try:
+            found = self._generated([sources[i] for i in chosen])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # what native libraries raise need not be an Exception
+            if len(chosen) > 1:
+                for i in chosen:
+                    yield from self._each_or_why([i], sources)
+                return
+            self._check_model(error)
+            found = Unfit(f"the model fails on it ({first_line(error)})")
+        yield chosen, found
+
+    def _check_model(self, error: BaseException) -> None:
+        """Raise if the model fails on a single token, too: then no text is to blame, and no row may be rejected."""
+        try:
+            self._generated([np.zeros(1, dtype=np.int64)])
+        except (T5AccelError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            why = f"The model fails on any text ({first_line(error)})."
+            raise JobError(f"{why} What is done is kept, and the same command goes on.") from error
+
+    def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray | Unfit]]:
         """Ids without padding. Tokenizers fill up what they are given together, so texts of like length are."""
         for places in batches([len(text) for text in texts], CHARACTERS):
-            batch = self.tokenizer([texts[place] for place in places], return_tensors="np", padding=True)
-            ids, masks = (np.asarray(batch[name]) for name in ("input_ids", "attention_mask"))
-            for place, row, mask in zip(places, ids, masks, strict=True):
-                yield place, row[mask.astype(bool)]
+            yield from self._ids_or_why(texts, places)
+
+    def _ids_or_why(self, texts: Sequence[str], places: list[int]) -> Iterator[tuple[int, np.ndarray | Unfit]]:
+        try:
+            ids, masks = tokenize(self.tokenizer, [texts[place] for place in places])
+        except InputError as error:
+            if len(places) == 1:
+                yield places[0], Unfit(str(error))
+            else:  # the others are not to blame
+                for place in places:
+                    yield from self._ids_or_why(texts, [place])
+            return
+        for place, row, mask in zip(places, ids, masks, strict=True):
+            yield place, row[mask.astype(bool)]
+
+    def _decoded(self, tokens: np.ndarray) -> list[str | Unfit]:
+        try:
+            return [*decode(self.tokenizer, tokens)]
+        except InputError as error:
+            if len(tokens) == 1:
+                return [Unfit(str(error))]
+            return [one for row in tokens for one in self._decoded(row[None])]
 
     def _generated(self, sources: list[np.ndarray]) -> np.ndarray:
         lengths = np.array([*map(len, sources)])

@@ -18,16 +18,16 @@ from typing import Any
 
 from t5accel.api import open_backend
 from t5accel.batch.answers import Answer, Answerer
-from t5accel.batch.output import REJECTS, Output
+from t5accel.batch.output import REJECTS, Done, Output, ShardRecord
 from t5accel.batch.rows import KINDS, Unfit, kind_of, read_range
 from t5accel.checkpoints import BUNDLED
 from t5accel.checks import as_count
 from t5accel.errors import InputError, JobError
+from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.export.manifest import describe_file
 from t5accel.graphs.numbers.recipes import as_recipe, recipe_of
 
-FORMAT = 1  # of the folder; a change by which other rows would go together raises it
-VOCABULARY = ("tokenizer.json", "vocab.json", "target_vocab.json", "added_tokens.json", "merges.txt", ".model", ".spm")
+FORMAT = 2  # of the folder and its records; a change by which other rows would go together raises it, too
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Settings:
         prefix: stands in front of every text, as in ``"translate English to French: "``.
         into: the name of the answers' column.
         beams, max_new_tokens, max_source_tokens, batch_tokens: as of `answers.Answerer`.
-        shard_rows: of a shard, at most.
+        shard_rows: of a shard, at most: what a kill may cost. Larger shards leave fewer files, and their batches less
+            padding.
 
     Raises:
         InputError: a value is out of bounds.
@@ -55,7 +56,7 @@ class Settings:
     max_new_tokens: int = 64
     max_source_tokens: int = 512
     batch_tokens: int = 4096
-    shard_rows: int = 2000
+    shard_rows: int = 200
 
     def __post_init__(self) -> None:
         for name in ("beams", "max_new_tokens", "max_source_tokens", "batch_tokens", "shard_rows"):
@@ -70,20 +71,21 @@ class Source:
 
     Attributes:
         name: by which the job knows it, wherever it lies.
-        size_bytes, changed_ns: when it was hashed.
+        size_bytes, changed_ns: when it was hashed. The latter are the times of content and of inode: programs set the
+            first one back, the second one they cannot.
     """
 
     name: str
     path: Path
     sha256: str
     size_bytes: int
-    changed_ns: int
+    changed_ns: tuple[int, int]
 
     @classmethod
     def of(cls, name: str, path: Path) -> Source:
         """The file as it is now."""
         facts = path.stat()
-        return cls(name, path, describe_file(path)["sha256"], facts.st_size, facts.st_mtime_ns)
+        return cls(name, path, describe_file(path)["sha256"], facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns))
 
     def check(self) -> None:
         """Raise ``JobError`` if it is gone, or was written to."""
@@ -91,9 +93,10 @@ class Source:
             facts = self.path.stat()
         except OSError as error:
             raise JobError(f"{self.path} cannot be read: {error.strerror}. What is done is kept.") from error
-        if (facts.st_size, facts.st_mtime_ns) != (self.size_bytes, self.changed_ns):
+        if (facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns)) != (self.size_bytes, self.changed_ns):
             raise JobError(
-                f"{self.path} was written to since the job began. What is done is kept, and is of the file as it was."
+                f"{self.path} was written to since the job began. What is done is kept, and is of the file as it was: "
+                "the same command goes on if its content is the same."
             )
 
 
@@ -116,18 +119,6 @@ class Shard:
     def rejects(self) -> str:
         """The file with those of its rows that could not be done, if there are any."""
         return f"{REJECTS}/part-{self.index:06}.jsonl"
-
-
-@dataclass(frozen=True)
-class Done:
-    """What became of rows: how many were answered and rejected, and the tokens that were written."""
-
-    answered: int = 0
-    rejected: int = 0
-    tokens: int = 0
-
-    def __add__(self, other: Done) -> Done:
-        return Done(*(getattr(self, name) + getattr(other, name) for name in ("answered", "rejected", "tokens")))
 
 
 @dataclass(frozen=True)
@@ -159,8 +150,13 @@ class Model:
             max_source_tokens=settings.max_source_tokens, batch_tokens=settings.batch_tokens,
         )  # fmt: skip
         manifest = backend.manifest
-        vocabulary = {name: file["sha256"] for name, file in manifest.files.items() if name.endswith(VOCABULARY)}
-        facts = [manifest.source["sha256"], recipe_of(manifest.recipe).hash, vocabulary]
+        # Tokenizer and generation settings decide answers, too; graphs and weights are the checkpoint by the recipe.
+        beside = {
+            name: file["sha256"]
+            for name, file in manifest.files.items()
+            if name not in ("config.json", WEIGHTS) and not name.endswith(".onnx")
+        }
+        facts = [manifest.source["sha256"], recipe_of(manifest.recipe).hash, beside]
         digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return answerer, {"name": manifest.source["name"], "precision": manifest.recipe["name"], "sha256": digest}
 
@@ -220,27 +216,33 @@ def do_shard(
     output: Output,
     shard: Shard,
     on_batch: Callable[[int, int], Any] | None = None,
-) -> Done:
-    """Read a shard, answer it, and write it: first its rejects, then its rows, with which it is done.
+) -> ShardRecord:
+    """Read a shard, answer it, and write its rejects and its rows; it is done when `Output.record` has its record.
 
     Raises:
-        JobError: the input is gone, or the disk is full.
+        JobError: the input is gone, the disk is full, or the output is not the job's any more.
     """
     shard.source.check()
     rows = read_range(shard.source.path, shard.offset, shard.rows)
+    shard.source.check()  # nor has it changed while it was read
     texts = rows.texts(settings.column, settings.into)
     places = [place for place, text in enumerate(texts) if not isinstance(text, Unfit)]
     found: list[Answer | Unfit] = [*texts]
     for place, answered in zip(places, answer([settings.prefix + texts[i] for i in places], on_batch), strict=True):
         found[place] = answered
     unfit = {place: one.reason for place, one in enumerate(found) if isinstance(one, Unfit)}
+    files = {}
     if unfit:
         lines = (
             {"file": shard.source.name, "row": shard.first + place, "reason": reason, "content": rows.shown(place)}
             for place, reason in unfit.items()
         )
         content = "".join(json.dumps(line) + "\n" for line in lines)
-        output.put(shard.rejects, lambda path: path.write_text(content, encoding="utf-8"))
+        files[shard.rejects] = output.put(shard.rejects, lambda path: path.write_text(content, encoding="utf-8"))
+    else:
+        output.drop(shard.rejects)
     answers = [None if isinstance(one, Unfit) else one.text for one in found]
-    output.put(shard.output, partial(rows.write, answers=answers, column=settings.column, into=settings.into))
-    return Done(len(found) - len(unfit), len(unfit), sum(one.tokens for one in found if isinstance(one, Answer)))
+    write = partial(rows.write, answers=answers, column=settings.column, into=settings.into)
+    files[shard.output] = output.put(shard.output, write)
+    tokens = sum(one.tokens for one in found if isinstance(one, Answer))
+    return ShardRecord(shard.output, Done(len(found) - len(unfit), len(unfit), tokens), files)

@@ -14,11 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from t5accel.errors import InputError, JobError, MissingPackageError
+from t5accel.errors import InputError, JobError, MissingPackageError, T5AccelError, first_line
 
 MOST_SHOWN = 1000  # characters of a row that is rejected
 MOST_CHARACTERS = 1 << 24  # of a field of CSV, so that a quote that nobody closed does not fill the memory
 BOM = b"\xef\xbb\xbf"
+LOOKED_AT = 1 << 16  # bytes at the beginning of a file, by which its encoding is known
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Rows:
 
     @classmethod
     def check(cls, path: Path, column: str, into: str) -> None:
-        """Raise ``InputError`` if the file has no such column, or has one for the answers already."""
+        """Raise ``InputError`` if the file cannot be read as this kind, has no such column, or one for the answers."""
 
     @classmethod
     def ranges(cls, path: Path, most: int) -> Iterator[tuple[int, int]]:
@@ -86,6 +87,14 @@ class _Records(Rows):
 
     def __init__(self, records: list[bytes], fields: Sequence[str] = ()):
         self.records, self.fields = records, fields
+
+    @classmethod
+    def check(cls, path: Path, column: str, into: str) -> None:
+        with path.open("rb") as file:
+            beginning = file.read(LOOKED_AT)
+        # UTF-16 of a Latin text has a zero in every second byte, which UTF-8 would take for a character of its own.
+        if beginning[:2] in (b"\xff\xfe", b"\xfe\xff") or beginning.count(0) > len(beginning) / 8:
+            raise InputError(f"{path} is not UTF-8 but looks like UTF-16 or UTF-32: convert it to UTF-8.")
 
     @staticmethod
     def split(file: BinaryIO) -> Iterator[bytes]:
@@ -230,6 +239,7 @@ class CsvRows(_Records):
 
     @classmethod
     def check(cls, path: Path, column: str, into: str) -> None:
+        super().check(path, column, into)
         with path.open("rb") as file:
             _check_columns(path, cls.begin(file)[1], column, into)
 
@@ -329,12 +339,14 @@ class ParquetRows(Rows):
                 found.append(text_of(value.as_py()))
             except UnicodeDecodeError:
                 found.append(Unfit("not UTF-8"))
+            except Exception as error:  # Arrow holds what Python cannot: times of far years, zones without a name
+                found.append(Unfit(f"not a text but {value.type}: {first_line(error)}"))
         return found
 
     def shown(self, row: int) -> str:
         try:
             return str(self.table.slice(row, 1).to_pylist()[0])[:MOST_SHOWN]
-        except UnicodeDecodeError:
+        except Exception:  # as above, in any column
             return ""
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
@@ -379,8 +391,11 @@ def read_range(path: Path, offset: int, rows: int) -> Rows:
     """
     try:
         found = kind_of(path).read(path, offset, rows)
-    except OSError as error:
-        raise JobError(f"{path} cannot be read: {error.strerror or error}. What is done is kept.") from error
+    except T5AccelError:
+        raise
+    except Exception as error:  # a damaged page of Parquet has errors of many kinds
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise JobError(f"{path} cannot be read: {why}. What is done is kept.") from error
     if len(found) != rows:
         raise JobError(f"{path} has other rows than when the job began. What is done is kept.")
     return found

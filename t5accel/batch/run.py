@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -13,8 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from t5accel.batch.answers import Answerer
-from t5accel.batch.job import FORMAT, Done, Model, Settings, Shard, do_shard, shards, sources
-from t5accel.batch.output import Output
+from t5accel.batch.job import FORMAT, Model, Settings, Shard, do_shard, shards, sources
+from t5accel.batch.output import Done, Output, ShardRecord, some
 
 DEFAULT, MINI = Settings(), Model()
 
@@ -30,12 +31,12 @@ class Job:
 
 
 # The job, the shards that are not done, what answers in this process, and who is told of rows and tokens.
-Engine = Callable[[Job, Sequence[Shard], Answerer, Callable[[int, int], Any]], Iterator[Done]]
+Engine = Callable[[Job, Sequence[Shard], Answerer, Callable[[int, int], Any]], Iterator[ShardRecord]]
 
 
 def in_this_process(
     job: Job, pending: Sequence[Shard], answer: Answerer, on_batch: Callable[[int, int], Any]
-) -> Iterator[Done]:
+) -> Iterator[ShardRecord]:
     """One shard after the other."""
     for shard in pending:
         yield do_shard(answer, job.settings, job.output, shard, on_batch)
@@ -44,7 +45,7 @@ def in_this_process(
 def run(
     given: str | os.PathLike[str], out: str | os.PathLike[str], model: Model = MINI, settings: Settings = DEFAULT, *,
     engine: Engine = in_this_process, progress: bool = False,
-) -> tuple[Done, int]:  # fmt: skip
+) -> tuple[Done, Done]:  # fmt: skip
     """Answer every row that has no answer yet; called again after an interruption, it goes on.
 
     Args:
@@ -56,11 +57,13 @@ def run(
         progress: a bar on standard error, with tokens per second and the time that is left.
 
     Returns:
-        What was done now, and how many rows had been done before.
+        What was done now, and what had been done before. Shards whose files are missing or altered are done again, and
+        a line on standard error says so.
 
     Raises:
         InputError: an argument is wrong, or ``out`` is another job's, or another is at it.
-        JobError: the input vanished or changed, or the disk is full; what is done is kept.
+        JobError: the input vanished or changed, the disk is full, the output was removed or cut while the job ran, or
+            the model fails on any text; what is done is kept.
         ExportError, UnknownModelError, …: there is no such model.
         MissingPackageError, ClusterError: as the engine says.
 
@@ -72,9 +75,9 @@ def run(
     ...     run(given, out, settings=Settings(prefix="translate English to French: "))
     ...     print((out / "part-000000.jsonl").read_text(), end="")
     ...     run(given, out, settings=Settings(prefix="translate English to French: "))
-    (Done(answered=1, rejected=1, tokens=5), 0)
+    (Done(answered=1, rejected=1, tokens=5), Done(answered=0, rejected=0, tokens=0))
     {"text": "I am tired.", "answer": "Je suis fatigué."}
-    (Done(answered=0, rejected=0, tokens=0), 2)
+    (Done(answered=0, rejected=0, tokens=0), Done(answered=1, rejected=1, tokens=5))
     """
     output = Output(out)
     found = sources(os.fspath(given), output.folder)
@@ -85,14 +88,22 @@ def run(
     read = {"files": len(found), "rows": rows, "sha256": sha256(json.dumps(files).encode()).hexdigest()}
     with output.locked():
         output.begin({"format": FORMAT, "model": what, "settings": asdict(settings), "input": read})
-        pending = [shard for shard in planned if not output.has(shard.output)]
-        before, done = rows - sum(shard.rows for shard in pending), Done()
-        with Progress(rows, before, shown=progress) as bar:
+        parts = [shard.output for shard in planned]
+        records, lost = output.finished(parts)
+        if lost:
+            what_of = f"In {output.folder} files are missing, altered or not recorded: {some(lost)}."
+            print(f"{what_of} Their rows are answered again.", file=sys.stderr)
+        pending = [shard for shard in planned if shard.output not in records]
+        before, done = sum((record.done for record in records.values()), Done()), Done()
+        with Progress(rows, before.answered + before.rejected, shown=progress) as bar:
             work = engine(Job(model, settings, output, what), pending, answerer, bar.add)
             del answerer  # an engine may have no need for it
             for made in work:
-                bar.add(made.rejected, 0)
-                done += made
+                output.record(made)
+                records[made.part] = made
+                bar.add(made.done.rejected, 0)
+                done += made.done
+        output.finish(records, parts)
     return done, before
 
 

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 from t5accel.batch.answers import Answerer
-from t5accel.batch.job import Done, Shard, do_shard
+from t5accel.batch.job import Shard, do_shard
+from t5accel.batch.output import ShardRecord
 from t5accel.batch.run import Job
 from t5accel.checks import is_number
 from t5accel.cluster.ray_session import connected, cores_for
@@ -68,10 +69,10 @@ class Actor:
         self._answer: Answerer | None = None
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
-        """Ray Data's batches: pickled shards -> what became of each, or the error that was raised on purpose."""
+        """Ray Data's batches: pickled shards -> the record of each, or the error that was raised on purpose."""
         return {"made": [pickle.dumps(self._made(pickle.loads(shard))) for shard in batch["shard"]]}
 
-    def _made(self, shard: Shard) -> Done | T5AccelError:
+    def _made(self, shard: Shard) -> ShardRecord | T5AccelError:
         try:
             if self._answer is None:
                 self._answer, found = self.job.model.open(self.job.settings)
@@ -91,7 +92,7 @@ class Actor:
 def on_ray(
     job: Job, pending: Sequence[Shard], answer: Answerer | None, on_batch: Callable[[int, int], Any], *,
     address: str | None = None, stuck_s: float = 600.0,
-) -> Iterator[Done]:  # fmt: skip
+) -> Iterator[ShardRecord]:  # fmt: skip
     """An engine of `batch.run.run`: all shards, by as many actors as the cluster has cores for.
 
     Args:
@@ -134,7 +135,7 @@ def on_ray(
                 one = pickle.loads(row["made"])
                 if isinstance(one, T5AccelError):
                     raise one
-                on_batch(one.answered, one.tokens)
+                on_batch(one.done.answered, one.done.tokens)
                 yield one
 
 

@@ -27,7 +27,7 @@ from t5accel.lab.static_batch import Asked, together
 ASSUMED = "November 2026"  # of prices and failures: round numbers, in the range of what clouds ask
 STORAGE = 0.023  # dollars a month for 10^9 bytes that lie there
 BYTES_PER_TOKEN = 4  # of English in a vocabulary of 32,000, where random weights have no text
-SHARD_ROWS = 2000  # as `batch.job.Settings` has it
+SHARD_ROWS = 2000  # of a job this large: `batch.job.Settings` has smaller ones, for machines that fail often
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ What a step is made of is the caller's; here are the order of things, the files 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -17,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
-from t5accel.errors import InputError
+from t5accel.errors import InputError, JobError
+from t5accel.graphs.export.staging import flush, reason
 
 Step = TypeVar("Step")
 SAVE_SHARE = 0.05  # of a run's time, at most, goes into checkpoints that only the clock asked for
@@ -47,27 +49,69 @@ class Checkpoint:
         self.config, self.model, self.optimizers = asdict(config), model, optimizers
 
     def save(self, path: Path, step: int) -> None:
-        """Write in one piece: a kill leaves either the old file or the new one."""
+        """Write in one piece: a kill or a power cut leaves either the old file or the new one.
+
+        Raises:
+            JobError: the disk is full, or refuses; the old file is kept.
+        """
         partial = path.with_suffix(".partial")
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config}
-        torch.save(state, partial)
-        os.replace(partial, path)
+        try:
+            with partial.open("wb") as file:  # of a path torch.save would not say why it cannot be written
+                torch.save(state, file)
+            flush(partial)
+            os.replace(partial, path)
+            flush(path.parent)
+        except BaseException as error:
+            partial.unlink(missing_ok=True)
+            why = _of_the_system(error)
+            if why is None or not isinstance(error, Exception):
+                raise
+            raise JobError(
+                f"{path} could not be written: {reason(why)}. The checkpoint before it is kept, and the same command "
+                "goes on from there."
+            ) from error
 
     def resume(self, device: str) -> int:
-        """Load the last state, if there is one, and return its step (0 without)."""
+        """Load the last state, if there is one, and return its step (0 without); clear half-written files away."""
+        for path in (self.file, self.stable):
+            path.with_suffix(".partial").unlink(missing_ok=True)
         if not self.file.is_file():
             return 0
         try:
             state = torch.load(self.file, map_location=device, weights_only=True)
+            made_with = dict(state["config"])
         except Exception as error:  # whatever torch and zipfile make of a broken file
             raise InputError(f"{self.file} cannot be read: delete it to begin anew, or use another folder.") from error
-        if {**state["config"], "steps": 0} != {**self.config, "steps": 0}:
-            raise InputError(f"{self.file} was made with {state['config']}, not {self.config}: use another folder.")
+        if {**made_with, "steps": 0} != {**self.config, "steps": 0}:
+            raise InputError(f"{self.file} was made with {made_with}, not {self.config}: use another folder.")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         return state["step"]
+
+
+def _of_the_system(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind another one; that of torch only says that a stream has another length."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _log(file: Path, row: dict[str, Any]) -> None:
+    """Append a line, whole or not at all."""
+    try:
+        with file.open("ab", buffering=0) as log:
+            end = log.tell()
+            line = (json.dumps(row) + "\n").encode()
+            if log.write(line) != len(line):  # the disk had place for a part of it
+                log.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise JobError(
+            f"{file} could not be written: {reason(error)}. The last checkpoint is kept, and the same command goes on."
+        ) from error
 
 
 def prolong(folder: Path) -> None:
@@ -96,6 +140,7 @@ def run_steps(
 
     Raises:
         InputError: the checkpoint was made with another configuration, or cannot be read.
+        JobError: the disk is full, or refuses; the last checkpoint is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(folder, config, model, optimizers)
@@ -117,8 +162,7 @@ def run_steps(
             if step % validate_every == 0 or step == config.steps:
                 seconds = round(time.perf_counter() - started, 1)
                 row = {"step": step, "train_loss": round(mean, 4), **validate(), "seconds": seconds}
-                with (folder / "log.jsonl").open("a") as log:
-                    log.write(json.dumps(row) + "\n")
+                _log(folder / "log.jsonl", row)
             if config.factor(step) < 1.0 <= config.factor(step - 1):
                 checkpoint.save(checkpoint.stable, step)
             now = time.perf_counter()

@@ -6,14 +6,15 @@ Any tokenizer of transformers will do; a `TokenizerFile` needs the tokenizers li
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t5accel.checks import as_count, as_integers, read_json_object
-from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError
+from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,7 @@ def text_to_text(
         generate_ids: called with ``input_ids`` and ``attention_mask``, both (B, S) int64; returns (B, L) token ids.
 
     The returned function raises ``InputError`` for anything but a non-empty list of texts, and if ``generate_ids``
-    returns something else than (B, L) ids (such as a `Generated`: give its ``sequences``).
+    returns something else than (B, L) ids (such as a `Generated`: give its ``sequences``), or the tokenizer fails.
 
     >>> class Letters:  # a toy tokenizer
     ...     def __call__(self, texts, **_):
@@ -57,14 +58,46 @@ def text_to_text(
             raise InputError(f"Give a non-empty list of texts; {texts!r} was given.")
         if not all(_is_unicode(text) for text in given):
             raise InputError("A text holds half of a surrogate pair, as undecodable bytes become: decode it first.")
-        batch = tokenizer(given, return_tensors="np", padding=True)
-        ids, mask = (np.asarray(batch[name], dtype=np.int64) for name in ("input_ids", "attention_mask"))
+        ids, mask = tokenize(tokenizer, given)
         answers = as_integers(generate_ids(ids, mask), "the result of generate_ids", rank=2)
         if len(answers) != len(given):
             raise InputError(f"generate_ids returned {len(answers)} rows for {len(given)} texts.")
-        return tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return decode(tokenizer, answers)
 
     return generate
+
+
+def tokenize(tokenizer: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Texts -> ``input_ids`` and ``attention_mask``, both (B, S) int64, by any tokenizer.
+
+    Raises:
+        InputError: the tokenizer fails, whatever it raises.
+    """
+    with _failures("The tokenizer fails on a text"):
+        batch = tokenizer(texts, return_tensors="np", padding=True)
+        ids, mask = (np.asarray(batch[name], dtype=np.int64) for name in ("input_ids", "attention_mask"))
+    return ids, mask
+
+
+def decode(tokenizer: Any, ids: Any) -> list[str]:
+    """(B, L) ids -> B texts without special tokens, by any tokenizer.
+
+    Raises:
+        InputError: the tokenizer fails, whatever it raises.
+    """
+    with _failures("The tokenizer cannot decode its tokens"):
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+@contextmanager
+def _failures(sentence: str) -> Iterator[None]:
+    """Turn every failure of a tokenizer into ``InputError``."""
+    try:
+        yield
+    except (T5AccelError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of the Rust library is no Exception
+        raise InputError(f"{sentence} ({first_line(error)}).") from error
 
 
 def _is_unicode(text: str) -> bool:
@@ -124,7 +157,9 @@ class TokenizerFile:
             )
         try:
             self.tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # a bare Exception, whatever is wrong with the file
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a bare Exception, whatever is wrong with the file, or a panic, which is none
             raise ModelUnavailableError(f"{file} cannot be read as a tokenizer: {error}") from error
         padding = self.tokenizer.padding or {}
         # A file saved after use may hold how that use padded and cut; here that is the caller's business.
@@ -154,7 +189,7 @@ class TokenizerFile:
             return_tensors, padding: only these values; there for callers that also pass them to transformers.
 
         Raises:
-            InputError: no texts, or other options.
+            InputError: no texts, other options, or a text on which the tokenizers library fails.
         """
         if return_tensors != "np" or padding is not True:
             raise InputError(
@@ -163,12 +198,13 @@ class TokenizerFile:
         given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
         if not given or not all(isinstance(text, str) for text in given):
             raise InputError(f"Give a non-empty list of texts; {texts!r} was given.")
-        try:
-            rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(given)]
-        except (TypeError, UnicodeEncodeError) as error:  # the library's answer to a text that cannot be encoded
-            raise InputError(
-                "A text holds half of a surrogate pair, as undecodable bytes become: decode it first."
-            ) from error
+        with _failures("The tokenizer fails on a text"):
+            try:
+                rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(given)]
+            except (TypeError, UnicodeEncodeError) as error:  # the library's answer to a text that cannot be encoded
+                raise InputError(
+                    "A text holds half of a surrogate pair, as undecodable bytes become: decode it first."
+                ) from error
         mask = np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]
         ids = np.full(mask.shape, self.pad_token_id, dtype=np.int64)
         ids[mask] = np.concatenate(rows)
@@ -178,7 +214,7 @@ class TokenizerFile:
         """(B, L) ids, or rows of different lengths -> B texts.
 
         Raises:
-            InputError: no rows of integers, or one that no token can have.
+            InputError: no rows of integers, one that no token can have, or the tokenizers library fails.
         """
         if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 2) == 0:
             raise InputError(f"ids is {ids!r}; give (B, L) token ids.")
@@ -186,7 +222,8 @@ class TokenizerFile:
         for row in rows:
             if row.size and (row.min() < 0 or row.max() > np.iinfo(np.uint32).max):
                 raise InputError(f"ids hold {row.min()} … {row.max()}; a token's id is not negative and has 32 bits.")
-        texts = self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=skip_special_tokens)
+        with _failures("The tokenizer cannot decode its tokens"):
+            texts = self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=skip_special_tokens)
         return [_tidied(text) for text in texts] if self._is_tidied else texts
 
 
