@@ -117,8 +117,7 @@ ROW_SCORES: dict[str, Callable[[Texts, References], float]] = {
     "rougeL": lambda predictions, references: rouge(predictions, references, any_script=True)["rougeL"],
     "exact_match": same_text,
 }
-# Points of a hundred. Chance overlap gives untrained models up to about 2 points of BLEU and ROUGE-L; below 5 a model
-# that was ruined scores the same within what a change of rounding moves.
+# Points of a hundred. A model that knows nothing scores a few tenths by chance, and so does one that was ruined.
 MIN_MEANINGFUL_SCORE = 5.0
 
 

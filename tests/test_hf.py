@@ -883,6 +883,19 @@ def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
         AcceleratedT5.from_pretrained(tmp_path / "new")
 
 
+def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(tiny_t5, tmp_path: Path) -> None:
+    export_t5(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
+    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
+    weights = tmp_path / "export" / "weights.data"
+    content = bytearray(weights.read_bytes())
+    content[100] ^= 1
+    weights.with_suffix(".new").write_bytes(content)
+    weights.with_suffix(".new").replace(weights)
+    with pytest.raises(T5AccelError, match="weights.data was altered"):
+        ours.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_tokenizer_comes_with_the_folder_whatever_its_files_are(tiny_t5, mini, tmp_path: Path) -> None:
     own = transformers.ByT5Tokenizer()
     for tokenizer in (mini[1], own, None):

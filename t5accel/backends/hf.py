@@ -365,9 +365,10 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             raise InputError(f"{target} lies inside {source}, which is to be copied: give a folder elsewhere.")
         with locked(target), staged(target) as folder:
             shutil.copytree(source, folder, dirs_exist_ok=True)
+            manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None  # damage must not be hashed anew
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)
-            if (source / MANIFEST).is_file():  # which has the hashes of the files that were written anew
-                read_manifest(source, verify=False).write(folder)
+            if manifest is not None:
+                manifest.write(folder)
             if target.exists():
                 target.rmdir()  # fails if somebody has put a file there since
