@@ -365,7 +365,8 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             raise InputError(f"{target} lies inside {source}, which is to be copied: give a folder elsewhere.")
         with locked(target), staged(target) as folder:
             shutil.copytree(source, folder, dirs_exist_ok=True)
-            manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None  # damage must not be hashed anew
+            # Checked before it is written again, or damage would get hashes that are right.
+            manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)
             if manifest is not None:
