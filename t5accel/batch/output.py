@@ -8,6 +8,7 @@ says, is done again. The manifest names input, model and settings, and is never 
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import socket
@@ -110,7 +111,7 @@ class Output:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():  # to open a pipe is to wait for its reader
-                raise FileExistsError(17, f"{LOCK} is no regular file")
+                raise FileExistsError(errno.EEXIST, f"{LOCK} is no regular file")
             path.open("a").close()  # where no file can be made, the lock would try for ever
             lock = FileLock(path)
             lock.acquire(timeout=0)
