@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from time import perf_counter
 from typing import Any
@@ -80,6 +80,7 @@ def run(
     found = sources(os.fspath(given), output.folder)
     planned = [*shards(found, settings)]
     answerer, what = model.open(settings)
+    settings = replace(settings, beams=answerer.beams)  # what the model's own number is, where none was given
     rows = sum(shard.rows for shard in planned)
     files = {source.name: source.sha256 for source in found}
     read = {"files": len(found), "rows": rows, "sha256": sha256(json.dumps(files).encode()).hexdigest()}

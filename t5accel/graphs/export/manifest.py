@@ -37,7 +37,9 @@ FORMAT = 1  # of the manifest and of the graphs' contract; a change that older c
 LAYOUT = "two graphs"
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-RULES = {"forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
+# Of `decoding.rules.Rules`: the fields with one token, those with several, and the others by their types.
+RULE_TOKEN, RULE_TOKENS = {"forced_bos_token_id", "forced_eos_token_id"}, {"suppress_tokens", "eos_token_ids"}
+RULES = {"min_length": int, "min_new_tokens": int, "num_beams": int, "length_penalty": float, "unsupported": list}
 OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
 # What an export may hold, for when its manifest cannot be asked any more.
 WRITTEN = {ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS, MANIFEST, "config.json", "generation_config.json",
@@ -68,8 +70,9 @@ class Manifest:
         step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
         family: of a model that is not T5-shaped, its ``"model_type"``, for how many ``"positions"`` it is made, and the
             ``"source_vocab_size"``, which may be another than that of the logits. Empty likewise.
-        rules: which tokens an answer has to begin or end with, and which it may not hold, as `decoding.rules.Rules` has
-            them; empty if there are none, or as above.
+        rules: what the model asks of every answer, as `decoding.rules.Rules.to_json` writes it: forced, suppressed and
+            further end tokens, lengths, beams, and what our own loops do not apply; empty if it asks nothing, or as
+            above.
         graphs: by file name what goes into the two graphs and out of them.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
@@ -200,7 +203,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     _require({"family": dict, "rules": dict}, vars(manifest))
     if manifest.family:
         _require({"model_type": str, "positions": int, "source_vocab_size": int}, manifest.family)
-    _require_rules(manifest.rules)
+    _require_rules(manifest.rules, dims.vocab_size)
     return manifest
 
 
@@ -242,11 +245,20 @@ def _require_step(entry: Any, dims: T5Dims, files: Mapping[str, Any], *, shortli
         raise ValueError(f"its {STEP} is missing, or not that of its sizes")
 
 
-def _require_rules(entry: Mapping[str, Any]) -> None:
-    suppressed = dict(enumerate(entry.get("suppress_tokens", [])))
-    _require(dict.fromkeys(entry.keys() & {"forced_bos_token_id", "forced_eos_token_id"}, int), entry)
-    _require(dict.fromkeys(suppressed, int), suppressed)
-    if not entry.keys() <= RULES:
+def _require_rules(entry: Mapping[str, Any], entries: int) -> None:
+    tokens = [entry[name] for name in entry.keys() & RULE_TOKEN]
+    for name in entry.keys() & RULE_TOKENS:
+        _require({name: list}, entry)
+        tokens += entry[name]
+    _require(dict.fromkeys(range(len(tokens)), int), dict(enumerate(tokens)))
+    _require({name: RULES[name] for name in entry.keys() & RULES.keys()}, entry)
+    texts = entry.get("unsupported", [])
+    _require(dict.fromkeys(range(len(texts)), str), texts)
+    counts = [entry[name] for name in ("min_length", "min_new_tokens", "num_beams") if name in entry]
+    known = entry.keys() <= RULE_TOKEN | RULE_TOKENS | RULES.keys() | {"early_stopping"}
+    stops = entry.get("early_stopping", False)
+    in_bounds = all(0 <= token < entries for token in tokens) and all(count >= 0 for count in counts)
+    if not (known and in_bounds and (stops == "never" or type(stops) is bool)):
         raise ValueError(f"its rules are {entry!r:.200}")
 
 
