@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -875,6 +876,15 @@ def test_save_pretrained_keeps_what_came_meanwhile(exported, tmp_path: Path, mon
         exported.save_pretrained(tmp_path / "empty")
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["x"]
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "empty"}
+
+
+def test_a_copy_answers_alike_and_there_are_no_weights_to_save(exported, batch) -> None:
+    """As DataLoader by spawn, datasets.map and torch.save need it."""
+    for found in (copy.deepcopy(exported), pickle.loads(pickle.dumps(exported))):
+        assert found.backend is found.encoder.backend is not exported.backend
+        assert torch.equal(found.generate(**batch, **SHORT), exported.generate(**batch, **SHORT))
+    with pytest.raises(InputError, match="use save_pretrained"):
+        exported.state_dict()
 
 
 def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
