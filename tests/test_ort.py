@@ -747,10 +747,10 @@ stop = threading.Event()
 def work():
     while not stop.is_set():
         answer()
-thread = threading.Thread(target=work)
+thread = threading.Thread(target=work, daemon=True)
 thread.start()
 seen = []
-sessions = [backend.encoder, backend.fused]
+sessions = [backend.encoder, backend.decoder]
 while 3 not in seen and len(seen) < 50:
     while not any(session.threads for session in sessions):
         pass

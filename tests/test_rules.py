@@ -293,7 +293,8 @@ def test_neutral_values_are_not_refused(tiny_t5) -> None:
     neutral = dict(
         no_repeat_ngram_size=0, repetition_penalty=1.0, encoder_repetition_penalty=1, guidance_scale=1.0,
         do_sample=False, num_beam_groups=1, penalty_alpha=0.0, bad_words_ids=None, suppress_tokens=[],
-        temperature=0.3, top_k=5, max_length=200, num_return_sequences=2, forced_eos_token_id=None, early_stopping=None, num_beams=None,
+        temperature=0.3, top_k=5, max_length=200, num_return_sequences=2,
+        forced_eos_token_id=None, early_stopping=None, num_beams=None,
     )  # fmt: skip
     assert rules_of(asking(tiny_t5(), **neutral)) == NONE
     found = rules_of(asking(tiny_t5(), forced_eos_token_id=[1], suppress_tokens=[-1, 7, 900], bad_words_ids=[[1], [9]]))
@@ -383,7 +384,7 @@ DEFAULTS = {
     "no_repeat_ngram_size": (VERY, dict(no_repeat_ngram_size=2)),
     "min_length": (VERY, dict(min_length=12)),
     "beams": (BIRD, dict(num_beams=4, length_penalty=-2.0)),
-    "beams and penalty": (BIRD, dict(num_beams=2, repetition_penalty=1.5)),
+    "beams and more": (BIRD, dict(num_beams=2, no_repeat_ngram_size=1)),
 }
 
 

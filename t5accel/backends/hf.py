@@ -318,8 +318,8 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         raise InputError(
-            "The weights of this model are its backend's, and a state_dict would be empty: use save_pretrained(), which "
-            "copies the export, or the state_dict() of transformers' own model."
+            "The weights of this model are its backend's, and a state_dict would be empty: use save_pretrained(), "
+            "which copies the export, or the state_dict() of transformers' own model."
         )
 
     @classmethod
