@@ -252,11 +252,11 @@ def loses_the_last_lane(self: Continuations, logits: np.ndarray, *arguments: Any
     return best(self, logits, *arguments, **options)
 
 
-def chooses_the_forbidden(self: Continuations, *arguments: Any, forbidden: int | None = None) -> Any:
+def chooses_the_forbidden(self: Continuations, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
     return best(self, *arguments)
 
 
-def renormalises(self: Continuations, logits: np.ndarray, *arguments: Any, forbidden: int | None = None) -> Any:
+def renormalises(self: Continuations, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
     if forbidden is not None:
         logits = logits.copy()
         logits[:, :, forbidden] = -np.inf

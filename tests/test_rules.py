@@ -187,6 +187,7 @@ BEAMS = [
     dict(num_beams=2), dict(num_beams=4), dict(num_beams=4, length_penalty=-1.5), dict(num_beams=3, min_length=9),
     dict(num_beams=4, early_stopping=True), dict(num_beams=4, early_stopping="never", length_penalty=2.0),
     dict(num_beams=2, min_new_tokens=6, suppress_tokens=[5, 9]),
+    dict(num_beams=3, min_length=8, renormalize_logits=True, bad_words_ids=[[5], [9]]),
 ]  # fmt: skip
 
 
@@ -203,8 +204,9 @@ def test_beams_have_several_ends_and_the_model_s_numbers(
         assert answers(found.sequences, ends) == expected
 
 
-def test_scores_and_further_sequences_with_several_ends(tiny_t5, padded_batch, several_ends) -> None:
-    model = asking(tiny_t5(), eos_token_id=several_ends, length_penalty=0.5)
+@pytest.mark.parametrize("fields", [{}, dict(min_length=9, renormalize_logits=True)], ids=["", "renormalized"])
+def test_scores_and_further_sequences_with_several_ends(tiny_t5, padded_batch, several_ends, fields: Any) -> None:
+    model = asking(tiny_t5(), eos_token_id=several_ends, length_penalty=0.5, **fields)
     options = dict(num_beams=4, num_return_sequences=3)
     expected = own_generate(
         model, *padded_batch, max_new_tokens=LONGEST, return_dict_in_generate=True, output_scores=True, **options
@@ -258,7 +260,7 @@ def test_usual_models_ask_for_nothing(tiny_t5, mini) -> None:
 CHANGED: dict[str, Any] = dict(
     no_repeat_ngram_size=3, repetition_penalty=1.2, encoder_repetition_penalty=1.1, encoder_no_repeat_ngram_size=2,
     bad_words_ids=[[5, 6]], forced_eos_token_id=[1, 2], forced_bos_token_id=[4, 5], begin_suppress_tokens=[7],
-    do_sample=True, exponential_decay_length_penalty=(3, 1.1), renormalize_logits=True, num_beam_groups=2,
+    do_sample=True, exponential_decay_length_penalty=(3, 1.1), num_beam_groups=2,
     constraints=[object()], force_words_ids=[[5]], forced_decoder_ids=[[1, 5]], sequence_bias=[[[5], 1.0]],
     guidance_scale=2.0, watermarking_config=object(), token_healing=True, stop_strings=["."], max_time=2.0,
     penalty_alpha=0.6, dola_layers="high", of_next_year=3,
@@ -304,7 +306,8 @@ def test_neutral_values_are_not_refused(tiny_t5) -> None:
 @pytest.mark.parametrize(
     "config,generation,expected",
     [
-        (dict(eos_token_id=1), dict(eos_token_id=[25, 1, 25]), dict(eos_token_id=25)),
+        (dict(eos_token_id=1), dict(eos_token_id=[25, 1, 25]), dict(eos_token_id=1)),
+        (dict(eos_token_id=1), dict(eos_token_id=[25, 3]), dict(eos_token_id=25)),
         (dict(eos_token_id=[1, 25]), dict(eos_token_id=None), dict(eos_token_id=1)),
         (dict(eos_token_id=2), dict(eos_token_id=5), dict(eos_token_id=5)),
         (dict(eos_token_id=[900, 3]), dict(eos_token_id=None), dict(eos_token_id=3)),
@@ -337,14 +340,14 @@ def test_a_model_without_an_end_or_a_start_is_refused(tiny_t5) -> None:
 def test_an_export_tells_all_rules(tiny_t5, tmp_path: Path) -> None:
     fields = dict(
         eos_token_id=[1, 9], min_length=4, num_beams=3, length_penalty=2, early_stopping="never", min_new_tokens=2,
-        no_repeat_ngram_size=3, suppress_tokens=[8], forced_eos_token_id=1,
+        no_repeat_ngram_size=3, suppress_tokens=[8], forced_eos_token_id=1, renormalize_logits=True,
     )  # fmt: skip
     model = asking(tiny_t5(), **fields)
     export_t5(model, tmp_path / "export", step=False, shortlist=False)
     backend = OrtNumpy(tmp_path / "export", settings=ONE)
     assert backend.rules == rules_of(model) == Rules(
         forced_eos_token_id=1, suppress_tokens=(8,), eos_token_ids=(1, 9), min_length=4, min_new_tokens=2, num_beams=3,
-        length_penalty=2.0, early_stopping="never", unsupported=("no_repeat_ngram_size=3",),
+        length_penalty=2.0, early_stopping="never", renormalize_logits=True, unsupported=("no_repeat_ngram_size=3",),
     )  # fmt: skip
     weights, hashes = t5_weights(model), set()
     for changed in ({}, *({name: None} for name in fields)):

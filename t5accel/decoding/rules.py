@@ -33,6 +33,7 @@ _APPLIED = set(
     """
     pad_token_id bos_token_id eos_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     suppress_tokens bad_words_ids min_length min_new_tokens num_beams length_penalty early_stopping
+    renormalize_logits
     """.split()
 )
 # What changes nothing, where transformers has more than one such value, or none that it names.
@@ -54,6 +55,7 @@ class Rules:
         min_length: no end before an answer has that many tokens, the start token and a prefix included.
         min_new_tokens: the same without these, in place of ``min_length``; ``None`` where it says nothing.
         num_beams, length_penalty, early_stopping: of the search, where a caller names no others.
+        renormalize_logits: beams score by a distribution over the tokens that may be chosen alone.
         unsupported: as ``"no_repeat_ngram_size=3"``, what our own loops do not apply, and therefore refuse.
 
     >>> Rules(forced_eos_token_id=2, suppress_tokens=(7,)).forced(4, longest=5)
@@ -69,6 +71,7 @@ class Rules:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    renormalize_logits: bool = False
     unsupported: tuple[str, ...] = ()
 
     def ends(self, eos_token_id: int) -> tuple[int, ...]:
@@ -184,6 +187,7 @@ def rules_of(model: Any) -> Rules:
         num_beams=beams,
         length_penalty=float(value("length_penalty", 1.0)),
         early_stopping=value("early_stopping", False),
+        renormalize_logits=value("renormalize_logits", False) is True,
         unsupported=(*unsupported, *_unsupported(config)),
     )
 
@@ -231,10 +235,11 @@ def _first_given(name: str, *configs: Any) -> Any:
 
 
 def special_tokens(model: Any) -> dict[str, int]:
-    """The ids of its padding, first end and start, as transformers' ``generate()`` finds them.
+    """The ids of its padding, end and start, as transformers' ``generate()`` finds them.
 
-    The start is ``generation_config``'s, else the configuration's, else ``bos``, as in some of mBART's; what pads where
-    nothing is named is the end.
+    Of several ends it is that of the configuration, with which sources end, too, else the first. The start is
+    ``generation_config``'s, else the configuration's, else ``bos``, as in some of mBART's. Where nothing is named that
+    pads, the first end does.
 
     Raises:
         InputError: its configurations name no end or no start.
@@ -243,9 +248,10 @@ def special_tokens(model: Any) -> dict[str, int]:
     ends = _ends(model)
     pad = _first_given("pad_token_id", config, generation)
     start = _first_given("decoder_start_token_id", generation, config)
+    own = [end for end in _tokens(getattr(config, "eos_token_id", None)) if end in ends]
     found = {
         "pad_token_id": pad if pad is not None or not ends else ends[0],
-        "eos_token_id": ends[0] if ends else None,
+        "eos_token_id": next(iter((*own, *ends)), None),
         "decoder_start_token_id": _first_given("bos_token_id", generation, config) if start is None else start,
     }
     return {key: as_count(value, f"model.config.{key}", at_least=0) for key, value in found.items()}

@@ -39,7 +39,8 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 # Of `decoding.rules.Rules`: the fields with one token, those with several, and the others by their types.
 RULE_TOKEN, RULE_TOKENS = {"forced_bos_token_id", "forced_eos_token_id"}, {"suppress_tokens", "eos_token_ids"}
-RULES = {"min_length": int, "min_new_tokens": int, "num_beams": int, "length_penalty": float, "unsupported": list}
+RULES = {"min_length": int, "min_new_tokens": int, "num_beams": int, "length_penalty": float, "unsupported": list,
+         "renormalize_logits": bool}  # fmt: skip
 OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
 # What an export may hold, for when its manifest cannot be asked any more.
 WRITTEN = {ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS, MANIFEST, "config.json", "generation_config.json",
