@@ -256,7 +256,9 @@ def chooses_the_forbidden(self: Continuations, *arguments: Any, forbidden: int |
     return best(self, *arguments)
 
 
-def renormalises(self: Continuations, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
+def renormalises(
+    self: Continuations, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any
+) -> Any:
     if forbidden is not None:
         logits = logits.copy()
         logits[:, :, forbidden] = -np.inf

@@ -199,7 +199,10 @@ class Beams:
             forbidden = self._rules.forbidden(self._ends if self.length < self._shortest else ())
             # Each beam may end in any of these ways, and K have to go on.
             scores, rows, tokens = self._continuations.best(
-                logits[:, : scores.shape[1]], scores, (1 + len(self._ends)) * beams, forbidden=forbidden,
+                logits[:, : scores.shape[1]],
+                scores,
+                (1 + len(self._ends)) * beams,
+                forbidden=forbidden,
                 renormalized=self._rules.renormalize_logits,
             )  # (n, m) each
         else:  # each beam goes on as it has to, at no cost

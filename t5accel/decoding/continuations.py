@@ -37,7 +37,12 @@ class Continuations:
         self._memory = np.empty((max(1, _BLOCK // vocab_size), vocab_size), dtype=np.float32)
 
     def best(
-        self, logits: np.ndarray, scores: np.ndarray, count: int, *, forbidden: Forbidden = None,
+        self,
+        logits: np.ndarray,
+        scores: np.ndarray,
+        count: int,
+        *,
+        forbidden: Forbidden = None,
         renormalized: bool = False,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The ``count`` likeliest continuations of each source, best first.
