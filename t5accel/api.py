@@ -159,8 +159,8 @@ def by_defaults(
     """A function that answers sources as the model's ``generation_config`` asks: what ``run`` and ``batch`` call.
 
     It is our own greedy or beam search. Where the model asks for more than these apply (`rules.Rules.unsupported`), it
-    is transformers' ``generate()`` on the same backend, which imports torch. A model with ``do_sample`` then draws:
-    each call by torch's random state.
+    is transformers' ``generate()`` on the same backend, which imports torch. A model with ``do_sample`` then draws,
+    by torch's random state, unless ``num_beams`` names a search.
 
     Args:
         backend: as of `open_backend`.
@@ -190,6 +190,8 @@ def by_defaults(
 
     generate, ends = AcceleratedT5.around(backend).generate, rules.ends(backend.eos_token_id)
     options = dict(num_beams=beams, max_new_tokens=longest, num_return_sequences=1, return_dict_in_generate=False)
+    if num_beams is not None:
+        options["do_sample"] = False
 
     def generated(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         import torch

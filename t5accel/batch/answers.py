@@ -83,7 +83,7 @@ class Answerer:
         self.max_new_tokens = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         self.batch_tokens = as_count(batch_tokens, "batch_tokens", at_least=1)
         check_positions(backend, self.max_new_tokens)
-        self._search = by_defaults(backend, max_new_tokens=self.max_new_tokens, num_beams=self.beams)
+        self._search = by_defaults(backend, max_new_tokens=self.max_new_tokens, num_beams=beams)
         limits = [getattr(backend, "max_source_tokens", None)]
         if max_source_tokens is not None:
             limits.append(as_count(max_source_tokens, "max_source_tokens", at_least=1))

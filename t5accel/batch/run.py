@@ -80,12 +80,12 @@ def run(
     found = sources(os.fspath(given), output.folder)
     planned = [*shards(found, settings)]
     answerer, what = model.open(settings)
-    settings = replace(settings, beams=answerer.beams)  # what the model's own number is, where none was given
+    asked = asdict(replace(settings, beams=answerer.beams))  # the model's own number, where none was given
     rows = sum(shard.rows for shard in planned)
     files = {source.name: source.sha256 for source in found}
     read = {"files": len(found), "rows": rows, "sha256": sha256(json.dumps(files).encode()).hexdigest()}
     with output.locked():
-        output.begin({"format": FORMAT, "model": what, "settings": asdict(settings), "input": read})
+        output.begin({"format": FORMAT, "model": what, "settings": asked, "input": read})
         pending = [shard for shard in planned if not output.has(shard.output)]
         before, done = rows - sum(shard.rows for shard in pending), Done()
         with Progress(rows, before, shown=progress) as bar:
