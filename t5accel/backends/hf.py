@@ -258,7 +258,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
                 "cache of its own."
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            encoded, mask = as_encoded(model_kwargs["encoder_outputs"]), model_kwargs.get("attention_mask")
+            encoded, mask = as_encoded(model_kwargs.get("encoder_outputs")), model_kwargs.get("attention_mask")
             cache = model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
             cache.for_one_call = not generation_config.return_dict_in_generate
 
