@@ -95,6 +95,9 @@ def run(
     ],
     model: ModelOption = "mini",
     max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of an answer.")] = 64,
+    num_beams: Annotated[
+        int | None, typer.Option(min=1, help="1: greedy search. Default: that of the model's generation_config.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8 or int4.")] = "fp32",
     runtime: Annotated[
         Runtime | None, typer.Option(help="Default: onnx, which exports the model once; for bf16 torch.")
@@ -104,19 +107,24 @@ def run(
     """Answer one text, or every line of standard input, with the time it took."""
     import numpy as np
 
-    from t5accel.api import open_backend
-    from t5accel.decoding.greedy import greedy
+    from t5accel.api import by_defaults, open_backend
+    from t5accel.decoding.rules import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
     from t5accel.text.text_to_text import text_to_text
 
     backend, tokenizer, with_what = open_backend(model, precision=precision, runtime=runtime and runtime.value)
+    beams = getattr(backend, "rules", NONE).num_beams if num_beams is None else num_beams
+    if stream and beams > 1:
+        whose = "the model's generation_config sets" if num_beams is None else "you gave"
+        raise InputError(f"--stream is for greedy search, and {whose} num_beams={beams}: give --num-beams 1.")
+    search = None if stream else by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=num_beams)
     count = 0
 
     def generate(ids, mask):  # noqa: ANN001, ANN202
         nonlocal count
-        if not stream:
-            tokens = greedy(backend, ids, mask, max_new_tokens=max_new_tokens).sequences
+        if search is not None:
+            tokens = search(ids, mask)
         else:
             chunks: list[Any] = []
             coming = streamed(backend, ids, mask, max_new_tokens=max_new_tokens)

@@ -108,7 +108,9 @@ def batch(
     prefix: Annotated[str, typer.Option(help="In front of every text: 'translate English to French: '.")] = "",
     into: Annotated[str, typer.Option(help="The answers' column.")] = "answer",
     precision: Annotated[str, typer.Option(help="fp32, fp16, int8, int8-dynamic or int4.")] = "fp32",
-    beams: Annotated[int, typer.Option(help="1: greedy search.")] = 1,
+    beams: Annotated[
+        int | None, typer.Option(help="1: greedy search. Default: that of the model's generation_config.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Upper bound on the length of an answer.")] = 64,
     max_source_tokens: Annotated[int, typer.Option(help="Of a text; longer ones are rejected.")] = 512,
     batch_tokens: Annotated[int, typer.Option(help="Of a batch's padded sources, times the beams.")] = 4096,

@@ -261,15 +261,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
     """The teacher, from texts to the best of four beams."""
-    from t5accel.api import accelerate
+    from t5accel.api import accelerate, by_defaults
     from t5accel.backends.torch_eager import TorchEager
-    from t5accel.decoding.beam import beam_search
     from t5accel.text.text_to_text import text_to_text
 
     backend = accelerate(name).backend if device == "cpu" else TorchEager(model.to(device))
-    return text_to_text(
-        tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=most).sequences
-    )
+    return text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=4))
 
 
 @training.command()
@@ -283,15 +280,15 @@ def evaluate(
     from json import dumps
 
     from t5accel import quality
+    from t5accel.api import by_defaults
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.checkpoints import load_t5
-    from t5accel.decoding.greedy import greedy
     from t5accel.text.text_to_text import text_to_text
 
     held_out_quality = _mini("validate", "--pairs").held_out_quality if pairs else None
     t5, tokenizer = load_t5(model)
     backend = TorchEager(t5)
-    generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask).sequences)
+    generate = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=64, num_beams=1))
     held_out, held_out_long = held_out_quality(generate, pairs) if held_out_quality else (None, None)
     report = quality.evaluate(generate, limit=limit)
     typer.echo(report)

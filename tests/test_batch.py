@@ -54,6 +54,9 @@ def upper(texts: Sequence[str], on_batch: Callable[..., Any] | None = None) -> l
     return [Answer(text.upper(), 1) if len(text) <= 40 else Unfit("too long") for text in texts]
 
 
+upper.beams = 1
+
+
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "open", lambda self, settings: (upper, {"name": self.name, "sha256": self.name}))

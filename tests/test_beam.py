@@ -252,11 +252,13 @@ def loses_the_last_lane(self: Continuations, logits: np.ndarray, *arguments: Any
     return best(self, logits, *arguments, **options)
 
 
-def chooses_the_forbidden(self: Continuations, *arguments: Any, forbidden: int | None = None) -> Any:
+def chooses_the_forbidden(self: Continuations, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
     return best(self, *arguments)
 
 
-def renormalises(self: Continuations, logits: np.ndarray, *arguments: Any, forbidden: int | None = None) -> Any:
+def renormalises(
+    self: Continuations, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any
+) -> Any:
     if forbidden is not None:
         logits = logits.copy()
         logits[:, :, forbidden] = -np.inf
@@ -489,15 +491,13 @@ def test_when_a_source_stops(rule: bool | str, penalty: float, best_open: float,
 def test_no_options() -> None:
     toy = Toy()
     call = partial(beam_search, toy, [[3]])
-    refused(call, "num_beams", 0, -4, 2.0, True, None)
+    refused(call, "num_beams", 0, -4, 2.0, True)
     refused(call, "num_beams", 12, match="less than the vocabulary has entries, 12")
     refused(call, "num_return_sequences", 0)
     refused(call, "num_return_sequences", 5, match="at most num_beams, 4")
     refused(partial(call, num_beams=1), "num_return_sequences", 2, match="at most num_beams, 1")
-    refused(
-        call, "early_stopping", "x", None, 1, np.array(["never"]), match="early_stopping is .*; give False, True or"
-    )
-    refused(call, "length_penalty", None, "1", True, float("nan"), -float("inf"))
+    refused(call, "early_stopping", "x", 1, np.array(["never"]), match="early_stopping is .*; give False, True or")
+    refused(call, "length_penalty", "1", True, float("nan"), -float("inf"))
     refused(call, "length_penalty", 10**400, match="give a number from -16.8 to 16.8")
     refused(call, "max_new_tokens", 0)
     refused(partial(call, max_new_tokens=8), "min_new_tokens", 9, match="min_new_tokens is 9, more than")

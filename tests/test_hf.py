@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -318,16 +320,14 @@ def test_encoder_outputs_are_used_again(pair, batch) -> None:
             for mask in ({}, {"attention_mask": batch["attention_mask"]}):
                 torch.manual_seed(5)
                 assert torch.equal(ours.generate(encoder_outputs=encoded, **mask, **SHORT, **options), expected)
-    assert encoded.last_hidden_state.flatten().tolist() == list(range(6)) and log.counts["encode"] == 1
-    assert encoded.last_hidden_state.dtype == torch.int64  # nobody takes them for hidden states: they have no mean
+    assert encoded.rows.tolist() == list(range(6)) and log.counts["encode"] == 1
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_rows_of_encoder_outputs_are_chosen(pair, batch, num_beams: int) -> None:
     own, ours = pair
     chosen = [4, 0, 3]
-    encoded = ours.encoder(**batch)
-    encoded.last_hidden_state = encoded.last_hidden_state[chosen]
+    encoded = replace(ours.encoder(**batch), rows=np.array(chosen))
     some = {name: tensor[chosen] for name, tensor in batch.items()}
     options = dict(num_beams=num_beams, **SHORT)
     expected = reference(own, some, **options)
@@ -337,8 +337,7 @@ def test_rows_of_encoder_outputs_are_chosen(pair, batch, num_beams: int) -> None
 
 def test_encoder_outputs_that_are_of_no_source_or_another_mask(pair, batch) -> None:
     def call(rows: list[int]) -> Any:
-        encoded = pair[1].encoder(**batch)
-        encoded.last_hidden_state = torch.tensor(rows, dtype=torch.int64).view(-1, 1, 1)
+        encoded = replace(pair[1].encoder(**batch), rows=np.array(rows, dtype=np.int64))
         return pair[1](encoder_outputs=encoded, decoder_input_ids=torch.zeros(len(rows), 1, dtype=torch.int64))
 
     refused(call, "rows", [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [6], [-1], [], match="encoder_outputs")
@@ -354,6 +353,20 @@ def test_encoder_outputs_share_nothing_with_the_caller(pair, batch) -> None:
         tensor.fill_(1)
     answer = ours.generate(encoder_outputs=encoded, attention_mask=batch["attention_mask"], **SHORT)
     assert torch.equal(answer, reference(own, batch, **SHORT))
+
+
+def test_hidden_states_are_not_handed_out(pair, batch) -> None:
+    """Not as row numbers, which would be pooled to 0, 1, 2 … without an error."""
+    encoded = pair[1].get_encoder()(**batch)
+    ways = dict(
+        last_hidden_state=lambda: encoded.last_hidden_state, hidden_states=lambda: encoded.hidden_states,
+        first=lambda: encoded[0], named=lambda: encoded["last_hidden_state"], to_tuple=lambda: encoded.to_tuple(),
+        iteration=lambda: [*encoded], unpacking=lambda: (lambda hidden: hidden)(*encoded),
+        get=lambda: encoded.get("last_hidden_state"), values=lambda: encoded.values(),
+    )  # fmt: skip
+    for way in ways.values():
+        with pytest.raises(InputError, match="stay in the backend"):
+            way()
 
 
 def test_without_a_mask_as_transformers_own(pair, batch) -> None:
@@ -485,8 +498,7 @@ operations = st.tuples(st.sampled_from(["step", "step", "crop", "reorder", "sele
 def check_program(own: Any, ours: Any, batch: dict[str, torch.Tensor], program: list[tuple[str, int]]) -> None:
     """Operations on a cache and on whole sequences, for generate() has both; the logits must be the sequences' own."""
     rows = 2
-    encoded = ours.encoder(**batch)
-    encoded.last_hidden_state = encoded.last_hidden_state.repeat_interleave(rows, 0)
+    encoded = ours.encoder(**batch).repeated(rows)
     cache = encoded.start(ours.backend)
     source = {name: tensor.repeat_interleave(rows, 0) for name, tensor in batch.items()}
     tokens = torch.zeros((len(source["input_ids"]), 0), dtype=torch.int64)
@@ -585,8 +597,7 @@ def test_a_crop_after_padding(pair, batch) -> None:
 
 
 def test_rows_that_cannot_be_reordered_or_selected(pair, batch) -> None:
-    encoded = pair[1].encoder(**batch)
-    encoded.last_hidden_state = encoded.last_hidden_state.repeat_interleave(2, 0)
+    encoded = pair[1].encoder(**batch).repeated(2)
     cache = pair[1](encoder_outputs=encoded, decoder_input_ids=decoder_ids(12, 2)).past_key_values
     refused(cache.reorder_cache, "beam_idx", *map(torch.tensor, ([*range(10), 0, 1], list(range(11)), [0] * 12)))
     refused(cache.batch_select_indices, "indices", *map(torch.tensor, ([0], [1, 0], [0, 1, 0, 1], [0, 2])))
@@ -607,6 +618,7 @@ def test_a_cache_goes_on_in_another_call(pair, batch) -> None:
     [
         {}, dict(min_new_tokens=4), dict(min_length=4), dict(min_new_tokens=8),
         dict(decoder_input_ids=torch.full((6, 3), 7), min_length=6), dict(decoder_input_ids=torch.full((6, 3), 7)),
+        dict(eos_token_id=5), dict(eos_token_id=[1, 5]), dict(eos_token_id=[5, 1, 17], min_new_tokens=3),
     ],
 )  # fmt: skip
 def test_plain_greedy_search_is_our_own_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
@@ -620,7 +632,7 @@ def test_plain_greedy_search_is_our_own_loop(pair, batch, monkeypatch, options: 
     [
         dict(do_sample=True), dict(num_beams=2), dict(output_scores=True, return_dict_in_generate=True),
         dict(use_cache=False), dict(repetition_penalty=1.5), dict(bad_words_ids=[[9]]), dict(max_time=60.0),
-        dict(eos_token_id=[1, 5]), dict(eos_token_id=5), dict(pad_token_id=5), dict(forced_eos_token_id=1),
+        dict(eos_token_id=[1, 300]), dict(pad_token_id=5), dict(forced_eos_token_id=1),
         dict(logits_processor=[lambda ids, scores: scores]),
         dict(stopping_criteria=[lambda ids, scores: ids[:, 0] < 0]),
     ],
@@ -864,6 +876,15 @@ def test_save_pretrained_keeps_what_came_meanwhile(exported, tmp_path: Path, mon
         exported.save_pretrained(tmp_path / "empty")
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["x"]
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "empty"}
+
+
+def test_a_copy_answers_alike_and_there_are_no_weights_to_save(exported, batch) -> None:
+    """As DataLoader by spawn, datasets.map and torch.save need it."""
+    for found in (copy.deepcopy(exported), pickle.loads(pickle.dumps(exported))):
+        assert found.backend is found.encoder.backend is not exported.backend
+        assert torch.equal(found.generate(**batch, **SHORT), exported.generate(**batch, **SHORT))
+    with pytest.raises(InputError, match="use save_pretrained"):
+        exported.state_dict()
 
 
 def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -686,6 +689,82 @@ def test_translates_without_torch_and_transformers(runtime: type[OrtNumpy], expo
     )
     assert answer.stdout.splitlines() == expected and len(set(expected)) == 2
     assert answer.stderr == ""
+
+
+# ------------------------------------------------------------------------------------------- copies and other processes
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("wrap", [lambda one: one, partial(EncoderCache, max_bytes=1000)], ids=["bare", "cached"])
+def test_a_copy_opens_the_folder_again(runtime, exported, padded_batch, copied, wrap) -> None:
+    settings = SessionSettings(threads=1, spinning=False)
+    own = runtime(exported(), settings=settings, max_source_tokens=9)
+    own.rules = dataclasses.replace(own.rules, suppress_tokens=(7,))
+    found = copied(wrap(own))
+    assert type(found) is type(wrap(own)) and found is not own
+    assert (found.settings, found.max_source_tokens, found.rules) == (settings, 9, own.rules)
+    np.testing.assert_array_equal(*(greedy(one, *padded_batch, max_new_tokens=6).sequences for one in (own, found)))
+
+
+def test_a_pickle_is_of_the_export_that_was_there(exported, tiny_t5, tmp_path: Path) -> None:
+    shutil.copytree(exported(), tmp_path / "export")
+    pickled = pickle.dumps(OrtNumpy(tmp_path / "export", settings=ONE_THREAD))
+    export_t5(tiny_t5(seed=2), tmp_path / "export", overwrite=True)
+    with pytest.raises(ExportError, match="holds another export than when the backend was pickled"):
+        pickle.loads(pickled)
+    shutil.rmtree(tmp_path / "export")
+    with pytest.raises(ExportError, match="no export"):
+        pickle.loads(pickled)
+
+
+FORKED = """
+import os, signal, sys, threading
+import numpy as np
+from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort.static import OrtStatic
+from t5accel.decoding.greedy import greedy
+
+backend = OrtStatic(sys.argv[1], settings=SessionSettings(threads=2))
+ids = np.random.default_rng(0).integers(3, 300, (40, 60))
+answer = lambda: greedy(backend, ids, max_new_tokens=3, min_new_tokens=3).sequences.tolist()
+expected = answer()
+
+def child():
+    signal.alarm(30)
+    try:
+        return 0 if answer() == expected else 1
+    except Exception as error:
+        return 3 if type(error).__name__ == "InputError" and "forked while another thread" in str(error) else 2
+
+def forked():
+    process = os.fork()
+    if not process:
+        os._exit(child())
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+assert forked() == 0  # nothing ran
+stop = threading.Event()
+def work():
+    while not stop.is_set():
+        answer()
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+seen = []
+sessions = [backend.encoder, backend.decoder]
+while 3 not in seen and len(seen) < 50:
+    while not any(session.threads for session in sessions):
+        pass
+    seen.append(forked())
+stop.set()
+thread.join()
+assert {*seen} <= {0, 3} and 3 in seen, seen
+assert answer() == expected  # the parent goes on
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_fork_in_the_middle_of_a_run_is_refused_and_does_not_hang(exported) -> None:
+    subprocess.run([sys.executable, "-c", FORKED, str(exported())], check=True, timeout=120)
 
 
 def test_both_sessions_read_one_embedding(tiny_t5, padded_batch, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.greedy import greedy_steps
 from t5accel.decoding.request import Request, Steps
+from t5accel.decoding.rules import check_tokens
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.export.manifest import read_manifest
@@ -39,7 +40,6 @@ from t5accel.graphs.export.staging import locked, staged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
 # Arguments and modes of `generate` that reach into the model.
 _NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
@@ -95,15 +95,14 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         check_backend(backend, ("reorder", "trim", "keep"))
-        for name in _NUMBERS:
-            theirs, ours = getattr(config, name, None), getattr(backend, name)
-            if name == "vocab_size":  # Marian's target may have one of its own
-                theirs = getattr(config, "decoder_vocab_size", None) or theirs
-            if theirs != ours and not (theirs is None and name == "decoder_start_token_id"):
-                raise InputError(
-                    f"config.{name} is {theirs!r} and the backend's {ours!r}: give the configuration of the model that "
-                    "the backend runs."
-                )
+        # Marian's target may have a vocabulary of its own.
+        entries = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
+        if entries != backend.vocab_size:
+            raise InputError(
+                f"config.vocab_size is {entries!r} and the backend's {backend.vocab_size!r}: give the configuration of "
+                "the model that the backend runs."
+            )
+        check_tokens(config, generation_config, backend)
         config = copy.deepcopy(config)  # transformers writes into it, and it may be that of a torch model in use
         config._attn_implementation = "eager"
         super().__init__(config)
@@ -183,9 +182,10 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             from transformers.models.mbart.modeling_mbart import shift_tokens_right
 
             return shift_tokens_right(labels, self.config.pad_token_id)
-        start = labels.new_full((len(labels), 1), self.config.decoder_start_token_id)
-        shifted = torch.cat([start, labels[:, :-1]], dim=1)
-        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+        start, pad = (getattr(self.config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+        start = self.backend.decoder_start_token_id if start is None else start
+        shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.backend.pad_token_id if pad is None else pad)
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own ``generate``: (B, S) ``input_ids``, or ``encoder_outputs``, and all its options."""
@@ -229,10 +229,25 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             as_cache(model_kwargs["past_key_values"], self.backend)
         super()._validate_model_kwargs(model_kwargs)
 
-    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("encoder_outputs") is not None:
-            kwargs["encoder_outputs"] = kwargs["encoder_outputs"].copied()
-        return super()._expand_inputs_for_generation(*args, **kwargs)
+    def _maybe_initialize_input_ids_for_generation(
+        self, inputs: torch.Tensor | None = None, bos_token_id: Any = None, model_kwargs: Any = None
+    ) -> torch.Tensor:
+        encoded = (model_kwargs or {}).get("encoder_outputs")
+        if inputs is None and encoded is not None:
+            # Only their number is read. transformers makes them by the shape of hidden states, which a backend keeps.
+            return torch.full((len(as_encoded(encoded).rows), 1), -100)
+        return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: torch.Tensor | None = None,
+        encoder_outputs: EncodedBatch | None = None, **model_kwargs: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size, input_ids=input_ids, **model_kwargs
+        )
+        if encoder_outputs is not None:
+            model_kwargs["encoder_outputs"] = as_encoded(encoder_outputs).repeated(expand_size)
+        return input_ids, model_kwargs
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: Any, **__: Any
@@ -244,7 +259,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
                 "cache of its own."
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            encoded, mask = as_encoded(model_kwargs["encoder_outputs"]), model_kwargs.get("attention_mask")
+            encoded, mask = as_encoded(model_kwargs.get("encoder_outputs")), model_kwargs.get("attention_mask")
             cache = model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
             cache.for_one_call = not generation_config.return_dict_in_generate
 
@@ -266,14 +281,16 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any]
     ) -> Request | None:
         """What `greedy` is to do, if nothing but the likeliest tokens is asked for, with bounds on their number."""
-        cache, end, read = others.get("past_key_values"), self.backend.eos_token_id, prefix.shape[1]
+        cache, read = others.get("past_key_values"), prefix.shape[1]
         by_type = {type(each): each for each in (*processors, *criteria)}
-        ends = [each.eos_token_id.tolist() for each in by_type.values() if hasattr(each, "eos_token_id")]
+        # Each processor that knows of ends has the same ones.
+        ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
         if (
             config.do_sample or others.get("decoder_attention_mask") is not None
             or set(by_type) - {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor} != _PLAIN_CRITERIA
             or len(by_type) < len(processors) + len(criteria)
-            or any(each != [end] for each in ends) or config._pad_token_tensor != self.backend.pad_token_id
+            or len(ends) != 1 or config._pad_token_tensor != self.backend.pad_token_id
+            or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
             or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] > 1
         ):  # fmt: skip
             return None
@@ -286,7 +303,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             return None
         check_vocabulary(prefix.numpy(), self.backend.vocab_size, "decoder_input_ids")
         ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
-        return Request(ids, mask, prefix.numpy(), longest, min(least, longest), end)
+        return Request(ids, mask, prefix.numpy(), longest, max(0, min(least, longest)), next(iter(ends)))
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> None:
         raise InputError("Continuous batching needs transformers' own paged attention: give generate() a batch.")
@@ -299,6 +316,12 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
                 "device and precision where its backend is made."
             )
         return super()._apply(fn, *args, **kwargs)
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        raise InputError(
+            "The weights of this model are its backend's, and a state_dict would be empty: use save_pretrained(), "
+            "which copies the export, or the state_dict() of transformers' own model."
+        )
 
     @classmethod
     def from_pretrained(
@@ -339,6 +362,13 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         if tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
             tokenizer = load_pretrained(AutoTokenizer.from_pretrained, folder)
         return cls(running, config, generation_config, tokenizer)
+
+    @classmethod
+    def around(cls, backend: Backend) -> AcceleratedT5:
+        """The model that a backend runs, with its configuration and defaults; raises as `from_pretrained`."""
+        if (model := getattr(backend, "model", None)) is not None:
+            return cls(backend, model.config, model.generation_config)
+        return cls.from_pretrained(backend.folder, backend=lambda _: backend)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **unsupported: Any) -> None:
         """Copy the export that the backend came from, with this model's configuration and defaults.

@@ -1,18 +1,18 @@
 """What `generate` passes from step to step, around a backend's own objects: encoder outputs and past key/values.
 
 `generate` repeats, reorders and cuts what it holds as if it were tensors with a row for each hypothesis. A backend
-keeps one source for its K rows. So `generate` is given row numbers to repeat, and a cache with the backend's methods.
+keeps one source for its K rows. So `generate` is given row numbers to repeat, which `hf` does for it, and a cache with
+the backend's methods.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers.modeling_outputs import BaseModelOutput
 
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.decoding.backend import Backend, right_aligned
@@ -32,17 +32,29 @@ class Encoded:
     mask: np.ndarray
 
 
-@dataclass
-class EncodedBatch(BaseModelOutput):
+def _stays_in_the_backend(*_: Any, **__: Any) -> Any:
+    raise InputError(
+        "The encoder's hidden states stay in the backend. Give this object to generate() or forward() as "
+        "encoder_outputs, and use transformers' own model where hidden states are wanted."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedBatch:
     """What `AcceleratedEncoder` returns: usable as ``encoder_outputs`` as often as one likes.
 
+    It holds no hidden states, and asking for them as of transformers' own outputs raises ``InputError``.
+
     Attributes:
-        last_hidden_state: (B, 1, 1) int64, **row numbers** 0 … B - 1 in place of hidden states, which stay in the
-            backend. Repeated by ``generate``, they say which source each of its R = B * K rows belongs to.
-        encoded: what the numbers count.
+        encoded: the sources.
+        rows: (R,) int64, which of the sources each row of a batch belongs to: 0 … B - 1, repeated for K beams.
     """
 
-    encoded: Encoded | None = None
+    encoded: Encoded
+    rows: np.ndarray
+
+    last_hidden_state = hidden_states = attentions = property(_stays_in_the_backend)
+    __getitem__ = __iter__ = get = keys = values = items = to_tuple = _stays_in_the_backend
 
     def start(self, backend: Backend, attention_mask: torch.Tensor | None = None) -> DecoderCache:
         """An empty cache for these rows.
@@ -51,8 +63,8 @@ class EncodedBatch(BaseModelOutput):
             InputError: encoded by another backend or with another mask, or the rows are not one block of equally many
                 for each source.
         """
-        encoded, rows = self.encoded, as_integers(self.last_hidden_state, "last_hidden_state", rank=3).reshape(-1)
-        if encoded is None or encoded.backend is not backend:
+        encoded, rows = self.encoded, as_integers(self.rows, "rows", rank=1)
+        if encoded.backend is not backend:
             raise InputError("These encoder_outputs are of another model: encode with get_encoder() of this one.")
         if not rows.size or rows.min() < 0 or rows.max() >= len(encoded.mask):
             raise InputError(
@@ -72,9 +84,9 @@ class EncodedBatch(BaseModelOutput):
                 raise InputError("attention_mask is not that of the encoder_outputs: give the same, or none.")
         return DecoderCache(encoded, sources, rows_per_source)
 
-    def copied(self) -> EncodedBatch:
-        """Another one of the same rows: `generate` repeats rows in the object that it is given."""
-        return EncodedBatch(last_hidden_state=self.last_hidden_state, encoded=self.encoded)
+    def repeated(self, count: int) -> EncodedBatch:
+        """Every row ``count`` times in place, as ``torch.repeat_interleave``."""
+        return replace(self, rows=np.repeat(self.rows, count))
 
 
 class AcceleratedEncoder:
@@ -97,7 +109,7 @@ class AcceleratedEncoder:
         entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)
         ids, mask = as_batch(ids, mask, vocab_size=entries)
         encoded = Encoded(self.backend, self.backend.encode(ids, mask), ids, mask)
-        return EncodedBatch(torch.arange(len(ids)).view(-1, 1, 1), encoded=encoded)
+        return EncodedBatch(encoded, np.arange(len(ids)))
 
     __call__ = forward
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -89,6 +90,9 @@ class TensorRT(OrtPointers):
         self.plan = plan(read_manifest(folder, verify=False), sizes)
         settings = SessionSettings(device=device)
         super().__init__(folder, settings=settings, verify=verify, max_source_tokens=max_source_tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise InputError("Engines of TensorRT are of this process: open the model where it is needed.")
 
     def _open(self, graph: str) -> Engine:
         engines = cached_engines(self.folder, self.plan, trt=self.trt)

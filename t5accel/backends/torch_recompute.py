@@ -43,6 +43,9 @@ class TorchRecompute:
     Attributes:
         texts: the memory for each size (B, S, W) that was used.
 
+    Raises:
+        InputError: the model's ``generation_config`` asks for what it does not apply.
+
     >>> from t5accel.checkpoints import load_t5
     >>> TorchRecompute(load_t5("random:t5-small")[0]).generate([[100, 200, 1]], new_tokens=5).shape
     (1, 5)
@@ -50,12 +53,15 @@ class TorchRecompute:
 
     def __init__(self, model: PreTrainedModel):
         self._encoder = TorchStatic(model)
+        rules = self._encoder.rules
+        rules.require_supported()
+        self._forbidden = rules.forbidden(rules.ends(self._encoder.eos_token_id))
         self.model, self.decoder, self.device = model, self._encoder.decoder, self._encoder.device
         self.texts: dict[tuple[int, int, int], Texts] = {}
 
     @torch.inference_mode()
     def generate(self, input_ids: Any, attention_mask: Any = None, *, new_tokens: int) -> np.ndarray:
-        """Exactly ``new_tokens`` tokens for each source, the end token never among them.
+        """Exactly ``new_tokens`` tokens for each source, no end token among them.
 
         Args:
             input_ids: (B, S) integers, numpy or torch.
@@ -81,7 +87,7 @@ class TorchRecompute:
         texts = self.texts[key]
         self.decoder.fill(texts.slot, source.cross, source.mask)
         texts.slot.penalty.zero_()
-        texts.slot.penalty[self._encoder.eos_token_id] = -torch.inf
+        texts.slot.penalty[torch.as_tensor(self._forbidden)] = -torch.inf
         if self.device.type == "cuda" and texts.graph is None:
             texts.graph = captured(lambda: self.advance(texts), lambda: self.begin(texts), self.device)
         self.begin(texts)

@@ -20,7 +20,7 @@ from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories
-from t5accel.decoding.rules import rules_of
+from t5accel.decoding.rules import rules_of, special_tokens
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class TorchStatic:
         self, model: PreTrainedModel, *, buckets: Sequence[int] = BUCKETS, graphs: bool | None = None,
         compile: bool = False, kernel: bool = False,
     ):  # fmt: skip
-        self.model, self.decoder, config = model.eval(), StaticT5(model, kernel=kernel), model.config
+        self.model, self.decoder = model.eval(), StaticT5(model, kernel=kernel)
         self.device, self.vocab_size = self.decoder.device, self.decoder.dims.vocab_size
         self.buckets = tuple(as_count(bucket, "a bucket", at_least=1) for bucket in buckets)
         if not self.buckets or list(self.buckets) != sorted({*self.buckets}):
@@ -108,8 +108,8 @@ class TorchStatic:
         if self.graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
         self.rules = rules_of(model)
-        for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
-            setattr(self, name, as_count(getattr(config, name), f"model.config.{name}", at_least=0))
+        for name, token in special_tokens(model).items():
+            setattr(self, name, token)
         self.captured = 0
         self._step = self._compiled() if compile else self.decoder.advance
         self._free: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
@@ -173,10 +173,10 @@ class TorchStatic:
         Args:
             state: gets one position for each step.
             k: how many; no more than `LONGEST_RUN` are taken.
-            forbidden: a token that shall not be chosen.
+            forbidden: tokens that shall not be chosen.
 
         Returns:
-            (B, K, n) int64, n <= k: what was chosen. Rows do not stop at the end token.
+            (B, K, n) int64, n <= k: what was chosen. Rows do not stop at an end token.
         """
         count = min(k, LONGEST_RUN)
         self._make_room(state, count)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from t5accel.api import by_defaults
 from t5accel.batch.rows import Unfit
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy import greedy
 from t5accel.decoding.request import check_positions
+from t5accel.decoding.rules import NONE, ended
 from t5accel.errors import InputError, JobError, T5AccelError, first_line
 from t5accel.text.text_to_text import decode, tokenize
 
@@ -52,11 +52,13 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 
 
 class Answerer:
-    """Texts -> answers, by greedy or beam search. The same texts always go together, and so have the same answers.
+    """Texts -> answers, as the model's ``generation_config`` asks: see `api.by_defaults`.
+
+    The same texts always go together, and so have the same answers, unless the model draws.
 
     Args:
         backend, tokenizer: as `api.open_backend` opens them.
-        beams: 1 is greedy search.
+        beams: 1 is greedy search; ``None``: that of the model's ``generation_config``.
         max_new_tokens: of an answer.
         max_source_tokens: texts that have more are not answered; ``None``: the model's own limit, or none.
         batch_tokens: of a batch's padded sources, times the beams.
@@ -71,16 +73,18 @@ class Answerer:
     """
 
     def __init__(
-        self, backend: Backend, tokenizer: Any, *, beams: int = 1, max_new_tokens: int = 64,
+        self, backend: Backend, tokenizer: Any, *, beams: int | None = None, max_new_tokens: int = 64,
         max_source_tokens: int | None = None, batch_tokens: int = 4096,
     ):  # fmt: skip
         if tokenizer is None:
             raise InputError("This model has no tokenizer (random weights have none): a batch job reads texts.")
         self.backend, self.tokenizer = backend, tokenizer
-        self.beams = as_count(beams, "beams", at_least=1)
+        self._rules = getattr(backend, "rules", NONE)
+        self.beams = self._rules.num_beams if beams is None else as_count(beams, "beams", at_least=1)
         self.max_new_tokens = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         self.batch_tokens = as_count(batch_tokens, "batch_tokens", at_least=1)
         check_positions(backend, self.max_new_tokens)
+        self._search = by_defaults(backend, max_new_tokens=self.max_new_tokens, num_beams=beams)
         limits = [getattr(backend, "max_source_tokens", None)]
         if max_source_tokens is not None:
             limits.append(as_count(max_source_tokens, "max_source_tokens", at_least=1))
@@ -118,7 +122,7 @@ class Answerer:
                 for i in chosen:
                     found[sources[i][0]] = tokens
                 continue
-            ends = tokens == self.backend.eos_token_id
+            ends = ended(tokens, self._rules.ends(self.backend.eos_token_id))
             counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
             answered = 0
             for i, text, count in zip(chosen, self._decoded(tokens), counts, strict=True):
@@ -194,6 +198,4 @@ class Answerer:
         mask = np.arange(lengths.max()) < lengths[:, None]
         ids = np.full(mask.shape, self.backend.pad_token_id, dtype=np.int64)
         ids[mask] = np.concatenate(sources)
-        batch, bound = (self.backend, ids, mask.astype(np.int64)), {"max_new_tokens": self.max_new_tokens}
-        found = greedy(*batch, **bound) if self.beams == 1 else beam_search(*batch, num_beams=self.beams, **bound)
-        return found.sequences
+        return self._search(ids, mask.astype(np.int64))

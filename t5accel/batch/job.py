@@ -52,14 +52,16 @@ class Settings:
     column: str = "text"
     prefix: str = ""
     into: str = "answer"
-    beams: int = 1
+    beams: int | None = None
     max_new_tokens: int = 64
     max_source_tokens: int = 512
     batch_tokens: int = 4096
     shard_rows: int = 200
 
     def __post_init__(self) -> None:
-        for name in ("beams", "max_new_tokens", "max_source_tokens", "batch_tokens", "shard_rows"):
+        if self.beams is not None:
+            as_count(self.beams, "beams", at_least=1)
+        for name in ("max_new_tokens", "max_source_tokens", "batch_tokens", "shard_rows"):
             as_count(getattr(self, name), name, at_least=1)
         if not self.column or not self.into or self.column == self.into:
             raise InputError(f"column is {self.column!r} and into {self.into!r}: give two names that differ.")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from time import perf_counter
 from typing import Any
@@ -83,11 +83,12 @@ def run(
     found = sources(os.fspath(given), output.folder)
     planned = [*shards(found, settings)]
     answerer, what = model.open(settings)
+    asked = asdict(replace(settings, beams=answerer.beams))  # the model's own number, where none was given
     rows = sum(shard.rows for shard in planned)
     files = {source.name: source.sha256 for source in found}
     read = {"files": len(found), "rows": rows, "sha256": sha256(json.dumps(files).encode()).hexdigest()}
     with output.locked():
-        output.begin({"format": FORMAT, "model": what, "settings": asdict(settings), "input": read})
+        output.begin({"format": FORMAT, "model": what, "settings": asked, "input": read})
         parts = [shard.output for shard in planned]
         records, lost = output.finished(parts)
         if lost:

@@ -12,9 +12,10 @@ from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.continuations import Continuations, pick
 from t5accel.decoding.hypotheses import START, Answers, Tree
 from t5accel.decoding.request import Request
-from t5accel.decoding.rules import NONE, Rules
+from t5accel.decoding.rules import NONE, Rules, ended
 from t5accel.errors import InputError
 
+DEFAULT_BEAMS = 4
 _LARGEST_EXPONENT = 70.0  # scores times or over exp(70) are still far from the ends of float32
 
 
@@ -23,11 +24,11 @@ def beam_search(
     input_ids: Any,
     attention_mask: Any = None,
     *,
-    num_beams: int = 4,
+    num_beams: int | None = None,
     max_new_tokens: int = 64,
-    min_new_tokens: int = 0,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
+    min_new_tokens: int | None = None,
+    length_penalty: float | None = None,
+    early_stopping: bool | str | None = None,
     num_return_sequences: int = 1,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
@@ -45,12 +46,14 @@ def beam_search(
 
     Args:
         backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
-        num_beams: K, less than the vocabulary. 1 is greedy search, as in transformers.
+        num_beams: K, less than the vocabulary. 1 is greedy search, as in transformers. By default that of the model's
+            ``generation_config``, or 4 where that says nothing.
         length_penalty: an answer of n new tokens scores the sum of their log-probabilities over
-            ``n ** length_penalty``: above 0 this favours long answers, below 0 short ones.
+            ``n ** length_penalty``: above 0 this favours long answers, below 0 short ones. By default the model's.
         early_stopping: when a source that has K answers stops. ``True``: at once. ``False``: when its best beam would
             not be one of them if it ended now. ``"never"``: the same, but with a ``length_penalty`` above 0 when it
-            would not be one of them even if it reached ``max_new_tokens`` without losing any likelihood.
+            would not be one of them even if it reached ``max_new_tokens`` without losing any likelihood. By default the
+            model's.
         num_return_sequences: N, at most K.
         decoder_input_ids, forced_bos_token_id: as of `greedy.greedy`; they are not scored.
 
@@ -81,6 +84,8 @@ def beam_search(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("reorder", "keep"),
     )  # fmt: skip
+    if num_beams is None:
+        num_beams = request.rules.num_beams if request.rules.num_beams > 1 else DEFAULT_BEAMS
     batch, beams = len(request.ids), as_count(num_beams, "num_beams", at_least=1)
     returned = as_count(num_return_sequences, "num_return_sequences", at_least=1)
     if returned > beams:
@@ -125,7 +130,8 @@ class Beams:
     Args:
         batch, num_beams: B and K.
         vocab_size, eos_token_id: of the backend.
-        max_new_tokens, min_new_tokens, length_penalty, early_stopping: as of `beam_search`.
+        max_new_tokens, min_new_tokens: bounds on the number of tokens.
+        length_penalty, early_stopping: as of `beam_search`.
         rules, begun: what the model asks of every answer, and whether a prefix was given; as of `rules.Rules`.
         continuations: where several searches of one thread share their working memory.
 
@@ -153,15 +159,21 @@ class Beams:
         eos_token_id: int,
         max_new_tokens: int,
         min_new_tokens: int = 0,
-        length_penalty: float = 1.0,
-        early_stopping: bool | str = False,
+        length_penalty: float | None = None,
+        early_stopping: bool | str | None = None,
         rules: Rules = NONE,
         begun: bool = False,
         continuations: Continuations | None = None,
     ):
         beams = as_count(num_beams, "num_beams", at_least=1)
-        if beams >= vocab_size:
-            raise InputError(f"num_beams is {beams}; give less than the vocabulary has entries, {vocab_size}.")
+        ends = rules.ends(eos_token_id)
+        if beams > vocab_size - len(ends):  # the first step takes as many tokens that do not end
+            raise InputError(
+                f"num_beams is {beams}; give less than the vocabulary has entries, {vocab_size}: at most "
+                f"{vocab_size - len(ends)}, which end no answer."
+            )
+        length_penalty = rules.length_penalty if length_penalty is None else length_penalty
+        early_stopping = rules.early_stopping if early_stopping is None else early_stopping
         self._answers = Answers(
             (batch, beams),
             length_penalty=_penalty(length_penalty, max_new_tokens),
@@ -169,7 +181,7 @@ class Beams:
             max_new_tokens=max_new_tokens,
         )
         self._tree, self._continuations = Tree(), continuations or Continuations(vocab_size)
-        self._longest, self._shortest, self._end = max_new_tokens, min_new_tokens, eos_token_id
+        self._longest, self._shortest, self._ends = max_new_tokens, min_new_tokens, ends
         self._order, self._rules, self._begun = np.arange(beams), rules, begun
         self._read_alike = True  # what the K rows of a source have read
         self._active = np.arange(batch)  # (n,) which source each one is that is still searched
@@ -184,24 +196,28 @@ class Beams:
         beams, scores, nodes, active = len(self._order), self._scores, self._nodes, self._active
         forced = self._rules.forced(self.length, longest=self._longest, begun=self._begun)
         if forced is None:
-            forbidden = self._rules.forbidden(self._end if self.length < self._shortest else None)
-            # Twice K, because each beam may end and K have to go on.
+            forbidden = self._rules.forbidden(self._ends if self.length < self._shortest else ())
+            # Each beam may end in any of these ways, and K have to go on.
             scores, rows, tokens = self._continuations.best(
-                logits[:, : scores.shape[1]], scores, 2 * beams, forbidden=forbidden
-            )  # (n, 2K) each
+                logits[:, : scores.shape[1]],
+                scores,
+                (1 + len(self._ends)) * beams,
+                forbidden=forbidden,
+                renormalized=self._rules.renormalize_logits,
+            )  # (n, m) each
         else:  # each beam goes on as it has to, at no cost
             rows = np.broadcast_to(self._order[: scores.shape[1]], scores.shape)
             tokens = np.full(scores.shape, forced, dtype=np.int64)
-        parents = nodes + rows  # (n, 2K)
+        parents = nodes + rows  # (n, m)
         self.length += 1
-        ends = tokens == self._end
+        ends = ended(tokens, self._ends)
         if self.length == self._longest:
             ends[:] = True
         if ends.any():
-            ended = ends[:, :beams] & self._answers.is_open[active, None]  # (n, K)
-            if ended.any():
+            done = ends[:, :beams] & self._answers.is_open[active, None]  # (n, K)
+            if done.any():
                 leaves = self._tree.grow(parents[:, :beams], tokens[:, :beams])
-                found = np.where(ended, scores[:, :beams], -np.inf)
+                found = np.where(done, scores[:, :beams], -np.inf)
                 self._answers.add(active, found, leaves + np.arange(found.size).reshape(found.shape), self.length)
             going_on = np.argsort(ends, axis=1, kind="stable")
             scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))

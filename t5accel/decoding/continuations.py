@@ -37,7 +37,13 @@ class Continuations:
         self._memory = np.empty((max(1, _BLOCK // vocab_size), vocab_size), dtype=np.float32)
 
     def best(
-        self, logits: np.ndarray, scores: np.ndarray, count: int, *, forbidden: Forbidden = None
+        self,
+        logits: np.ndarray,
+        scores: np.ndarray,
+        count: int,
+        *,
+        forbidden: Forbidden = None,
+        renormalized: bool = False,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The ``count`` likeliest continuations of each source, best first.
 
@@ -46,6 +52,7 @@ class Continuations:
             scores: (B, K), the sum of the log-probabilities of each row's tokens so far.
             count: n; fewer come back where K * V is less.
             forbidden: tokens that are not chosen. They keep their share of the probability, as in transformers.
+            renormalized: they do not keep it: the others' probabilities sum to 1.
 
         Returns:
             Three arrays (B, n): the scores, now with the new token's log-probability, float32; which of the K rows it
@@ -54,10 +61,13 @@ class Continuations:
         batch, rows, vocab_size = logits.shape
         flat = np.ascontiguousarray(logits, dtype=np.float32).reshape(batch * rows, vocab_size)
         first_rows = np.arange(0, batch * rows, rows)[:, None]
+        never = () if forbidden is None else forbidden if isinstance(forbidden, tuple) else (forbidden,)
+        if renormalized and never:
+            flat = flat.copy()
+            flat[:, never] = -np.inf
         maxima, highest, shift = self._passes(flat)
         np.subtract(np.asarray(scores, dtype=np.float32).ravel(), shift, out=shift)
         # A lane whose maximum is a forbidden token is overrated: one of each row, so as many more are looked at.
-        never = () if forbidden is None else forbidden if isinstance(forbidden, tuple) else (forbidden,)
         looked_at = count + rows * len(never)
         maxima -= highest[:, None]  # before the rest is added: large logits are close, and their difference is exact
         maxima += shift[:, None]

@@ -28,7 +28,7 @@ class Guesser:
     """
 
     def __init__(self, backend: Backend, request: Request, most: int):
-        self._backend = backend
+        self._backend, self._ends = backend, request.ends
         self._state = backend.start(backend.encode(request.ids, request.mask))
         self._lengths = [DraftLength(most) for _ in request.ids]  # by row of the result
         self._unread = request.prefix.tolist()  # by row of the state: what it has not read
@@ -44,7 +44,7 @@ class Guesser:
         logits = self._read_what_is_known()
         while True:
             allowed = [count - len(self._guesses) for count in blocked]
-            logits = without(logits[:, None], self._backend.eos_token_id, allowed)[:, 0]
+            logits = without(logits[:, None], self._ends, allowed)[:, 0]
             guesses = self._pick(logits, rows, open_places)
             self._guesses.append(guesses)
             for place in open_places:
@@ -52,7 +52,7 @@ class Guesser:
             open_places = [
                 place
                 for place in open_places
-                if len(drafts[place]) < wanted[place] and drafts[place][-1] != self._backend.eos_token_id
+                if len(drafts[place]) < wanted[place] and drafts[place][-1] not in self._ends
             ]
             if not open_places:
                 return drafts

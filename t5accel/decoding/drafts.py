@@ -14,7 +14,7 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.request import Request, Step
-from t5accel.decoding.rules import NONE, Rules
+from t5accel.decoding.rules import NONE, Rules, until_end
 
 Drafts = list[list[int]]  # for each row the tokens that are guessed to come next; any number of them, also none
 
@@ -23,7 +23,7 @@ class Drafter(Protocol):
     """Guesses how rows go on. Rows are numbered as in the result; the state has those that were kept."""
 
     def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
-        """At most ``rooms[i]`` tokens for each row; the end token is forbidden for its next ``blocked[i]`` tokens."""
+        """At most ``rooms[i]`` tokens for each row; no end token may be among its next ``blocked[i]``."""
 
     def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
         """What really came: the right guesses of each row and one token more."""
@@ -45,7 +45,7 @@ class Choice(Protocol):
             tokens: (n, u + m): what it has not read yet, then the draft, filled up on the right.
             rows: as in the result.
             drafts: of each row, the longest of m tokens.
-            blocked: the end token is forbidden for so many of a row's next tokens.
+            blocked: no end token may be among so many of a row's next tokens.
         """
 
 
@@ -82,7 +82,7 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
     keeps [[3]] of what it has just read
     [4]
     """
-    pad, end = backend.pad_token_id, backend.eos_token_id
+    pad, ends = backend.pad_token_id, request.ends
     state = backend.start(backend.encode(request.ids, request.mask))
     active = list(range(len(request.ids)))  # which row of the result each one in the state is
     left = [request.max_new_tokens] * len(active)  # by row of the result: how many tokens may still come
@@ -106,8 +106,8 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
         ]
         for row, answer in zip(active, found, strict=True):
             if left[row]:
-                kept = answer[: answer.index(end) + 1] if end in answer else answer
-                left[row] = 0 if kept[-1] == end else left[row] - len(kept)
+                kept = until_end(answer, ends)
+                left[row] = 0 if kept[-1] in ends else left[row] - len(kept)
                 rows += [row] * len(kept)
                 new += kept
                 accepted += min(len(kept), len(answer) - 1)
@@ -146,17 +146,17 @@ class Likeliest:
 
     def __init__(self, backend: Backend, rules: Rules = NONE):
         self._step, self._next_tokens = backend.step, getattr(backend, "next_tokens", None)
-        self._end, self._rules = backend.eos_token_id, rules
+        self._ends, self._rules = rules.ends(backend.eos_token_id), rules
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         width = 1 + max(map(len, drafts))
         if width == 1 and self._next_tokens is not None and (max(blocked) <= 0 or min(blocked) > 0):
-            forbidden = self._rules.forbidden(self._end if blocked[0] > 0 else None)
+            forbidden = self._rules.forbidden(self._ends if blocked[0] > 0 else ())
             return self._next_tokens(state, tokens[:, None], forbidden=forbidden).tolist()
         logits = without(
-            self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked, self._rules.suppress_tokens
+            self._step(state, tokens[:, None])[:, 0, -width:], self._ends, blocked, self._rules.suppress_tokens
         )
         return [_agreed(draft, row) for draft, row in zip(drafts, logits.argmax(axis=2).tolist(), strict=True)]
 
@@ -170,23 +170,27 @@ def _obeying(request: Request, length: int, answer: list[int]) -> list[int]:
     return answer
 
 
-def without(logits: np.ndarray, end: int, blocked: Sequence[int], never: tuple[int, ...] = ()) -> np.ndarray:
-    """The logits with -inf for the end token at the first ``blocked[i]`` positions of row i; a copy where that is any.
+def without(
+    logits: np.ndarray, ends: tuple[int, ...], blocked: Sequence[int], never: tuple[int, ...] = ()
+) -> np.ndarray:
+    """The logits with -inf for end tokens at the first ``blocked[i]`` positions of row i; a copy where that is any.
 
     Args:
         logits: (n, w, V), not written to.
-        end: the token.
+        ends: the tokens.
         blocked: for each row; nothing where it is 0 or less.
         never: tokens with -inf everywhere.
 
-    >>> without(np.zeros((2, 2, 2)), 1, [0, 1]).tolist()
+    >>> without(np.zeros((2, 2, 2)), (1,), [0, 1]).tolist()
     [[[0.0, 0.0], [0.0, 0.0]], [[0.0, -inf], [0.0, 0.0]]]
     """
     if max(blocked) <= 0 and not never:
         return logits
     logits = logits.copy()
     logits[..., never] = -np.inf
-    logits[np.arange(logits.shape[1]) < np.array(blocked)[:, None], end] = -np.inf
+    early = np.arange(logits.shape[1]) < np.array(blocked)[:, None]  # (n, w)
+    for end in ends:
+        logits[early, end] = -np.inf
     return logits
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,10 @@ class EncoderCache:
                 for key in dict.fromkeys(keys):
                     self._keep_row(key, found[key])
         return self.backend.join([found[key] for key in keys])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied without what it keeps."""
+        return partial(EncoderCache, max_bytes=self.max_bytes), (self.backend,)
 
     def holds(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bool]:
         """For each of B rows whether it is kept at the moment; asks for nothing and moves nothing."""

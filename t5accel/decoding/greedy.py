@@ -10,6 +10,7 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, Forbidden, State
 from t5accel.decoding.request import Request, Step, Steps, from_steps
+from t5accel.decoding.rules import ended
 
 AT_ONCE = 16  # steps between two looks at which rows have ended, where a backend takes several without the host
 
@@ -21,7 +22,7 @@ def greedy(
     attention_mask: Any = None,
     *,
     max_new_tokens: int = 64,
-    min_new_tokens: int = 0,
+    min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
 ) -> Steps:
@@ -35,7 +36,8 @@ def greedy(
         input_ids: (B, S) integers, numpy or torch.
         attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
         max_new_tokens: upper bound on the length L of the result.
-        min_new_tokens: the end token is forbidden before that many; equal to ``max_new_tokens`` it forces the length.
+        min_new_tokens: no end token is chosen before that many; equal to ``max_new_tokens`` it forces the length. By
+            default the model's own minimum (`rules`).
         decoder_input_ids: (B, T) a prefix to go on from, with or without the start token in front; it is part of the
             returned sequences (without the start token) and not counted as new.
         forced_bos_token_id: the first new token, where no prefix is given: in NLLB and mBART the language to write. By
@@ -45,7 +47,8 @@ def greedy(
         ``sequences`` (B, L) int64. Rows that end early are padded; they leave the batch as soon as half of it is done.
 
     Raises:
-        InputError: a shape, type or bound is wrong.
+        InputError: a shape, type or bound is wrong, or the model's ``generation_config`` asks for what no loop of ours
+            applies (`rules.Rules.require_supported`).
 
     >>> import numpy as np
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and which ends after 4
@@ -84,7 +87,7 @@ def greedy_steps(backend: Backend, request: Request, state: State | None = None)
                 tokens = np.full_like(tokens, forced)
             yield Step(active[is_open], tokens[is_open])
             length += 1
-            is_open &= tokens != backend.eos_token_id
+            is_open &= ~ended(tokens, request.ends)
             left = np.count_nonzero(is_open)
             if not left or length == request.max_new_tokens:
                 return

@@ -20,8 +20,8 @@ class Job:
 
     Attributes:
         input_ids: (S,) integers, the source's tokens without padding.
-        max_new_tokens, min_new_tokens, num_beams, length_penalty, early_stopping: as of `beam.beam_search`; one beam is
-            greedy search.
+        max_new_tokens, min_new_tokens, length_penalty, early_stopping: as of `beam.beam_search`.
+        num_beams: 1 is greedy search.
         sampling: where given, tokens are drawn (`sampling.sample`), and there is one beam.
         seed: of what is drawn. The same job draws the same tokens, whatever runs beside it.
         num_return_sequences: the best answers of as many beams, or so many drawn ones.
@@ -38,10 +38,10 @@ class Job:
 
     input_ids: Any
     max_new_tokens: int = 64
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     sampling: Sampling | None = None
     seed: int = 0
     num_return_sequences: int = 1

@@ -34,7 +34,7 @@ def lookup(
     max_ngram: int = 3,
     max_draft: int = 12,
     max_new_tokens: int = 64,
-    min_new_tokens: int = 0,
+    min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
 ) -> Steps:

@@ -27,7 +27,7 @@ class Request:
         ids, mask: (B, S) int64, in memory of their own.
         prefix: (B, T) int64, T >= 1, with the start token in front.
         max_new_tokens, min_new_tokens: bounds on the number of tokens after the prefix.
-        end: the token that ends an answer.
+        ends: the tokens that end an answer.
         rules: the model's, and what this call adds to them.
     """
 
@@ -36,7 +36,7 @@ class Request:
     prefix: np.ndarray
     max_new_tokens: int
     min_new_tokens: int
-    end: int
+    ends: tuple[int, ...]
     rules: Rules = NONE
 
     @classmethod
@@ -47,18 +47,21 @@ class Request:
         attention_mask: Any = None,
         *,
         max_new_tokens: int,
-        min_new_tokens: int = 0,
+        min_new_tokens: int | None = None,
         decoder_input_ids: Any = None,
         forced_bos_token_id: int | None = None,
         methods: Collection[str] = (),
+        guesses: bool = False,
     ) -> Request:
         """The request, as `greedy.greedy` documents its arguments.
 
         Args:
             methods: which of the backend's methods the algorithm uses beside ``encode``, ``start`` and ``step``.
+            guesses: the backend only guesses, and another model, which has rules of its own, decides.
 
         Raises:
-            InputError: ``backend`` is no backend, or a shape, type or bound is wrong.
+            InputError: ``backend`` is no backend, a shape, type or bound is wrong, or the model's ``generation_config``
+                asks for what our own loops do not apply.
 
         >>> class Toy:
         ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
@@ -67,27 +70,30 @@ class Request:
         [[0], [0]]
         """
         check_backend(backend, methods)
+        rules = getattr(backend, "rules", NONE)
+        if not guesses:
+            rules.require_supported()
         entries = getattr(backend, "source_vocab_size", backend.vocab_size)
         ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id, vocab_size=entries)
         longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
-        shortest = as_count(min_new_tokens, "min_new_tokens", at_least=0)
-        if shortest > longest:
-            raise InputError(f"min_new_tokens is {shortest}, more than max_new_tokens, {longest}.")
-        prefix, rules = _prefix(backend, decoder_input_ids, len(ids)), getattr(backend, "rules", NONE)
+        if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
+            raise InputError(f"min_new_tokens is {min_new_tokens}, more than max_new_tokens, {longest}.")
+        prefix, ends = _prefix(backend, decoder_input_ids, len(ids)), rules.ends(backend.eos_token_id)
+        shortest = rules.shortest(min_new_tokens, longest=longest, prefix=prefix.shape[1])
         check_positions(backend, prefix.shape[1] + longest - 1)
         if forced_bos_token_id is not None:
             first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
-            if first >= backend.vocab_size or first == backend.eos_token_id:
+            if first >= backend.vocab_size or first in ends:
                 raise InputError(
-                    f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, and not that which ends "
-                    f"answers, {backend.eos_token_id}."
+                    f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, and none that ends "
+                    f"answers, {', '.join(map(str, ends))}."
                 )
             rules = replace(rules, forced_bos_token_id=first)
-        return cls(ids, mask, prefix, longest, shortest, backend.eos_token_id, rules)
+        return cls(ids, mask, prefix, longest, shortest, ends, rules)
 
     def forbidden(self, length: int) -> Forbidden:
         """What may not be chosen behind ``length`` new tokens."""
-        return self.rules.forbidden(self.end if length < self.min_new_tokens else None)
+        return self.rules.forbidden(self.ends if length < self.min_new_tokens else ())
 
     def forced(self, length: int) -> int | None:
         """The token behind ``length`` new ones, where the model has no choice."""

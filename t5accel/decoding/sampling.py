@@ -11,6 +11,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
 from t5accel.decoding.request import Request, Step, Steps, from_steps
+from t5accel.decoding.rules import ended
 
 
 @from_steps
@@ -23,7 +24,7 @@ def sample(
     seed: int = 0,
     num_return_sequences: int = 1,
     max_new_tokens: int = 64,
-    min_new_tokens: int = 0,
+    min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
     **options: float,
@@ -85,8 +86,7 @@ def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.rando
 def _steps(
     backend: Backend, request: Request, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator]
 ) -> Iterator[Step]:
-    pad, end = backend.pad_token_id, backend.eos_token_id
-    batch, per_source = len(request.ids), len(draws) // len(request.ids)
+    pad, batch, per_source = backend.pad_token_id, len(request.ids), len(draws) // len(request.ids)
     state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=per_source)
     rows = np.arange(len(draws)).reshape(batch, per_source)  # which row of the result each one in the state is
     is_open = np.ones(len(draws), dtype=bool)
@@ -104,7 +104,7 @@ def _steps(
             tokens = np.full_like(tokens, forced)
         yield Step(going, tokens)
         length += 1
-        is_open[going[tokens == end]] = False
+        is_open[going[ended(tokens, request.ends)]] = False
         left = is_open[rows].any(axis=1)
         if not left.any() or length == request.max_new_tokens:
             return

@@ -34,7 +34,7 @@ def speculative(
     seed: int = 0,
     max_draft: int = 8,
     max_new_tokens: int = 64,
-    min_new_tokens: int = 0,
+    min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
 ) -> Steps:
@@ -86,7 +86,7 @@ def speculative(
         forced_bos_token_id=forced_bos_token_id, methods=("trim", "keep"),
     )  # fmt: skip
     request = Request.checked(backend, input_ids, attention_mask, **bounds)
-    Request.checked(draft, input_ids, attention_mask, **bounds)
+    Request.checked(draft, input_ids, attention_mask, guesses=True, **bounds)
     for name in _SAME:
         theirs, ours = getattr(draft, name), getattr(backend, name)
         if theirs != ours:
@@ -110,7 +110,7 @@ def _steps(
         yield from verified(backend, request, Guesser(draft, request, most), Likeliest(backend, request.rules))
     else:
         guesser = RandomGuesser(draft, request, most, sampling, draws)
-        yield from verified(backend, request, guesser, Rejection(backend, guesser, request.rules.suppress_tokens))
+        yield from verified(backend, request, guesser, Rejection(backend, guesser, request))
 
 
 class Rejection:
@@ -119,17 +119,18 @@ class Rejection:
     Args:
         backend: of the model whose distribution it shall be.
         guesser: which drew the guesses.
-        never: tokens that are not chosen.
+        request: whose ends and rules count.
     """
 
-    def __init__(self, backend: Backend, guesser: RandomGuesser, never: tuple[int, ...] = ()):
-        self._step, self._end, self._guesser, self._never = backend.step, backend.eos_token_id, guesser, never
+    def __init__(self, backend: Backend, guesser: RandomGuesser, request: Request):
+        self._step, self._guesser = backend.step, guesser
+        self._ends, self._never = request.ends, request.rules.suppress_tokens
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         guesser, width = self._guesser, 1 + max(map(len, drafts))
-        logits = without(self._step(state, tokens[:, None])[:, 0, -width:], self._end, blocked, self._never)
+        logits = without(self._step(state, tokens[:, None])[:, 0, -width:], self._ends, blocked, self._never)
         histories = (
             [*guesser.texts[row], *draft[:count]]
             for row, draft in zip(rows, drafts, strict=True)

@@ -16,7 +16,7 @@ from t5accel.decoding.beam import Beams
 from t5accel.decoding.continuations import Continuations
 from t5accel.decoding.distribution import Sampling, draw, probabilities
 from t5accel.decoding.job import Answer, Job
-from t5accel.decoding.rules import NONE, Rules
+from t5accel.decoding.rules import NONE, Rules, until_end
 from t5accel.decoding.sampling import generators
 
 
@@ -35,25 +35,26 @@ class Greedy:
     rows = 1
 
     def __init__(self, model: Model, job: Job):
-        self._end, self._longest, self._shortest = model.eos_token_id, job.max_new_tokens, job.min_new_tokens
         self._rules: Rules = getattr(model, "rules", NONE)
+        self._ends, self._longest = self._rules.ends(model.eos_token_id), job.max_new_tokens
+        self._shortest = self._rules.shortest(job.min_new_tokens, longest=self._longest)
         self.tokens: list[int] = []
         self.is_done = False
 
     @property
     def forbidden(self) -> Forbidden:
         """What the next token may not be."""
-        return self._rules.forbidden(self._end if len(self.tokens) < self._shortest else None)
+        return self._rules.forbidden(self._ends if len(self.tokens) < self._shortest else ())
 
     def take(self, token: int) -> None:
         """The next token, if the model does not force another."""
         forced = self._rules.forced(len(self.tokens), longest=self._longest)
         self.tokens.append(token if forced is None else forced)
-        self.is_done = self.tokens[-1] == self._end or len(self.tokens) == self._longest
+        self.is_done = self.tokens[-1] in self._ends or len(self.tokens) == self._longest
 
     def answers(self) -> list[Answer]:
         """Those that are there when it is done."""
-        return [Answer(self.tokens, self.tokens[-1] == self._end)]
+        return [Answer(self.tokens, self.tokens[-1] in self._ends)]
 
 
 class Drawn(Greedy):
@@ -86,11 +87,14 @@ class Searched:
 
     def __init__(self, model: Model, job: Job, continuations: Continuations | None = None):
         self.rows, self._returned = job.num_beams, job.num_return_sequences
-        self._end, self._pad = model.eos_token_id, model.pad_token_id
+        rules: Rules = getattr(model, "rules", NONE)
+        self._ends, self._pad = rules.ends(model.eos_token_id), model.pad_token_id
         self._beams = Beams(
             1, job.num_beams, vocab_size=model.vocab_size, eos_token_id=model.eos_token_id,
-            max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens, length_penalty=job.length_penalty,
-            early_stopping=job.early_stopping, rules=getattr(model, "rules", NONE), continuations=continuations,
+            max_new_tokens=job.max_new_tokens,
+            min_new_tokens=rules.shortest(job.min_new_tokens, longest=job.max_new_tokens),
+            length_penalty=job.length_penalty, early_stopping=job.early_stopping, rules=rules,
+            continuations=continuations,
         )  # fmt: skip
         self.is_done = False
 
@@ -112,8 +116,8 @@ class Searched:
         sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)
         found = []
         for row, score in zip(sequences.tolist(), scores.tolist(), strict=True):
-            ended = self._end in row
-            found.append(Answer(row[: row.index(self._end) + 1] if ended else row, ended, score))
+            tokens = until_end(row, self._ends)
+            found.append(Answer(tokens, tokens[-1] in self._ends, score))
         return found
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from t5accel import quality, tasks
+from t5accel.api import by_defaults
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.ort.static import OrtStatic
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
 from t5accel.graphs.numbers.probe import Example, checked_example
 from t5accel.lab.rows import Row, scores
@@ -82,7 +82,7 @@ def _on_rows(rows: Rows, metric: str, *, threads: int | None, batch_size: int) -
         backend, tokenizer = _opened(folder, threads), tokenizer_of(folder)
         mask = tokenizer([target for (target,) in targets], return_tensors="np", padding=True)["attention_mask"]
         most = 2 * int(mask.sum(axis=1).max())
-        answer = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=most).sequences)
+        answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=1))
         starts = range(0, len(sources), batch_size)
         answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
         return {metric: ROW_SCORES[metric](answers, targets)}
@@ -92,11 +92,8 @@ def _on_rows(rows: Rows, metric: str, *, threads: int | None, batch_size: int) -
 
 def backend_scores(backend: Backend, tokenizer: Any, **options: Any) -> Row:
     """All scores of a backend's answers, greedily decoded; ``options`` of `quality.evaluate`."""
-
-    def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
-        return greedy(backend, ids, mask, max_new_tokens=longest).sequences
-
-    return generated_scores(generate, tokenizer, **options)
+    answer = by_defaults(backend, max_new_tokens=LONGEST, num_beams=1)
+    return generated_scores(lambda ids, mask, *_: answer(ids, mask), tokenizer, **options)
 
 
 def generated_scores(generate: Callable[..., np.ndarray], tokenizer: Any, **options: Any) -> Row:

@@ -96,7 +96,9 @@ class TritonPythonModel:
         return [
             Job(
                 ids[mask == 1], max_new_tokens=self._value(request, "max_new_tokens", 64),
-                min_new_tokens=self._value(request, "min_new_tokens", 0), stream=self._value(request, "stream", False),
+                min_new_tokens=self._value(request, "min_new_tokens", None),
+                num_beams=self.scheduler.backend.rules.num_beams,
+                stream=self._value(request, "stream", False),
             )
             for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         ]  # fmt: skip

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.job import Answer
+from t5accel.decoding.rules import NONE
 from t5accel.decoding.streaming import TextPieces
 from t5accel.errors import T5AccelError
 from t5accel.serving.guard import Guard, Refused, ValidationError, log, refusal
@@ -38,7 +39,7 @@ class Service:
 
     def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
         self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
-        self.eos_token_id = backend.eos_token_id
+        self.eos_token_id, self.rules = backend.eos_token_id, getattr(backend, "rules", NONE)
         self.started_s = int(time.time())
         self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
         self.metrics.watch(self.scheduler)
@@ -68,7 +69,7 @@ class Service:
                               "truncate.", param="text", code="context_length_exceeded")  # fmt: skip
             if len(tokens) > most:
                 tokens = [*tokens[: most - 1], self.eos_token_id]
-            jobs.append(asked.job(tokens, seed, self.settings.deadline_s))
+            jobs.append(asked.job(tokens, seed, self.settings.deadline_s, self.rules))
         tickets = self.scheduler.submit_all(jobs)
         if self.settings.log_texts:
             log.info("requests %s: %s", [ticket.number for ticket in tickets], json.dumps(texts, ensure_ascii=False))

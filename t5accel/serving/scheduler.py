@@ -26,6 +26,7 @@ from t5accel.decoding.continuations import Continuations
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.job import Job
 from t5accel.decoding.request import Request
+from t5accel.decoding.rules import NONE
 from t5accel.decoding.running import Part, RunningBatch
 from t5accel.decoding.writers import Greedy, writers_of
 from t5accel.errors import DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
@@ -56,7 +57,8 @@ class Scheduler:
         longest_stall_s: the longest that running rows have waited for newcomers to be encoded.
 
     Raises:
-        InputError: the backend's answers depend on what else is in a batch ("int8-dynamic").
+        InputError: the backend's answers depend on what else is in a batch ("int8-dynamic"), or the model's
+            ``generation_config`` asks for what no loop of ours applies.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 8 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
@@ -81,6 +83,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         thread: bool = True,
     ):
+        getattr(backend, "rules", NONE).require_supported()
         self.limits = limits or Limits()
         self.backend, self._alone = backend, encodes_alone(backend)
         self._encoder: Any = backend

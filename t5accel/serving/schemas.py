@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.job import Job
+from t5accel.decoding.rules import NONE, Rules
 from t5accel.errors import InputError
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -28,10 +29,10 @@ class Generate(_Asked):
 
     text: str | list[str] = Field(description="One source with its prefix, or a list of them.")
     max_new_tokens: int = 64
-    min_new_tokens: int = 0
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
+    min_new_tokens: int | None = Field(None, description="By default what the model's generation_config says.")
+    num_beams: int | None = Field(None, description="1: greedy search. By default the model's.")
+    length_penalty: float | None = Field(None, description="Of beams. By default the model's.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beams. By default the model's.")
     num_return_sequences: int = Field(1, description="Answers to each text: of beams, or drawn.")
     do_sample: bool = Field(False, description="Draw tokens; the fields from temperature to seed are for that.")
     temperature: float | None = None
@@ -45,19 +46,29 @@ class Generate(_Asked):
     priority: int = Field(0, description="The higher goes first.")
     deadline_s: float | None = Field(None, description="The answer is complete within so many seconds, or 504.")
 
-    def job(self, ids: list[int], seed: int, deadline_s: float | None) -> Job:
-        """For one of its texts.
+    def job(self, ids: list[int], seed: int, deadline_s: float | None, rules: Rules = NONE) -> Job:
+        """For one of its texts, with the model's rules where a field is left out.
 
         >>> Generate(text="a", num_beams=4).job([5, 1], seed=0, deadline_s=None).rows
         4
+        >>> Generate(text="a").job([5, 1], seed=0, deadline_s=None, rules=Rules(num_beams=3)).rows
+        3
         """
         useless = [name for name in (*_OPTIONS, "seed") if getattr(self, name) is not None and not self.do_sample]
         if useless:
             raise InputError(f"{', '.join(useless)} given without do_sample, and would do nothing.")
-        same = ("max_new_tokens", "min_new_tokens", "num_beams", "length_penalty", "early_stopping",
-                "num_return_sequences", "priority", "stream")  # fmt: skip
+        beams = self.num_beams
+        if beams is None:
+            beams = 1 if self.do_sample else rules.num_beams
+            if self.stream and beams > 1:
+                raise InputError(
+                    f"The model's generation_config sets num_beams={beams}, and beams cannot stream: give num_beams 1 "
+                    "for greedy search."
+                )
+        same = ("max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping", "num_return_sequences",
+                "priority", "stream")  # fmt: skip
         return Job(
-            ids, sampling=self.sampling() if self.do_sample else None, seed=seed,
+            ids, num_beams=beams, sampling=self.sampling() if self.do_sample else None, seed=seed,
             deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
             **{name: getattr(self, name) for name in same},
         )  # fmt: skip
@@ -75,12 +86,15 @@ class Completion(_Asked):
     model: str
     prompt: str | list[str]
     max_tokens: int = 16
-    temperature: float | None = Field(None, description="Left out or 0: greedy, which differs from OpenAI's.")
+    temperature: float | None = Field(
+        None, description="Left out or 0: the likeliest tokens, which differs from OpenAI's."
+    )
     top_p: float | None = None
     n: int = 1
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    num_beams: int | None = Field(None, description="Not of OpenAI's. 1: greedy search. By default the model's.")
     priority: int = 0
     deadline_s: float | None = None
 
@@ -93,8 +107,9 @@ class Completion(_Asked):
             raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")
         drawing: dict[str, Any] = dict(temperature=self.temperature, top_p=self.top_p, seed=self.seed) if drawn else {}
         return Generate(
-            text=self.prompt, max_new_tokens=self.max_tokens, do_sample=drawn, num_return_sequences=self.n,
-            stream=self.stream, priority=self.priority, deadline_s=self.deadline_s, **drawing,
+            text=self.prompt, max_new_tokens=self.max_tokens, num_beams=self.num_beams, do_sample=drawn,
+            num_return_sequences=self.n, stream=self.stream, priority=self.priority,
+            deadline_s=self.deadline_s, **drawing,
         )  # fmt: skip
 
 

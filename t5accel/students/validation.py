@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from t5accel.api import by_defaults
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
 from t5accel.metrics import ROW_SCORES
 from t5accel.students.batches import packed
@@ -59,9 +59,7 @@ def validation(
         found = validation_losses(model, sets)
         if metric != "loss":
             backend = TorchEager(model)  # puts the model into evaluation mode
-            answer = text_to_text(
-                tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=most).sequences
-            )
+            answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=1))
             starts = range(0, len(sources), batch_size)
             answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
             found[metric] = round(ROW_SCORES[metric](answers, references), 2)

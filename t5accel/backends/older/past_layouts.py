@@ -17,6 +17,7 @@ import numpy as np
 
 from t5accel.backends.ort.session import SessionSettings, open_session
 from t5accel.decoding.backend import Histories
+from t5accel.decoding.rules import Rules
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
 from t5accel.graphs.older.layouts import Layout, read_layout
@@ -79,6 +80,7 @@ class RowBackend(ABC):
         self.dims, tokens = self.description.dims, self.description.tokens
         self.vocab_size, self.pad_token_id = self.dims.vocab_size, tokens["pad_token_id"]
         self.eos_token_id, self.decoder_start_token_id = tokens["eos_token_id"], tokens["decoder_start_token_id"]
+        self.rules = Rules.from_json(dict(self.description.rules))
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> RowSource:
         return RowSource(self._run_encoder(np.ascontiguousarray(input_ids), np.ascontiguousarray(attention_mask)))

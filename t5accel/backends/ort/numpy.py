@@ -11,6 +11,7 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories, of_each_head
 from t5accel.decoding.greedy import likeliest
 from t5accel.decoding.rules import Rules
-from t5accel.errors import InputError
+from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import (
     DECODER,
     ENCODER,
@@ -263,6 +264,11 @@ class OrtNumpy:
         """Always the same: the weights of a session do not change."""
         return self.manifest.source["sha256"], json.dumps(self.manifest.recipe, sort_keys=True)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied by its folder: the copy opens that again, and has threads and memory of its own."""
+        return _reopened, (type(self), self.folder.absolute(), self.settings, self.max_source_tokens,
+                           self.manifest.files, self.rules)  # fmt: skip
+
     # How tensors are held, and handed to the sessions: here as numpy arrays. What the siblings replace.
 
     def _open_decoder(self) -> None:
@@ -353,3 +359,15 @@ class OrtNumpy:
 
     def _gathered(self, held: Any, axes: int, index: Any, shape: tuple[int, ...]) -> Any:
         return self._hold(self._take(self._array(held), axes, index, shape))
+
+
+def _reopened(
+    kind: type[OrtNumpy], folder: Path, settings: SessionSettings, most: int | None, files: Mapping[str, Any],
+    rules: Rules,
+) -> OrtNumpy:  # fmt: skip
+    """What `OrtNumpy.__reduce__` describes; raises ``ExportError`` if the folder holds another export now."""
+    backend = kind(folder, settings=settings, max_source_tokens=most)
+    if backend.manifest.files != files:
+        raise ExportError(f"{folder} holds another export than when the backend was pickled: pickle it again.")
+    backend.rules = rules
+    return backend

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +116,56 @@ def mapped(folder: Path, place: Mapping[str, Any]) -> np.ndarray:
     return np.memmap(folder / WEIGHTS, place["dtype"], "r", place["offset"], shape).view(np.ndarray)
 
 
+_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@cache
+def session_class() -> type[onnxruntime.InferenceSession]:
+    """ONNX Runtime's session, which refuses to run in a child of a process that was forked while it ran.
+
+    The child has a copy of the memory and none of the threads, so that a run which another thread had begun never ends
+    there, and each further one waits for it.
+    """
+
+    class Session(import_onnxruntime().InferenceSession):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            self.threads: set[int] = set()  # in a run at the moment
+            self.is_torn = False
+            _OPEN.add(self)
+
+        def run(self, *arguments: Any, **options: Any) -> Any:
+            return self._watched(super().run, *arguments, **options)
+
+        def run_with_iobinding(self, *arguments: Any, **options: Any) -> Any:
+            return self._watched(super().run_with_iobinding, *arguments, **options)
+
+        def _watched(self, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            if self.is_torn:
+                raise InputError(
+                    "This process was forked while another thread ran the model, and ONNX Runtime cannot go on in it: "
+                    "open the model after the fork, or start processes by spawn."
+                )
+            thread = threading.get_ident()
+            self.threads.add(thread)
+            try:
+                return run(*arguments, **options)
+            finally:
+                self.threads.discard(thread)
+
+    return Session
+
+
+def _after_a_fork() -> None:
+    for session in _OPEN:
+        session.is_torn = session.is_torn or bool(session.threads)
+        session.threads.clear()
+
+
+if hasattr(os, "register_at_fork"):  # which Windows lacks, as it lacks forks
+    os.register_at_fork(after_in_child=_after_a_fork)
+
+
 def open_session(
     path: str | os.PathLike[str],
     settings: SessionSettings,
@@ -164,7 +217,7 @@ def open_session(
         # No fallback, which prints to standard output and goes on with the CPU in place of a GPU. Older releases (1.20)
         # do so all the same while they open a graph; then the providers tell.
         with huge_pages(settings.huge_pages):
-            session = onnxruntime.InferenceSession(str(Path(path)), options, **how)
+            session = session_class()(str(Path(path)), options, **how)
     except Exception as error:  # of several kinds, none of them documented
         raise ExportError(
             f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"

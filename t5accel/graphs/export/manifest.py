@@ -39,7 +39,10 @@ FORMAT = 2  # of the manifest and of the graphs' contract; a change that older c
 LAYOUT = "two graphs"
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-RULES = {"forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
+# Of `decoding.rules.Rules`: the fields with one token, those with several, and the others by their types.
+RULE_TOKEN, RULE_TOKENS = {"forced_bos_token_id", "forced_eos_token_id"}, {"suppress_tokens", "eos_token_ids"}
+RULES = {"min_length": int, "min_new_tokens": int, "num_beams": int, "length_penalty": float, "unsupported": list,
+         "renormalize_logits": bool}  # fmt: skip
 OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "contrib_operators": list}
 # What an export may hold, for when its manifest cannot be asked any more.
 WRITTEN = {ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS, MANIFEST, "config.json", "generation_config.json",
@@ -69,8 +72,8 @@ class Manifest:
         step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
         family: of a model that is not T5-shaped, its ``"model_type"``, for how many ``"positions"`` it is made, and the
             ``"source_vocab_size"``, which may be another than that of the logits. Empty likewise.
-        rules: which tokens an answer has to begin or end with, and which it may not hold, as `decoding.rules.Rules` has
-            them; empty if there are none.
+        rules: what the model asks of every answer, as `decoding.rules.Rules.to_json` writes it: forced, suppressed and
+            further end tokens, lengths, beams, and what our own loops do not apply; empty if it asks nothing.
         graphs: by file name what goes into the two graphs and out of them.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
@@ -220,6 +223,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         for name in ("positions", "source_vocab_size"):
             as_count(manifest.family[name], name, at_least=1)
     _require_rules(manifest.rules)
+    _require(dict.fromkeys(TOKENS, int), manifest.tokens)
     _require_tokens({**manifest.tokens, **manifest.rules}, dims.vocab_size)
     return manifest
 
@@ -243,7 +247,7 @@ def _dims(sizes: Mapping[str, Any]) -> T5Dims:
 def _require_tokens(entry: Mapping[str, Any], vocab_size: int) -> None:
     """That each token id, alone or in a list, lies in the vocabulary."""
     for name, value in entry.items():
-        if name.endswith(("token_id", "tokens")):
+        if name.endswith(("token_id", "token_ids", "_tokens")) and name != "min_new_tokens":
             for token in value if isinstance(value, list) else [value]:
                 if type(token) is not int or not 0 <= token < vocab_size:
                     raise ValueError(f"{name} is {token!r:.80}, and the vocabulary has {vocab_size} tokens")
@@ -288,10 +292,15 @@ def _require_step(entry: Any, dims: T5Dims, files: Mapping[str, Any], *, shortli
 
 
 def _require_rules(entry: Mapping[str, Any]) -> None:
-    suppressed = dict(enumerate(entry.get("suppress_tokens", [])))
-    _require(dict.fromkeys(entry.keys() & {"forced_bos_token_id", "forced_eos_token_id"}, int), entry)
-    _require(dict.fromkeys(suppressed, int), suppressed)
-    if not entry.keys() <= RULES:
+    """Types and names alone: `_require_tokens` looks at the tokens."""
+    _require(dict.fromkeys(entry.keys() & RULE_TOKENS, list) | dict.fromkeys(entry.keys() & RULE_TOKEN, int), entry)
+    _require({name: RULES[name] for name in entry.keys() & RULES.keys()}, entry)
+    texts = entry.get("unsupported", [])
+    _require(dict.fromkeys(range(len(texts)), str), texts)
+    counts = [entry[name] for name in ("min_length", "min_new_tokens", "num_beams") if name in entry]
+    stops = entry.get("early_stopping", False)
+    known = entry.keys() <= RULE_TOKEN | RULE_TOKENS | RULES.keys() | {"early_stopping"}
+    if not (known and min(counts, default=0) >= 0 and (stops == "never" or type(stops) is bool)):
         raise ValueError(f"its rules are {entry!r:.200}")
 
 

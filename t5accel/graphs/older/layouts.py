@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from t5accel.checkpoints import load_t5
 from t5accel.checks import as_count, check_file, read_json_object
-from t5accel.decoding.rules import special_tokens
+from t5accel.decoding.rules import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder
@@ -48,6 +48,7 @@ class Layout:
         dims: the model's sizes.
         tokens: ``pad_token_id``, ``eos_token_id`` and ``decoder_start_token_id``.
         files: bytes of each file beside it.
+        rules: what the model asks of every answer, as in a `Manifest`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Layout:
     dims: T5Dims
     tokens: Mapping[str, int]
     files: Mapping[str, int]
+    rules: Mapping[str, Any] = field(default_factory=dict)
 
 
 def export_layout(
@@ -106,7 +108,9 @@ def export_layout(
             for file, graph in graphs.items():
                 _write(partial / file, graph, threshold)
             files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-            written = Layout(layout, source, weights.dims, special_tokens(model), files)
+            written = Layout(
+                layout, source, weights.dims, special_tokens(model), files, rules_of(model).to_json()
+            )  # fmt: skip
             (partial / DESCRIPTION).write_text(json.dumps(asdict(written), indent=1) + "\n", encoding="utf-8")
     return written
 
