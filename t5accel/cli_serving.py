@@ -115,7 +115,7 @@ def batch(
     max_source_tokens: Annotated[int, typer.Option(help="Of a text; longer ones are rejected.")] = 512,
     batch_tokens: Annotated[int, typer.Option(help="Of a batch's padded sources, times the beams.")] = 4096,
     shard_rows: Annotated[
-        int, typer.Option(help="Of one output file: what a kill may cost. Large jobs: 2000, for less padding.")
+        int, typer.Option(help="Rows per output file: what a kill may cost. Large jobs: 2000, for less padding.")
     ] = 200,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Default: all cores that this process may use; of each actor of ray 1.")

@@ -420,7 +420,7 @@ def test_what_is_no_input_and_no_output_is_refused_in_a_sentence(
         run("in.jsonl", "full")
     with pytest.raises(JobError, match="cannot be written to"):
         run("in.jsonl", "a.doc/out")
-    for wrong in (dict(shard_rows=0), dict(column=""), dict(into="text")):
+    for wrong in (dict(shard_rows=0), dict(column=""), dict(into="text"), dict(prefix="\udcff"), dict(into="\udcff")):
         with pytest.raises(InputError):
             Settings(**wrong)
 

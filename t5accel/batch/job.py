@@ -63,6 +63,11 @@ class Settings:
             as_count(self.beams, "beams", at_least=1)
         for name in ("max_new_tokens", "max_source_tokens", "batch_tokens", "shard_rows"):
             as_count(getattr(self, name), name, at_least=1)
+        for name in ("column", "prefix", "into"):
+            try:
+                getattr(self, name).encode()
+            except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
+                raise InputError(f"{name} must be UTF-8, got {getattr(self, name)!r}. Convert it.") from error
         if not self.column or not self.into or self.column == self.into:
             raise InputError(f"column is {self.column!r} and into {self.into!r}: give two names that differ.")
 
