@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
@@ -9,11 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 KINDS = 33
 LONGEST_S = 30.0  # without a byte
+# What a client sends that then neither writes nor reads: nothing, half a head, half a body, many small requests.
+SILENT = (
+    b"", b"GET /v1/models HTTP/1.1\r\nho", b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{",
+    b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n" * 600,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,11 +31,13 @@ class Survived:
         statuses: of the answers.
         cut_off: requests that were answered by the end of the connection.
         longest_s: until the first byte, or the end.
+        live_s: the longest until ``/health/live`` was answered meanwhile, where that was asked.
     """
 
     statuses: Counter[int]
     cut_off: int
     longest_s: float
+    live_s: float = 0.0
 
 
 def abuse(port: int, count: int = 200, *, at_once: int = 8) -> Survived:
@@ -46,9 +55,69 @@ def abuse(port: int, count: int = 200, *, at_once: int = 8) -> Survived:
         return send(port, hostile(seed)), time.perf_counter() - began
 
     with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(one, range(count)))
+        return _survived(list(pool.map(one, range(count))))
+
+
+def fuzz(port: int, seconds: float, *, at_once: int = 6, silent: int = 40) -> Survived:
+    """Hostile requests for so long, beside connections that say nothing or read nothing; health is asked all the time.
+
+    Raises:
+        TimeoutError: a request hangs.
+        ConnectionError: ``/health/live`` is not answered with 200.
+
+    >>> fuzz(9, 0.1)
+    Traceback (most recent call last):
+    ConnectionError: /health/live is answered b''
+    """
+    contents = [hostile(seed) for seed in range(8 * KINDS)]  # beforehand: making them would delay the probe
+    ends, numbers, answers, live = time.monotonic() + seconds, itertools.count(), [], []
+
+    def attack() -> None:
+        while time.monotonic() < ends:
+            content, began = contents[next(numbers) % len(contents)], time.perf_counter()
+            answers.append((send(port, content), time.perf_counter() - began))
+
+    def hold() -> None:
+        while time.monotonic() < ends:
+            with ExitStack() as held:
+                for number in range(silent):
+                    with suppress(OSError):
+                        held.enter_context(_silent(port, SILENT[number % len(SILENT)]))
+                time.sleep(min(3.0, max(0.0, ends - time.monotonic())))
+
+    def probe() -> None:
+        while time.monotonic() < ends:
+            began = time.perf_counter()
+            answer = send(port, b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            live.append(time.perf_counter() - began)
+            if b" 200 " not in answer[:16]:
+                raise ConnectionError(f"/health/live is answered {answer[:80]!r}")
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(at_once + 2) as pool:
+        for work in [pool.submit(one) for one in (probe, hold, *[attack] * at_once)]:
+            work.result()
+    return replace(_survived(answers), live_s=max(live))
+
+
+def _survived(answers: list[tuple[bytes, float]]) -> Survived:
     statuses = Counter(int(answer.split()[1]) for answer, _ in answers if answer)
     return Survived(statuses, sum(not answer for answer, _ in answers), max(seconds for _, seconds in answers))
+
+
+def _silent(port: int, content: bytes) -> socket.socket:
+    """A connection that sends that, or as much as is taken, and reads nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    try:
+        connection.connect(("127.0.0.1", port))
+        connection.setblocking(False)
+        with suppress(BlockingIOError):
+            connection.send(content)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def send(port: int, content: bytes) -> bytes:

@@ -19,6 +19,7 @@ from t5accel.serving.metrics import Metrics
 from t5accel.serving.settings import Settings, is_loopback
 
 log = logging.getLogger("t5accel.serving")
+open_log = logging.getLogger("t5accel.serving.open")  # what needs no key: few lines a second of it
 
 OPEN = ("/docs",)  # the same of every server, and a browser sends no key
 STATUS: dict[type[Exception], int] = {
@@ -91,7 +92,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 0
+        started, status, told = time.perf_counter(), 0, log
 
         async def sent(message: Any) -> None:
             nonlocal status
@@ -105,12 +106,13 @@ class Guard:
                 head = dict(scope["headers"])
                 if b"transfer-encoding" in head and b"content-length" in head:
                     raise Refused(400, "Give a Transfer-Encoding or a Content-Length, not both.")
-                is_open = scope["path"].startswith("/health/")
-                if not is_open:
+                if scope["path"].startswith("/health/"):
+                    body, told = b"", open_log
+                else:
                     self._check_head(scope, head)
-                body = b"" if is_open else await self._body(head, receive)
+                    body = await self._body(head, receive)
             except Refused as error:
-                response = refusal(error)
+                response, told = refusal(error), open_log
                 response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
                 await response(scope, receive, sent)
             else:
@@ -119,7 +121,7 @@ class Guard:
             pass  # the client has gone
         finally:
             passed = (time.perf_counter() - started) * 1e3
-            log.info("%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
+            told.info("%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
 
     def _check_head(self, scope: Any, head: dict[bytes, bytes]) -> None:
         """All that can be refused before any body is read."""

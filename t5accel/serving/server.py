@@ -23,7 +23,7 @@ from t5accel.api import open_backend
 from t5accel.errors import InputError
 from t5accel.machine import cpu_threads
 from t5accel.serving.app import make_app
-from t5accel.serving.guard import Refused, log, refusal
+from t5accel.serving.guard import Refused, log, open_log, refusal
 from t5accel.serving.settings import Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; those in our memory are beyond it
@@ -358,8 +358,8 @@ def listen(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.so
         app, http=patient, loop="asyncio", ws="none", lifespan="on", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=64 * 1024, timeout_graceful_shutdown=5, backlog=BACKLOG,
     )  # fmt: skip
-    for name in ("asyncio", "uvicorn.error"):
-        logging.getLogger(name).addFilter(Sparing())
+    for one in (logging.getLogger("asyncio"), logging.getLogger("uvicorn.error"), open_log):
+        one.addFilter(Sparing())
     for one in sockets:
         log.info("listening at http://%s:%s", settings.host, one.getsockname()[1])
     Server(config, scheduler, settings.grace_s).run(sockets)
