@@ -31,6 +31,7 @@ DONE = "data: [DONE]\n\n"
 CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
 ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
 CHARACTERS = 32  # of a text, for each token that a source may have; more are not tokenised
+LARGE = 64 * 1024  # bytes of a body, which take some milliseconds to be parsed
 EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are one event
 
 
@@ -49,8 +50,7 @@ class Service:
         self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
         self.metrics.watch(self.scheduler)
         self.loop: asyncio.AbstractEventLoop | None = None
-        # One thread, since not every tokenizer bears two; the event loop goes on beside it.
-        self._tokenizing = ThreadPoolExecutor(1, "t5accel-tokenizer")
+        self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
     def _tell(self, tickets: Sequence[Ticket]) -> None:
         """From the engine's thread to the one that serves, which is woken for a stream's end, or not too often."""
@@ -75,15 +75,16 @@ class Service:
         least = asked.job([self.eos_token_id], seed_of(asked), self.settings.deadline_s)
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
-        sources = [await self._beside(self._tokens, text[:most], asked.truncate) for text in texts]
+        sources = [await self.beside(self._tokens, text[:most], asked.truncate) for text in texts]
         jobs = [replace(least, input_ids=tokens) for tokens in sources]
         tickets = self.scheduler.submit_all(jobs)
         if self.settings.log_texts:
             log.info("requests %s: %s", [ticket.number for ticket in tickets], json.dumps(texts, ensure_ascii=False))
         return tickets
 
-    def _beside(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *arguments)
+    def beside(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+        """What a function returns that takes long: they run one after another, and the event loop between them."""
+        return asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def _tokens(self, text: str, truncate: bool) -> list[int]:
         most, batch = self.settings.source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
@@ -97,12 +98,12 @@ class Service:
     def close(self) -> None:
         """End its threads."""
         self.scheduler.close()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def texts(self, answers: Sequence[Answer]) -> list[str]:
         """Decoded."""
         tokens = [answer.tokens for answer in answers]
-        found = await self._beside(lambda: self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+        found = await self.beside(lambda: self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
         if self.settings.log_texts:
             log.info("answers: %s", json.dumps(found, ensure_ascii=False))
         return found
@@ -249,7 +250,10 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         def add(answer: Callable[[Any, Request], Awaitable[Response]]) -> None:
             async def route(request: Request) -> Response:
                 try:
-                    return await answer(schema.model_validate_json(await request.body()), request)
+                    body = await request.body()
+                    if len(body) < LARGE:
+                        return await answer(schema.model_validate_json(body), request)
+                    return await answer(await service.beside(schema.model_validate_json, body), request)
                 except BaseException as error:  # what a tokenizer in Rust raises is no Exception
                     return _answer_to(error, openai=path.startswith("/v1/"))
 

@@ -238,9 +238,9 @@ class Scheduler:
         except BaseException as error:  # the batch may be in any state
             self._give_up(error)
         news, self._news = list(self._news.values()), {}
+        self._began_s = None  # before anybody is told: who hears of the end may ask at once
         if news:
             self._tell(news)
-        self._began_s = None
         return bool(self._running or self._queue)
 
     def _run(self) -> None:
