@@ -71,8 +71,8 @@ class Service:
         longest = max(map(len, texts))
         if longest > most and not asked.truncate:
             raise _too_long(f"A text has {longest} characters, and {most} are allowed")
-        # With sources of one token, the least they can have, it is seen whether anything else is wrong.
-        least = asked.job([self.eos_token_id], seed_of(asked), self.settings.deadline_s)
+        # With a source of one token, the shortest there is, anything else that is wrong shows.
+        least = asked.job([0], seed_of(asked), self.settings.deadline_s)
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
         sources = [await self.beside(self._tokens, text[:most], asked.truncate) for text in texts]

@@ -102,7 +102,7 @@ class Scheduler:
             f"{type(backend).__name__} has no admit(): whoever comes while a batch runs waits until all of it is done"
         )  # fmt: skip
         self.key_value_bytes, self._pace = KeyValueBytes(backend), EncoderPace()
-        self.limits.check(Job([backend.pad_token_id], max_new_tokens=1), self.key_value_bytes)
+        self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
         self._continuations = Continuations(backend.vocab_size)
         self._observe = observe or (lambda name, value: None)
         self._tell = tell or _tell_listeners

@@ -361,7 +361,8 @@ def listen(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.so
     for one in (logging.getLogger("asyncio"), logging.getLogger("uvicorn.error"), open_log):
         one.addFilter(Sparing())
     for one in sockets:
-        log.info("listening at http://%s:%s", settings.host, one.getsockname()[1])
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        log.info("listening at http://%s:%s", host, one.getsockname()[1])
     Server(config, scheduler, settings.grace_s).run(sockets)
 
 
