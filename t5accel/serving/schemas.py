@@ -125,7 +125,7 @@ def seed_of(asked: Generate) -> int:
 def page(interface: dict[str, Any]) -> str:
     """An OpenAPI description as HTML that needs no script and nothing from another host.
 
-    >>> page({"info": {"title": "T5 & co"}, "paths": {"/a": {"get": {"description": "Says a."}}}})[-71:]
+    >>> page({"info": {"title": "T5 & co"}, "paths": {"/a": {"get": {"description": "Says a."}}}})[-70:]
     '<h1>T5 &amp; co</h1><p></p><h2>GET /a</h2><p>Says a.</p></body></html>'
     """
     title, about = escape(interface["info"]["title"]), escape(interface["info"].get("description", ""))
