@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # no command reports to the maker of ONNX Runtime, unless told to
+
 import sys
 import time
 import warnings

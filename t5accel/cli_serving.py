@@ -30,13 +30,30 @@ def serve(
     model: Annotated[str | None, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, fp16, int8 or int4. Default: fp32.")] = None,
     threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
-    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1. Beyond it set T5ACCEL_API_KEY.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name for clients. Default: --model, of a folder its last part.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1. Any other needs T5ACCEL_API_KEY.")] = None,
+    allow_unauthenticated: Annotated[
+        bool | None, typer.Option("--allow-unauthenticated", help="Serve other machines without an API key.")
+    ] = None,
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option(help="Further Host headers to accept, separated by commas; *: any. Default: this machine's."),
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0: any that is free.")] = None,
     rows: Annotated[
         int | None, typer.Option(help="Of the batch: an answer takes one, K beams take K. Default: 32.")
     ] = None,
     key_value_mb: Annotated[int | None, typer.Option(help="Of keys and values of all rows. Default: no limit.")] = None,
     queue: Annotated[int | None, typer.Option(help="Requests that may wait. Default: 256.")] = None,
+    max_queued_tokens: Annotated[
+        int | None,
+        typer.Option(help="Source and new tokens, times rows, that may wait. Default: --queue of the longest."),
+    ] = None,
+    max_beams: Annotated[
+        int | None, typer.Option(help="Maximum beams, or drawn answers, per text. Default: 8.")
+    ] = None,
     source_tokens: Annotated[int | None, typer.Option(help="Of a source, at most. Default: 512.")] = None,
     new_tokens: Annotated[int | None, typer.Option(help="Of an answer, at most. Default: 512.")] = None,
     texts: Annotated[int | None, typer.Option(help="Of one request, at most. Default: 64.")] = None,
@@ -50,9 +67,11 @@ def serve(
     head_s: Annotated[float | None, typer.Option(help="For a request's head to arrive. Default: 10.")] = None,
     body_s: Annotated[float | None, typer.Option(help="For its body. Default: 10.")] = None,
     write_s: Annotated[
-        float | None, typer.Option(help="Who lets an answer lie unread so long is cut off. Default: 10.")
+        float | None, typer.Option(help="Close a connection whose answer stays unread for this long. Default: 10.")
     ] = None,
-    deadline_s: Annotated[float | None, typer.Option(help="Of requests that name none. Default: none.")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(help="Deadline of requests that do not set their own. Default: 120.")
+    ] = None,
     grace_s: Annotated[float | None, typer.Option(help="After SIGTERM, for what runs. Default: 30.")] = None,
     stuck_s: Annotated[float | None, typer.Option(help="A step that long, and it is not alive. Default: 60.")] = None,
     log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,

@@ -159,7 +159,7 @@ def asked(front: Front, content: dict[str, Any], **settings: Any) -> httpx.Respo
 
     async def ask() -> httpx.Response:
         app = Guard(front, Served(**settings), front.metrics)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.post("/generate", json=content)
 
     return asyncio.run(ask())
@@ -182,7 +182,8 @@ def test_what_a_replica_answers_passes_the_front_unchanged(replica: Replica) -> 
 def test_a_client_that_goes_frees_its_row_in_the_replica(replica: Replica) -> None:
     async def begin_and_go() -> None:
         body = json.dumps({"text": TEXT, "max_new_tokens": 500, "stream": True}).encode()
-        messages = replica({"method": "POST", "path": "/generate", "headers": []}, body)
+        headers = [(b"content-type", b"application/json")]
+        messages = replica({"method": "POST", "path": "/generate", "headers": headers}, body)
         assert [(await anext(messages))["type"], (await anext(messages))["type"]] == [
             "http.response.start", "http.response.body",
         ]  # fmt: skip
@@ -246,7 +247,9 @@ def test_a_front_without_a_replica_is_alive_and_not_ready(monkeypatch: pytest.Mo
         yield {}
 
     async def both() -> list[int]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(Front(nobody)), base_url="http://here") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(Front(nobody)), base_url="http://localhost"
+        ) as client:
             return [(await client.get(path)).status_code for path in ("/health/live", "/health/ready", "/metrics")]
 
     monkeypatch.setattr(fronts, "READY_S", 0.1)

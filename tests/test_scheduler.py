@@ -235,6 +235,61 @@ def test_the_higher_priority_goes_first_among_equals_the_older() -> None:
     assert sorted(range(5), key=lambda i: tickets[i].done_s) == [3, 1, 4, 0, 2]
 
 
+def test_a_low_priority_is_not_held_back_for_ever() -> None:
+    """Somebody of the highest priority comes every second, and one answer takes a second."""
+    scheduler, clock = stepped(Joining(ends=0), rows=1)
+    low = scheduler.submit(Job([5], max_new_tokens=1))
+    for _ in range(30):
+        scheduler.submit(Job([6], max_new_tokens=1, priority=10**6))
+        scheduler.round()
+        clock.now += 1
+    assert low.is_done and 9 <= low.done_s <= 11
+
+
+def test_what_waits_is_counted_by_its_work() -> None:
+    scheduler, _ = stepped(Joining(ends=0), rows=32, queue=10, queued_tokens=1000)
+    large = Job([5] * 10, num_beams=8, max_new_tokens=90)  # 800 tokens
+    scheduler.submit(large)
+    with pytest.raises(QueueFullError, match="800 tokens are waiting and 1000 may"):
+        scheduler.submit(large)
+    with pytest.raises(QueueFullError, match="800 tokens"):
+        scheduler.require_place(Job([5], max_new_tokens=49), 5)
+    with pytest.raises(InputError, match="counts as 1600 tokens, and 1000 may wait"):
+        scheduler.submit_all([large, large])
+    with pytest.raises(InputError, match="counts as 11 requests, and 10 may wait"):
+        scheduler.submit_all([Job([5], max_new_tokens=1)] * 11)
+    small = scheduler.submit_all([Job([5], max_new_tokens=39)] * 5)
+    assert scheduler.waiting == 6
+    run(scheduler)
+    assert all(ticket.is_done for ticket in small) and Limits().most_queued_tokens == 256 * 1024
+
+
+@pytest.mark.parametrize("where", ["encode", "step"])
+def test_an_exception_that_is_none_of_python_s_ends_one_request(where: str) -> None:
+    class Panic(BaseException):
+        pass
+
+    class Panicking(Joining):
+        def encode(self, *arguments: Any) -> Any:
+            return fail("encode") or super().encode(*arguments)
+
+        def step(self, *arguments: Any) -> Any:
+            return fail("step") or super().step(*arguments)
+
+    def fail(here: str) -> None:
+        if failing and here == where:
+            raise Panic("of native code")
+
+    failing = [1]
+    with Scheduler(Panicking(), Limits()) as scheduler:
+        first = scheduler.submit_all([Job([5]), Job([5, 6])])
+        for ticket in first:
+            with pytest.raises(EngineError, match="Panic"):
+                ticket.result(9)
+        failing.clear()
+        assert pairs(scheduler.submit(Job([7])).result(9)) == by_itself(Job([7])) and scheduler.is_alive
+
+
 def test_a_cancelled_row_is_free_at_the_next_step() -> None:
     scheduler, _ = stepped(Joining(ends=0))
     tickets = [scheduler.submit(Job([5 + i], max_new_tokens=9)) for i in range(3)]
@@ -510,7 +565,8 @@ def test_what_happens_is_observed() -> None:
         (dict(max_new_tokens=0), "max_new_tokens is 0"),
         (dict(max_new_tokens=71), "max_new_tokens is 71; at most 70"),
         (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens is 9"),
-        (dict(num_beams=5), "5 rows; at most 4"),
+        (dict(num_beams=5), "num_beams is 5; at most 4"),
+        (dict(sampling=Sampling(), num_return_sequences=5), "num_return_sequences is 5; at most 4"),
         (dict(num_beams=0), "num_beams is 0"),
         (dict(num_return_sequences=2), "num_return_sequences is 2"),
         (dict(num_beams=2, length_penalty=float("nan")), "length_penalty is nan"),

@@ -31,7 +31,8 @@ from typer.testing import CliRunner
 
 import t5accel.serving.server
 from t5accel.cli import app as commands
-from t5accel.lab.abuse import abuse, hostile, request, send
+from t5accel.errors import InputError
+from t5accel.lab.abuse import KINDS, abuse, fuzz, head, hostile, request, send
 from t5accel.serving.app import make_app
 from t5accel.serving.settings import Settings
 
@@ -71,7 +72,7 @@ async def served(backend: Any = None, **settings: Any) -> AsyncIterator[tuple[ht
     app = make_app(backend or Joining(), Letters(), Settings(**settings))
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
             yield client, app.state.service.scheduler
 
 
@@ -82,7 +83,9 @@ def asked(path: str = "/generate", *, backend: Any = None, headers: dict[str, st
     async def ask() -> httpx.Response:
         async with served(backend, **(settings or {})) as (client, _):
             body = json.dumps(fields) if content is None else content
-            return await client.post(path, content=body, headers=headers)
+            return await client.post(
+                path, content=body, headers={"content-type": "application/json", **(headers or {})}
+            )
 
     return asyncio.run(ask())
 
@@ -143,7 +146,9 @@ def test_the_page_of_the_interface_knows_the_fields() -> None:
     schema, page = asyncio.run(ask())
     body = schema["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"text", "num_beams", "stream", "priority", "deadline_s"} <= body["properties"].keys()
-    assert page.status_code == 200
+    assert page.status_code == 200 and all(f"<td>{name}</td>" in page.text for name in body["properties"])
+    assert "/v1/completions" in page.text and not re.search("://|<script|<link|<img|src=|url\\(", page.text)
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
 
 
 # Refusals
@@ -159,7 +164,7 @@ def test_the_page_of_the_interface_knows_the_fields() -> None:
         (dict(text="a" * 99), 413, "99 tokens, and 20 are allowed"),
         (dict(text="a", num_beams="4"), 422, "num_beams"),
         (dict(text="a", num_beams=True), 422, "num_beams"),
-        (dict(text="a", num_beams=40), 422, "40 rows; at most 32"),
+        (dict(text="a", num_beams=40), 422, "num_beams is 40; at most 8"),
         (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
         (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
         (dict(text="a", do_sample=True, temperature=-1.0), 422, "temperature is -1.0"),
@@ -250,7 +255,7 @@ def test_a_failing_engine_is_said_without_the_text_and_the_next_request_goes_on(
 
     first, second, metrics = asyncio.run(ask())
     assert (first.status_code, second.status_code) == (500, 200) and "RuntimeError" in error_of(first)["message"]
-    assert "secret" not in first.text + caplog.text
+    assert "secret" not in first.text + caplog.text and re.search("RuntimeError at .*test_server.py:", caplog.text)
     assert (
         "t5accel_engine_failures 1.0" in metrics.text
         and 't5accel_failed_total{reason="EngineError"} 1.0' in metrics.text
@@ -277,18 +282,20 @@ def test_an_engine_that_hangs_is_not_alive() -> None:
     assert asyncio.run(ask()) == 503
 
 
-@pytest.mark.parametrize("key", ["", "wrong", "geheim", "Bearer geheim", "Bearer geheimé"])
+@pytest.mark.parametrize(
+    "key", ["", "wrong", "geheim", "Bearer geheim", "bearer geheim", "Bearer geheimé", "Basic geheim"]
+)
 def test_the_key(key: str, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_API_KEY", "geheim")
 
     async def ask() -> list[int]:
         async with served() as (client, _):
             headers = {b"authorization": key.encode()}
-            paths = ["/metrics", "/v1/models", "/docs", "/nothing", "/health/ready"]
+            paths = ["/metrics", "/v1/models", "/openapi.json", "/nothing", "/docs", "/health/ready"]
             return [(await client.get(path, headers=headers)).status_code for path in paths]
 
-    right = key == "Bearer geheim"
-    assert asyncio.run(ask()) == ([200, 200, 200, 404, 200] if right else [401, 401, 401, 401, 200])
+    right = key.lower() == "bearer geheim"
+    assert asyncio.run(ask()) == ([200, 200, 200, 404, 200, 200] if right else [401, 401, 401, 401, 200, 200])
 
 
 def test_texts_are_in_the_log_only_if_that_is_asked_for(caplog) -> None:
@@ -297,6 +304,206 @@ def test_texts_are_in_the_log_only_if_that_is_asked_for(caplog) -> None:
     assert "POST /generate 200" in caplog.text and "hello" not in caplog.text
     asked(text="hello there", settings=dict(log_texts=True))
     assert "hello there" in caplog.text and "answers: " in caplog.text
+
+
+class Panic(BaseException):
+    """What a tokenizer written in Rust raises when it panics is no ``Exception``."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["tokenizer", "encoder", "step", "decoder"])
+def test_whatever_one_text_raises_is_one_answer(where: str, stream: bool, monkeypatch, caplog) -> None:
+    class Panicking(Joining):
+        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
+            fail("encoder")
+            return super().encode(input_ids, attention_mask)
+
+        def step(self, *arguments: Any) -> np.ndarray:
+            fail("step")
+            return super().step(*arguments)
+
+    def fail(here: str) -> None:
+        if failing and where == here:
+            raise Panic("the secret text")
+
+    def failing_at(name: str, here: str) -> None:
+        usual = getattr(Letters, name)
+        monkeypatch.setattr(Letters, name, lambda *args, **options: (fail(here), usual(*args, **options))[1])
+
+    failing_at("__call__", "tokenizer")
+    failing_at("batch_decode", "decoder")
+    failing = [1]
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        async with served(Panicking()) as (client, scheduler):
+            first = await client.post("/generate", json=dict(text="abc", stream=stream))
+            failing.clear()
+            assert scheduler.is_alive
+            return first, await client.post("/generate", json=dict(text="abc", stream=stream))
+
+    first, second = asyncio.run(ask())
+    assert first.status_code == 500 or "event: error" in first.text
+    assert "Panic" in first.text and second.status_code == 200 and "error" not in second.text
+    assert "Panic at " in caplog.text and "secret" not in first.text + caplog.text
+
+
+def test_a_text_is_tokenised_beside_the_event_loop(monkeypatch) -> None:
+    usual, release = Letters.__call__, threading.Event()
+    monkeypatch.setattr(Letters, "__call__", lambda *args, **options: (release.wait(9), usual(*args, **options))[1])
+
+    async def ask() -> tuple[int, list[int]]:
+        async with served() as (client, _):
+            working = asyncio.create_task(client.post("/generate", json=dict(text="a")))
+            await asyncio.sleep(0.05)
+            began = time.perf_counter()
+            live = [(await client.get("/health/live")).status_code for _ in range(3)]
+            assert time.perf_counter() - began < 1 and not working.done()
+            release.set()
+            return (await working).status_code, live
+
+    assert asyncio.run(ask()) == (200, [200, 200, 200])
+
+
+async def through_the_guard(path: str, *headers: tuple[bytes, bytes], **settings: Any) -> dict[bytes, bytes]:
+    """The status and headers of an answer to a request whose body never comes."""
+    app, sent = make_app(Joining(), Letters(), Settings(**settings)), []
+
+    async def receive() -> Any:
+        if path != "/docs":
+            await asyncio.sleep(9)
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "method": "POST" if path == "/generate" else "GET",
+             "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
+             "headers": list(headers), "client": None, "server": None, "http_version": "1.1"}  # fmt: skip
+    await asyncio.wait_for(app(scope, receive, send), 2)
+    app.state.service.close()
+    return {b"status": sent[0]["status"], **dict(sent[0]["headers"])}
+
+
+HOST, JSON = (b"host", b"localhost:8000"), (b"content-type", b"application/json")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/health/live", [(b"content-length", b"5")], 200),
+        ("/health/live", [(b"host", b"evil.example")], 200),
+        ("/generate", [HOST, JSON, (b"content-length", b"5")], 401),
+        ("/generate", [(b"host", b"evil.example"), JSON], 421),
+        ("/generate", [HOST, JSON, (b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
+        ("/generate", [HOST, (b"authorization", b"BEARER  geheim"), (b"content-type", b"text/plain")], 415),
+        ("/generate", [HOST, (b"authorization", b"bearer geheim")], 415),
+        ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-length", b"2000000")], 413),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_head_says_is_answered_before_a_body_is_read(
+    path: str, headers: list[Any], status: int, monkeypatch
+) -> None:
+    monkeypatch.setenv("T5ACCEL_API_KEY", "geheim")
+    found = asyncio.run(through_the_guard(path, *headers))
+    assert found[b"status"] == status and (status == 200 or found[b"connection"] == b"close")
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        (dict(), b"localhost:80", 200), (dict(), b"[::1]:8000", 200), (dict(), b"127.0.0.1", 200),
+        (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example, b.example"), b"B.example:1", 200),
+        (dict(allowed_hosts="*"), b"evil.example", 200), (dict(host="0.0.0.0"), b"any.example", 200),
+        (dict(host="0.0.0.0", allowed_hosts="a.example"), b"any.example", 421),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_names_by_which_a_server_is_asked(settings: dict[str, Any], host: bytes, status: int) -> None:
+    assert asyncio.run(through_the_guard("/docs", (b"host", host), **settings))[b"status"] == status
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "match"),
+    [
+        (dict(text="a" * 700), 413, "700 characters, and 640 are allowed"),
+        (dict(text=["a", "b" * 10**5]), 413, "100000 characters"),
+        (dict(text=[5] * 100_000), 422, "text must be a text or a list of texts"),
+        (dict(text=["a"] * 100_000), 422, "100000 texts"),
+        (dict(text="a", **{f"f{i}": 1 for i in range(50_000)}), 400, "f0 is not supported"),
+        (dict(text="a", num_beams=9), 422, "num_beams is 9; at most 8"),
+        (dict(text="a", do_sample=True, num_return_sequences=9), 422, "num_return_sequences is 9; at most 8"),
+        (dict(text=["a"] * 5, max_new_tokens=99), 422, "counts as 500 tokens, and 400 may wait"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused_before_it_is_tokenised(fields: dict[str, Any], status: int, match: str, monkeypatch) -> None:
+    monkeypatch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
+    began = time.perf_counter()
+    response = asked(**fields, settings=dict(source_tokens=20, max_queued_tokens=400))
+    assert response.status_code == status and re.search(match, error_of(response)["message"])
+    assert time.perf_counter() - began < 5
+
+
+def test_a_full_queue_is_asked_before_the_tokenizer() -> None:
+    async def ask() -> None:
+        async with served(Slow(0.01), rows=1, queue=1) as (client, scheduler):
+            running = [asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=500)))]
+            while not scheduler.running:
+                await asyncio.sleep(0.01)
+            running.append(asyncio.create_task(client.post("/generate", json=dict(text="a"))))
+            while not scheduler.waiting:
+                await asyncio.sleep(0.01)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
+                assert (await client.post("/generate", json=dict(text="a"))).status_code == 429
+            scheduler.drain(0)
+            await asyncio.gather(*running)
+
+    asyncio.run(ask())
+
+
+def test_what_is_cut_is_cut_before_it_is_tokenised(monkeypatch) -> None:
+    usual, lengths = Letters.__call__, []
+    monkeypatch.setattr(Letters, "__call__", lambda self, texts, **options: (
+        lengths.extend(map(len, texts)), usual(self, texts, **options))[1])  # fmt: skip
+    assert asked(text="a" * 10**5, truncate=True, settings=dict(source_tokens=20)).status_code == 200
+    assert lengths == [640]
+
+
+def test_paths_and_methods_that_there_are_not_have_the_shape_of_all_errors() -> None:
+    async def ask() -> list[httpx.Response]:
+        async with served() as (client, _):
+            return [await client.get("/nothing"), await client.get("/generate"),
+                    await client.post("/generate/", json={})]  # fmt: skip
+
+    missing, method, redirected = asyncio.run(ask())
+    assert [one.status_code for one in (missing, method, redirected)] == [404, 405, 404]
+    assert all(error_of(one)["type"] == "invalid_request_error" for one in (missing, method, redirected))
+    assert method.headers["allow"] == "POST" and "location" not in redirected.headers
+
+
+def test_a_refusal_at_the_end_sends_clients_elsewhere() -> None:
+    async def ask() -> httpx.Response:
+        async with served() as (client, scheduler):
+            scheduler.drain(1)
+            return await client.post("/generate", json=dict(text="a"))
+
+    response = asyncio.run(ask())
+    assert (response.status_code, response.headers["retry-after"], response.headers["connection"]) == (
+        503,
+        "1",
+        "close",
+    )
+
+
+def test_the_folder_of_a_model_is_not_told(tmp_path: Path) -> None:
+    folder = tmp_path / "secret" / "translator"
+    folder.mkdir(parents=True)
+    for settings, name in ((dict(model=str(folder)), "translator"), (dict(model="google/t5"), "google/t5"),
+                           (dict(model=str(folder), served_model_name="ours"), "ours")):  # fmt: skip
+        response = asked(text="a", settings=settings)
+        assert response.json()["model"] == name and "secret" not in response.text
 
 
 # The command
@@ -321,6 +528,67 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
     assert result.exit_code == 2 and "rows is 0" in result.stderr
     result = CliRunner().invoke(commands, ["serve", "--precision", "int8-dynamic"])
     assert len(given) == 2, "which precision can be served is known where the model is opened"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "match"),
+    [
+        (["--host", "0.0.0.0"], {}, "host is '0.0.0.0'.*Set T5ACCEL_API_KEY, or give --allow-unauthenticated"),
+        (["--host", "::"], {}, "there is no API key"),
+        ([], {"T5ACCEL_API_KEY": ""}, "T5ACCEL_API_KEY must not be empty"),
+        ([], {"T5ACCEL_API_KEY": " "}, "T5ACCEL_API_KEY must be printable ASCII without blanks"),
+        ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
+        ([], {"T5ACCEL_API_KEY": "gehäim"}, "must be printable ASCII"),
+        ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
+        ([], {"T5ACCEL_ROW": "8"}, "Rename it to T5ACCEL_ROWS"),
+        (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
+        (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
+        (["--deadline-s", "inf"], {}, "deadline_s is .*inf"),
+        (["--key-value-mb", "0"], {}, "key_value_mb is 0"),
+        (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
+    ],
+    ids=str,
+)
+def test_what_would_serve_nobody_or_everybody_is_refused_at_the_start(
+    arguments: list[str], environment: dict[str, str], match: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(t5accel.serving.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(commands, ["serve", *arguments])
+    assert result.exit_code == 2 and re.search(match, result.stderr) and result.stderr.count("\n") == 1
+    assert "geheim" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--host", "0.0.0.0", "--allow-unauthenticated"], {}),
+        (["--host", "0.0.0.0"], {"T5ACCEL_API_KEY": "geheim"}),
+        (["--host", "localhost"], {"T5ACCEL_SERVICE_HOST": "10.0.0.1", "T5ACCEL_CACHE": "/tmp"}),
+    ],
+)
+def test_what_may_be_served(arguments: list[str], environment: dict[str, str], monkeypatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    opened: list[Settings] = []
+    monkeypatch.setattr(t5accel.serving.server, "opened", opened.append)
+    CliRunner().invoke(commands, ["serve", "--port", "0", *arguments])
+    assert len(opened) == 1
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(commands, ["serve", "--port", str(port)])
+    assert result.exit_code == 2 and re.search(f"port {port} cannot be served: .*in use", result.stderr)
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_batch_in_which_no_request_fits_is_refused(folder: Path, monkeypatch) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(folder / "cache"))
+    with pytest.raises(InputError, match="1 rows, 1 source tokens and 1 new tokens needs .* bytes of keys and values"):
+        t5accel.serving.server.opened(Settings(precision="int8", key_value_mb=1))
 
 
 # A process of its own
@@ -457,29 +725,29 @@ def test_who_does_not_read_is_cut_off(server: Process) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect(("127.0.0.1", server.port))
-        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000)
         with pytest.raises(ConnectionError):
             while True:  # until what is sent can no more arrive
-                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 time.sleep(0.05)
     assert 0 < server.log.count("GET unknown 200") < 500 and "Traceback" not in server.log
 
 
 def test_heads_and_bodies_that_come_too_slowly(server: Process) -> None:
     with server.socket() as body:
-        body.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+        body.sendall(head("content-length: 50") + b"{")
         answer = body.recv(65536)
         assert b"408" in answer.split(b"\r\n")[0] and b"connection: close" in answer.lower()
     for first, start in (
         (b"", b""),
         (b"", b"GET /v1/models HTTP/1.1\r\nho"),
-        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n", b"GE"),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", b"GE"),
     ):
-        with server.socket() as head:
-            head.sendall(first)
-            answer = head.recv(65536) if first else b""
-            head.sendall(start)
-            while chunk := head.recv(65536):
+        with server.socket() as start_only:
+            start_only.sendall(first)
+            answer = start_only.recv(65536) if first else b""
+            start_only.sendall(start)
+            while chunk := start_only.recv(65536):
                 answer += chunk
             assert b"HTTP/1.1 408" in answer, start
 
@@ -489,12 +757,12 @@ def test_two_hundred_hostile_requests(server: Process) -> None:
     good = dict(text=TEXT)
     for path, fields in (("/generate", good), ("/generate", {**good, "stream": True}), ("/nothing", {})):
         server.client.post(path, json=fields)  # what is imported when it is first needed
-    for seed in range(23):
+    for seed in range(KINDS):
         send(server.port, hostile(seed))
     server.process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
     found = abuse(server.port)
-    assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 422, 429, 431, 501, 504}, found
+    assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 415, 421, 422, 429, 504}, found
     assert len(found.statuses) >= 5 and found.cut_off < 60 and found.cut_off + found.statuses.total() == 200
     server.idle()
     assert server.client.post("/generate", json=good).json()["answers"][0]["texts"] == ["Je suis fatigué."]
@@ -513,8 +781,22 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path)
     server.until(lambda load: not load["ready"])
     late = server.client.post("/generate", json=dict(text=TEXT))
     assert late.status_code == 503 and "shutting down" in error_of(late)["message"]
+    refused: list[bytes] = []
+
+    def ask_again_and_again() -> None:  # who are refused keep nobody waiting
+        while answer := send(server.port, request(dict(text=TEXT))):
+            refused.append(answer)
+            time.sleep(0.05)
+
+    others = [threading.Thread(target=ask_again_and_again) for _ in range(4)]
+    for other in others:
+        other.start()
     asks.join()
-    assert server.process.wait() in (0, -signal.SIGTERM)
+    ended = time.monotonic()
+    assert server.process.wait() in (0, -signal.SIGTERM) and time.monotonic() - ended < 4
+    for other in others:
+        other.join()
+    assert refused and all(answer.startswith(b"HTTP/1.1 503") for answer in refused)
     assert found[0].json()["answers"][0]["tokens"] == [2500]
     server.end()
 
@@ -533,6 +815,191 @@ def test_the_grace_ends_and_a_killed_server_starts_again_on_its_port(folder: Pat
         assert server.client.post("/generate", json=dict(text=TEXT)).status_code == 200
         server.process.kill()
         server.end()
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Iterator[Process]:
+    """A server with few places, and a client that needs them."""
+    process = Process(folder, connections=12, body_s=60, head_s=60).ready()
+    yield process
+    process.end()
+
+
+READY = b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def told(server: Process, content: bytes, *, ends: bool = False) -> bytes:
+    """All that comes back until the server closes the connection; with ``ends`` the client half-closes it."""
+    with server.socket() as connection:
+        connection.sendall(content)
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while chunk := connection.recv(65536):
+            found += chunk
+        return found
+
+
+def open_sockets(server: Process) -> int:
+    return sum(1 for one in Path(f"/proc/{server.process.pid}/fd").iterdir() if "socket:" in os.readlink(one))
+
+
+def silent(server: Process, content: bytes) -> socket.socket:
+    """A client that sends that and reads nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(content)
+    return connection
+
+
+def test_clients_that_read_nothing_lose_their_places(small: Process) -> None:
+    """Small answers, which never reach a high-water mark, and connections that the server has closed already."""
+    before = open_sockets(small)
+    held = [silent(small, READY * 550 + end) for end in (b"", b"", b"nonsense\r\n\r\n")]
+    while open_sockets(small) == before:
+        time.sleep(0.01)
+    began = time.monotonic()
+    while open_sockets(small) > before:  # write_s is a second
+        assert time.monotonic() - began < 9, "they stay"
+        time.sleep(0.1)
+    assert small.client.post("/generate", json=dict(text=TEXT)).status_code == 200
+    for connection in held:
+        connection.close()
+
+
+def test_idle_connections_make_room(small: Process) -> None:
+    size = len(small.log)
+    held = [silent(small, content) for content in (b"", b"GET /hea") * 100]
+    for _ in range(3):
+        assert send(small.port, READY).startswith(b"HTTP/1.1 200")
+        assert send(small.port, request(dict(text=TEXT))).startswith(b"HTTP/1.1 200")
+    assert open_sockets(small) < 30 and len(small.log) - size < 10_000
+    for connection in held:
+        connection.close()
+
+
+def test_as_many_connections_as_are_allowed_are_served_and_health_beyond(small: Process) -> None:
+    slow = head("content-length: 50") + b"{"
+    held = [silent(small, slow) for _ in range(11)]
+    time.sleep(0.2)
+    assert httpx.post(f"{small.url}/generate", json=dict(text=TEXT)).status_code == 200, "the twelfth"
+    held.append(silent(small, slow))
+    time.sleep(0.2)
+    for _ in range(40):  # more than are kept beyond the limit: each leaves at once
+        assert send(small.port, READY).startswith(b"HTTP/1.1 200")
+    response = httpx.post(f"{small.url}/generate", json=dict(text=TEXT))
+    assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+    assert "All 12 connections are in use" in error_of(response)["message"]
+    for connection in held:
+        connection.close()
+    small.idle()
+
+
+def test_a_body_in_very_many_pieces_is_cut_off(server: Process) -> None:
+    for start in (head("transfer-encoding: chunked"), READY[:-2] + b"transfer-encoding: chunked\r\n\r\n"):
+        found = b""
+        with server.socket() as connection:
+            try:
+                connection.sendall(start + b"1\r\na\r\n" * 20_000)
+                while chunk := connection.recv(65536):
+                    found += chunk
+            except ConnectionError:  # the server has not read all of it
+                pass
+        assert found[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 200", b""), found
+    body = json.dumps(dict(text=TEXT)).encode()
+    pieces = b"".join(b"1\r\n%c\r\n" % letter for letter in body) + b"0\r\n\r\n"
+    assert b"fatigu" in told(server, head("transfer-encoding: chunked", "connection: close") + pieces)
+
+
+def test_a_client_that_has_said_all_still_hears_and_one_that_has_gone_frees_its_row(server: Process) -> None:
+    server.idle()
+    answer = told(server, request(dict(text=TEXT, max_new_tokens=400, min_new_tokens=400)), ends=True)
+    first, _, rest = answer.partition(b"\r\n\r\n")
+    assert first == b"HTTP/1.1 100 Continue" and rest.startswith(b"HTTP/1.1 200") and b"fatigu" in rest
+    assert told(server, READY * 3, ends=True).count(b"HTTP/1.1 200") == 3
+    assert told(server, request(dict(text=TEXT, stream=True)), ends=True).count(b"data: ") >= 1
+    assert told(server, b"GET /health", ends=True) == b""
+
+
+def test_lengths_that_contradict_each_other_end_the_connection(server: Process) -> None:
+    found = told(server, head("content-length: 4", "transfer-encoding: chunked") + b"0\r\n\r\n" + READY)
+    assert found.startswith(b"HTTP/1.1 400") and found.count(b"HTTP/1.1") == 1 and b'{"error"' in found
+
+
+def test_a_limit_of_open_files_is_raised_or_named(folder: Path) -> None:
+    import resource
+
+    for hard, code in ((4096, 0), (200, 2)):
+        found = subprocess.run(
+            [sys.executable, "-c", "import resource; from t5accel.serving.server import checked, Settings\n"
+             "from t5accel.errors import T5AccelError\n"
+             "try: checked(Settings(connections=1000))\n"
+             "except T5AccelError as error: print(error); raise SystemExit(2)\n"
+             "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"],
+            preexec_fn=lambda hard=hard: resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard)),
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True,
+        )  # fmt: skip
+        assert found.returncode == code, found.stderr
+        if code:
+            assert re.search("connections must be at most 4 where 200 files may be open, got 1000", found.stdout)
+        else:
+            assert int(found.stdout) > 1100
+
+
+# Says what the environment holds when ONNX Runtime is imported.
+IMPORTED = """
+import importlib.abc, os, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "onnxruntime":
+            os.write(2, b"IMPORTED %s\\n" % os.environ.get("ORT_DISABLE_TELEMETRY", "without").encode())
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("start", [["-m", "t5accel"], ["-c", "from t5accel.cli import app; app()"]])
+def test_a_command_does_not_report_to_the_maker_of_onnx_runtime(start: list[str], folder: Path, tmp_path: Path) -> None:
+    """The runtime reads the variable when it is imported, and keeps what it is about to send below these folders."""
+    (tmp_path / "sitecustomize.py").write_text(IMPORTED)
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "HOME": str(tmp_path / "home"),
+                    "TMPDIR": str(tmp_path / "temporary"), "XDG_CACHE_HOME": str(tmp_path / "home/.cache"),
+                    "T5ACCEL_CACHE": str(folder / "cache")}  # fmt: skip
+    command = [sys.executable, *start, "serve", "--precision=int8", "--threads=1", "--port=0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, cwd=tmp_path, text=True) as process:
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if "listening at" in line:
+                break
+        process.terminate()
+        seen += process.stderr.readlines()
+    assert "IMPORTED 1\n" in seen and "IMPORTED without\n" not in seen, "".join(seen)
+    written = [path.name for path in tmp_path.rglob("*")]
+    assert ".ses" not in written and "Microsoft" not in written
+
+
+FUZZED_S = float(os.environ.get("FUZZED_S", 100))
+
+
+@pytest.mark.long
+def test_a_fuzz_of_a_hundred_seconds(folder: Path) -> None:
+    server = Process(folder, connections=64).ready()
+    fuzz(server.port, 5)  # buffers grow to what is needed
+    pages = Path(f"/proc/{server.process.pid}/statm")
+    before, log = int(pages.read_text().split()[1]), len(server.log)
+    found = fuzz(server.port, FUZZED_S)
+    assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 415, 421, 422, 429, 504}, found
+    assert found.statuses.total() > 10 * FUZZED_S and found.longest_s < 15 and found.live_s < 1, found
+    assert int(pages.read_text().split()[1]) < 1.2 * before + 10_000, "memory grows"
+    lines = len(server.log[log:].splitlines())
+    assert lines < found.statuses.total() + 30 * FUZZED_S and "Traceback" not in server.log
+    server.idle()
+    assert server.client.post("/generate", json=dict(text=TEXT)).json()["answers"][0]["texts"] == ["Je suis fatigué."]
+    server.end()
 
 
 @pytest.mark.long

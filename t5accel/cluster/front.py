@@ -18,10 +18,10 @@ from typing import Any
 from t5accel.batch.job import Model
 from t5accel.cluster.ray_session import connected, cores_for
 from t5accel.cluster.replica import Message, Replica
-from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError
+from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serving.guard import Guard, Refused, log, refusal
 from t5accel.serving.metrics import Metrics
-from t5accel.serving.server import LOG, listen, opened
+from t5accel.serving.server import LOG, bound, checked, listen, opened
 from t5accel.serving.settings import Settings
 
 TRIES = 3  # a request that takes its replica with it shall not take all of them
@@ -79,7 +79,8 @@ class Front:
         elif scope["path"] == "/metrics":
             await _say(send, 200, self.metrics.text(), b"text/plain; version=0.0.4")
         elif not self._is_open:
-            await refusal(Refused(503, "The server is shutting down and takes no more requests."))(scope, receive, send)
+            error = ShuttingDownError("The server is shutting down and takes no more requests.")
+            await refusal(error)(scope, receive, send)
         else:
             self.running += 1
             try:
@@ -182,14 +183,17 @@ def serve(settings: Settings) -> None:
     Raises:
         MissingPackageError, ClusterError: as of `ray_session.connected`.
         InputError: there are not enough cores, or fewer replicas at most than at least.
-        InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serving.server.opened`.
+        InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serving.server.checked`,
+            `bound` and `opened`.
     """
     logging.basicConfig(level=logging.INFO, format=LOG)
+    checked(settings)
     threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
     if least > most:
         raise InputError(f"replicas_min is {least} and replicas, the most that there may be, is {most}: raise it.")
     settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
-    opened(settings).state.service.scheduler.close()  # what is wrong with it is said here, and its export is made
+    sockets = bound(settings)
+    opened(settings).state.service.close()  # what is wrong with it is said here, and its export is made
     name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"
     with connected(settings.address) as ray:
         from ray import serve
@@ -209,6 +213,6 @@ def serve(settings: Settings) -> None:
             raise ClusterError(f"No replica could be started: {why:.300}") from error
         try:
             front = Front(_asked_of(handle.options(stream=True), ray))
-            listen(Guard(front, settings, front.metrics), front, settings)
+            listen(Guard(front, settings, front.metrics), front, settings, sockets)
         finally:
             serve.delete(name)

@@ -66,4 +66,4 @@ class Replica:
 
     def __del__(self) -> None:
         if service := getattr(self, "_service", None):
-            service.scheduler.close()
+            service.close()

@@ -7,25 +7,32 @@ import json
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.job import Answer
 from t5accel.decoding.rules import NONE
 from t5accel.decoding.streaming import TextPieces
-from t5accel.errors import T5AccelError
+from t5accel.errors import EngineError, T5AccelError
 from t5accel.serving.guard import Guard, Refused, ValidationError, log, refusal
 from t5accel.serving.metrics import Metrics
-from t5accel.serving.scheduler import Scheduler
-from t5accel.serving.schemas import Completion, Generate, seed_of
+from t5accel.serving.scheduler import ENDS, Scheduler
+from t5accel.serving.schemas import Completion, Generate, page, seed_of
 from t5accel.serving.settings import Settings
 from t5accel.serving.ticket import Ticket
 
 DONE = "data: [DONE]\n\n"
+CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
+ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
+CHARACTERS = 32  # of a text, for each token that a source may have; more are not tokenised
+LARGE = 64 * 1024  # bytes of a body, which take some milliseconds to be parsed
 EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are one event
 
 
@@ -44,6 +51,7 @@ class Service:
         self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
         self.metrics.watch(self.scheduler)
         self.loop: asyncio.AbstractEventLoop | None = None
+        self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
     def _tell(self, tickets: Sequence[Ticket]) -> None:
         """From the engine's thread to the one that serves, which is woken for a stream's end, or not too often."""
@@ -53,31 +61,50 @@ class Service:
                 ticket.due_s = now + EVENTS_S
             self.loop.call_soon_threadsafe(lambda: [ticket.listener() for ticket in due if ticket.listener])
 
-    def submit(self, asked: Generate) -> list[Ticket]:
-        """A ticket for each text."""
+    async def submit(self, asked: Generate) -> list[Ticket]:
+        """A ticket for each text. What can be refused is refused before any text is tokenised."""
         texts = [asked.text] if isinstance(asked.text, str) else asked.text
         if not 1 <= len(texts) <= self.settings.texts:
             raise Refused(422, f"text holds {len(texts)} texts; give 1 to {self.settings.texts}.", param="text")
         if asked.stream and len(texts) > 1:
             raise Refused(422, "stream is for one text.", param="stream")
-        most, seed = self.settings.source_tokens, seed_of(asked)
-        batch, jobs = self.tokenizer(texts, return_tensors="np", padding=True), []
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            tokens = ids[mask == 1].tolist()
-            if len(tokens) > most and not asked.truncate:
-                raise Refused(413, f"A source has {len(tokens)} tokens, and {most} are allowed: shorten it, or ask for "
-                              "truncate.", param="text", code="context_length_exceeded")  # fmt: skip
-            if len(tokens) > most:
-                tokens = [*tokens[: most - 1], self.eos_token_id]
-            jobs.append(asked.job(tokens, seed, self.settings.deadline_s, self.rules))
+        most = CHARACTERS * self.settings.source_tokens
+        longest = max(map(len, texts))
+        if longest > most and not asked.truncate:
+            raise _too_long(f"A text has {longest} characters, and {most} are allowed")
+        # With a source of one token, the shortest there is, anything else that is wrong shows.
+        least = asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules)
+        self.scheduler.require_place(least, len(texts))
+        # One by one, so that other requests' texts come between those of a large one.
+        sources = [await self.beside(self._tokens, text[:most], asked.truncate) for text in texts]
+        jobs = [replace(least, input_ids=tokens) for tokens in sources]
         tickets = self.scheduler.submit_all(jobs)
         if self.settings.log_texts:
             log.info("requests %s: %s", [ticket.number for ticket in tickets], json.dumps(texts, ensure_ascii=False))
         return tickets
 
-    def texts(self, answers: Sequence[Answer]) -> list[str]:
+    def beside(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+        """What a function returns that takes long: they run one after another, and the event loop between them."""
+        return asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+    def _tokens(self, text: str, truncate: bool) -> list[int]:
+        most, batch = self.settings.source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
+        tokens = batch["input_ids"][0][batch["attention_mask"][0] == 1].tolist()
+        if len(tokens) <= most:
+            return tokens
+        if not truncate:
+            raise _too_long(f"A source has {len(tokens)} tokens, and {most} are allowed")
+        return [*tokens[: most - 1], self.eos_token_id]
+
+    def close(self) -> None:
+        """End its threads."""
+        self.scheduler.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def texts(self, answers: Sequence[Answer]) -> list[str]:
         """Decoded."""
-        found = self.tokenizer.batch_decode([answer.tokens for answer in answers], skip_special_tokens=True)
+        tokens = [answer.tokens for answer in answers]
+        found = await self.beside(lambda: self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
         if self.settings.log_texts:
             log.info("answers: %s", json.dumps(found, ensure_ascii=False))
         return found
@@ -128,6 +155,11 @@ class Service:
             ticket.cancel()
 
 
+def _too_long(what: str) -> Refused:
+    what += ": shorten it, or ask for truncate."
+    return Refused(413, what, param="text", code="context_length_exceeded")
+
+
 async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -148,8 +180,26 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def _failed(error: Exception) -> str:
-    return "event: error\ndata: " + refusal(error).body.decode() + "\n\n"
+def _answer_to(error: BaseException, *, openai: bool = False) -> Response:
+    """Whatever was raised for a request; what is our fault leaves a line in the log, without its words.
+
+    They might hold what somebody asked. What ends the process is raised again.
+    """
+    if isinstance(error, (*ENDS, asyncio.CancelledError, GeneratorExit)):
+        raise error
+    if isinstance(error, ConnectionError) and not isinstance(error, T5AccelError):
+        return Response(status_code=499)
+    if isinstance(error, EngineError) or not isinstance(error, T5AccelError | Refused | ValidationError):
+        cause = error.__cause__ or error
+        where = (traceback.extract_tb(cause.__traceback__) or [None])[-1]
+        place = f"{where.filename}:{where.lineno}" if where else "an unknown place"
+        whose = "the engine's" if isinstance(error, EngineError) else "unexpected"
+        log.error("%s %s at %s", whose, type(cause).__name__, place)
+    return refusal(error, openai=openai)
+
+
+def _failed(error: BaseException) -> str:
+    return "event: error\ndata: " + _answer_to(error).body.decode() + "\n\n"
 
 
 async def _streamed(pieces: AsyncIterator[Any], events: Callable[[str, bool], str]) -> Response:
@@ -162,7 +212,7 @@ async def _streamed(pieces: AsyncIterator[Any], events: Callable[[str, bool], st
             if not first[1]:
                 async for piece in pieces:
                     yield events(*piece)
-        except T5AccelError as error:
+        except BaseException as error:
             yield _failed(error)
         finally:
             await pieces.aclose()
@@ -180,15 +230,17 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     >>> app.state.service.scheduler.close()
     """
     service = Service(backend, tokenizer, settings)
-    scheduler, name = service.scheduler, settings.model
+    scheduler, name = service.scheduler, settings.public_name
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.loop = asyncio.get_running_loop()
         yield
-        await asyncio.to_thread(scheduler.close)
+        await asyncio.to_thread(service.close)
 
-    app = FastAPI(title="t5accel", lifespan=lifespan)
+    # A redirect would go to whatever the Host header says. FastAPI's own pages fetch their scripts from other hosts.
+    app = FastAPI(title="t5accel", description=ABOUT, lifespan=lifespan, redirect_slashes=False, docs_url=None,
+                  redoc_url=None)  # fmt: skip
     app.state.service = service
     app.add_middleware(Guard, settings=settings, metrics=service.metrics)
 
@@ -199,15 +251,12 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         def add(answer: Callable[[Any, Request], Awaitable[Response]]) -> None:
             async def route(request: Request) -> Response:
                 try:
-                    return await answer(schema.model_validate_json(await request.body()), request)
-                except ConnectionError:
-                    return Response(status_code=499)
-                except (T5AccelError, Refused, ValidationError) as error:
-                    return refusal(error, openai=path.startswith("/v1/"))
-                except Exception as error:
-                    where = traceback.extract_tb(error.__traceback__)[-1]
-                    log.error("unexpected %s at %s:%s", type(error).__name__, where.filename, where.lineno)
-                    return refusal(error)
+                    body = await request.body()
+                    if len(body) < LARGE:
+                        return await answer(schema.model_validate_json(body), request)
+                    return await answer(await service.beside(schema.model_validate_json, body), request)
+                except BaseException as error:  # what a tokenizer in Rust raises is no Exception
+                    return _answer_to(error, openai=path.startswith("/v1/"))
 
             route.__name__, route.__doc__ = answer.__name__, schema.__doc__
             app.post(path, openapi_extra={"requestBody": content}, response_model=None)(route)
@@ -216,7 +265,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
 
     @post("/generate", Generate)
     async def generate(asked: Generate, request: Request) -> Response:
-        tickets = service.submit(asked)
+        tickets = await service.submit(asked)
         if asked.stream:
             (ticket,) = tickets
 
@@ -230,7 +279,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         await service.answered(tickets, request)
         answers = [
             {
-                "texts": service.texts(ticket.answers),
+                "texts": await service.texts(ticket.answers),
                 "scores": [answer.score for answer in ticket.answers],
                 "tokens": [len(answer.tokens) for answer in ticket.answers],
                 "ended": [answer.ended for answer in ticket.answers],
@@ -249,7 +298,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         if asked.model != name:
             raise Refused(404, f"There is no model {asked.model[:80]!r} here, but {name!r}.", param="model",
                           code="model_not_found")  # fmt: skip
-        tickets = service.submit(asked.generate())
+        tickets = await service.submit(asked.generate())
         content: dict[str, Any] = {"id": f"cmpl-{service.started_s}-{tickets[0].number}", "object": "text_completion",
                                    "created": int(time.time()), "model": name}  # fmt: skip
 
@@ -275,7 +324,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
             return await _streamed(service.pieces(ticket, request), events)
         await service.answered(tickets, request)
         answers = [answer for ticket in tickets for answer in ticket.answers]
-        both = zip(service.texts(answers), answers, strict=True)
+        both = zip(await service.texts(answers), answers, strict=True)
         choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
         return JSONResponse({**content, "choices": choices, "usage": usage()})
 
@@ -303,6 +352,17 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         load = {"ready": is_ready, "waiting": scheduler.waiting, "running": scheduler.running, "rows": scheduler.rows,
                 "continuous": not scheduler.why_static}  # fmt: skip
         return JSONResponse(load, 200 if is_ready else 503)
+
+    @app.get("/docs", response_model=None, include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        """Of a path or a method that there is not."""
+        found = Refused(error.status_code, f"{error.detail}. See /docs for what there is.")
+        found.headers = dict(error.headers or {})
+        return refusal(found)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

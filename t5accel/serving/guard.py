@@ -16,10 +16,12 @@ from pydantic import ValidationError
 
 from t5accel import errors
 from t5accel.serving.metrics import Metrics
-from t5accel.serving.settings import Settings
+from t5accel.serving.settings import Settings, is_loopback
 
 log = logging.getLogger("t5accel.serving")
+open_log = logging.getLogger("t5accel.serving.open")  # what needs no key: few lines a second of it
 
+OPEN = ("/docs",)  # the same of every server, and a browser sends no key
 STATUS: dict[type[Exception], int] = {
     errors.InputError: 422, errors.QueueFullError: 429, errors.DeadlineError: 504, errors.ShuttingDownError: 503,
     errors.CancelledError: 499, errors.EngineError: 500,
@@ -35,7 +37,7 @@ class Refused(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-def refusal(error: Exception, *, openai: bool = False) -> JSONResponse:
+def refusal(error: BaseException, *, openai: bool = False) -> JSONResponse:
     """Any error in the shape that OpenAI's clients read; of one that nobody foresaw, nothing but its type.
 
     For ``openai`` bad values are 400, as OpenAI's clients expect, a source that is too long among them.
@@ -47,9 +49,11 @@ def refusal(error: Exception, *, openai: bool = False) -> JSONResponse:
         error = _first_of(error)
     if not isinstance(error, Refused):
         status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
-        retry = {"Retry_After": str(error.retry_after_s)} if isinstance(error, errors.QueueFullError) else {}
+        headers = {"Retry_After": str(error.retry_after_s)} if isinstance(error, errors.QueueFullError) else {}
+        if isinstance(error, errors.ShuttingDownError):  # another server may answer; this one waits for nobody
+            headers = {"Retry_After": "1", "Connection": "close"}
         message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
-        error = Refused(status, message, **retry)
+        error = Refused(status, message, **headers)
     status, param = error.status, error.param
     if openai:
         status, param = 400 if status in (413, 422) else status, "prompt" if param == "text" else param
@@ -63,29 +67,32 @@ def _first_of(error: ValidationError) -> Refused:
     """What pydantic found first, without what was given."""
     found = error.errors(include_url=False, include_context=False, include_input=False)[0]
     name = ".".join(map(str, found["loc"]))[:80] or None
-    if found["type"] == "extra_forbidden":
-        return Refused(400, f"{name} is not supported: leave it out.", param=name, code="unsupported_parameter")
     return Refused(422, f"{name or 'The body'}: {found['msg']}.", param=name)
 
 
 class Guard:
     """ASGI middleware around the application.
 
+    Health is answered to everybody, and before a body is read.
+
     Args:
         app: what is guarded.
-        settings: the limits, and the key.
+        settings: the limits, the key, and under which names the server is known.
         metrics: counts responses.
     """
 
     def __init__(self, app: Any, settings: Settings, metrics: Metrics):
         self.app, self.settings, self.metrics = app, settings, metrics
         self._key = settings.api_key.get_secret_value().encode() if settings.api_key else b""
+        further = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
+        checks_host = "*" not in further and (further or is_loopback(settings.host))
+        self._hosts = {settings.host.lower(), "localhost", "127.0.0.1", "::1", *further} if checks_host else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 0
+        started, status, told = time.perf_counter(), 0, log
 
         async def sent(message: Any) -> None:
             nonlocal status
@@ -96,10 +103,16 @@ class Guard:
 
         try:
             try:
-                self._check_key(scope)
-                body = await self._body(scope, receive)
+                head = dict(scope["headers"])
+                if b"transfer-encoding" in head and b"content-length" in head:
+                    raise Refused(400, "Give a Transfer-Encoding or a Content-Length, not both.")
+                if scope["path"].startswith("/health/"):
+                    body, told = b"", open_log
+                else:
+                    self._check_head(scope, head)
+                    body = await self._body(head, receive)
             except Refused as error:
-                response = refusal(error)
+                response, told = refusal(error), open_log
                 response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
                 await response(scope, receive, sent)
             else:
@@ -108,19 +121,26 @@ class Guard:
             pass  # the client has gone
         finally:
             passed = (time.perf_counter() - started) * 1e3
-            log.info("%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
+            told.info("%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
 
-    def _check_key(self, scope: Any) -> None:
-        if self._key and not scope["path"].startswith("/health/"):
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, b"Bearer " + self._key):
+    def _check_head(self, scope: Any, head: dict[bytes, bytes]) -> None:
+        """All that can be refused before any body is read."""
+        host = head.get(b"host")
+        if self._hosts is not None and host is not None and _name_in(host) not in self._hosts:
+            # A page of a foreign name that its owner lets point here could read the answers: DNS rebinding.
+            raise Refused(421, "The Host header names no host of this server: see --allowed-hosts.")
+        if self._key and scope["path"] not in OPEN:
+            scheme, _, given = head.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" "), self._key):
                 raise Refused(401, "Give the API key as Authorization: Bearer KEY.", WWW_Authenticate="Bearer")
+        kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != b"application/json":  # which no page sends elsewhere without asking
+            raise Refused(415, "Give Content-Type: application/json, and JSON as the body.")
 
-    async def _body(self, scope: Any, receive: Any) -> bytes:
+    async def _body(self, head: dict[bytes, bytes], receive: Any) -> bytes:
         most = self.settings.body_kb * 1024
         too_large = Refused(413, f"The body has more than {most} bytes.")
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if int(length) > most:
+        if int(head.get(b"content-length", b"0")) > most:
             raise too_large
         body, more = bytearray(), True
         try:
@@ -146,6 +166,18 @@ def _replayed(body: bytes, receive: Any) -> Any:
         return messages.pop() if messages else await receive()
 
     return again
+
+
+def _name_in(host: bytes) -> str:
+    """A Host header without its port.
+
+    >>> _name_in(b"[::1]:8000"), _name_in(b"LOCALHOST.:80"), _name_in(b"127.0.0.1")
+    ('::1', 'localhost', '127.0.0.1')
+    """
+    name = host.decode("latin-1").lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")
 
 
 def _route(scope: Any) -> str:

@@ -29,13 +29,23 @@ from t5accel.decoding.request import Request
 from t5accel.decoding.rules import NONE
 from t5accel.decoding.running import Part, RunningBatch
 from t5accel.decoding.writers import Greedy, writers_of
-from t5accel.errors import DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
-from t5accel.serving.budget import COLUMNS, EncoderPace, KeyValueBytes, Limits, bucket, encodes_alone
+from t5accel.errors import DeadlineError, EngineError, ShuttingDownError
+from t5accel.serving.budget import (
+    COLUMNS,
+    EncoderPace,
+    KeyValueBytes,
+    Limits,
+    bucket,
+    encodes_alone,
+    head_start_s,
+    tokens_of,
+)
 from t5accel.serving.ticket import Ticket
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished jobs by which the rate is measured
 LONGEST_RETRY_S = 120
+ENDS = (KeyboardInterrupt, SystemExit)  # any other exception is of one request, also those that are no `Exception`
 
 
 class Scheduler:
@@ -57,8 +67,9 @@ class Scheduler:
         longest_stall_s: the longest that running rows have waited for newcomers to be encoded.
 
     Raises:
-        InputError: the backend's answers depend on what else is in a batch ("int8-dynamic"), or the model's
-            ``generation_config`` asks for what no loop of ours applies.
+        InputError: the backend's answers depend on what else is in a batch ("int8-dynamic"), the model's
+            ``generation_config`` asks for what no loop of ours applies, or the smallest job does not fit into
+            ``key_value_bytes``.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 8 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
@@ -94,12 +105,13 @@ class Scheduler:
             f"{type(backend).__name__} has no admit(): whoever comes while a batch runs waits until all of it is done"
         )  # fmt: skip
         self.key_value_bytes, self._pace = KeyValueBytes(backend), EncoderPace()
+        self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
         self._continuations = Continuations(backend.vocab_size)
         self._observe = observe or (lambda name, value: None)
         self._tell = tell or _tell_listeners
         self._clock = clock
         self._changed = threading.Condition()  # guards what follows
-        self._queue: list[tuple[tuple[int, int], Ticket]] = []  # sorted: the higher priority, then the older
+        self._queue: list[tuple[tuple[float, int], Ticket]] = []  # sorted: the older, after head starts
         self._is_open, self._ends_at, self._submitted = True, math.inf, 0
         self._running: dict[Ticket, list[Part]] = {}  # of the engine's thread alone, as all below
         self._joins_from_s = -math.inf
@@ -164,31 +176,35 @@ class Scheduler:
         """Queue all of these jobs or none.
 
         Raises:
-            InputError: a job does not fit the model or the limits.
+            InputError: a job does not fit the model or the limits, or all together are more than may ever wait.
             QueueFullError: too many wait; it says when to come again.
             ShuttingDownError: no more jobs are taken.
         """
         for job in jobs:
             self._check(job)
         with self._changed:
-            if not self._is_open:
-                raise ShuttingDownError("The server is shutting down and takes no more requests.")
-            if len(self._queue) + len(jobs) > self.limits.queue:
-                retry = self.retry_after_s()
-                raise QueueFullError(
-                    f"{len(self._queue)} requests are waiting and {self.limits.queue} may: try again in {retry} s.",
-                    retry,
-                )
+            self._require_place(len(jobs), sum(map(tokens_of, jobs)))
             tickets = []
             for job in jobs:
                 now = self._clock()
                 self._submitted += 1
                 deadline = None if job.deadline_s is None else now + job.deadline_s
                 ticket = Ticket(job, self._submitted, now, deadline)
-                bisect.insort(self._queue, ((-job.priority, ticket.number), ticket), key=lambda entry: entry[0])
+                place = (now - head_start_s(job.priority), ticket.number)
+                bisect.insort(self._queue, (place, ticket), key=lambda entry: entry[0])
                 tickets.append(ticket)
             self._changed.notify_all()
         return tickets
+
+    def require_place(self, job: Job, count: int) -> None:
+        """Raise as `submit_all` does for so many jobs that are at least as large: before their sources are known."""
+        self._check(job)
+        self._require_place(count, count * tokens_of(job))
+
+    def _require_place(self, jobs: int, tokens: int) -> None:
+        if not self._is_open:
+            raise ShuttingDownError("The server is shutting down and takes no more requests.")
+        self.limits.require_place([ticket.job for _, ticket in list(self._queue)], jobs, tokens, self.retry_after_s)
 
     def retry_after_s(self) -> int:
         """When a place in the queue will be free, by the rate at which jobs have been finished."""
@@ -220,12 +236,14 @@ class Scheduler:
             self._let_in()
             if self._running:
                 self._step()
-        except Exception as error:  # the batch may be in any state
+        except ENDS:
+            raise
+        except BaseException as error:  # the batch may be in any state
             self._give_up(error)
         news, self._news = list(self._news.values()), {}
+        self._began_s = None  # before anybody is told: who hears of the end may ask at once
         if news:
             self._tell(news)
-        self._began_s = None
         return bool(self._running or self._queue)
 
     def _run(self) -> None:
@@ -251,17 +269,7 @@ class Scheduler:
             self.backend, ids[None], np.ones_like(ids)[None],
             max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens,
         )  # fmt: skip
-        limits = self.limits
-        for name, given, most in (("input_ids", len(ids), limits.source_tokens), ("rows", job.rows, limits.rows),
-                                  ("max_new_tokens", job.max_new_tokens, limits.new_tokens)):  # fmt: skip
-            if given > most:
-                what = f"{name} is {given}" if name == "max_new_tokens" else f"The job has {given} {name}"
-                raise InputError(f"{what}; at most {most} are allowed here.")
-        size = self.key_value_bytes(job.rows, len(ids), job.max_new_tokens)
-        if limits.key_value_bytes is not None and size > limits.key_value_bytes:
-            raise InputError(
-                f"The job needs {size} bytes of keys and values; {limits.key_value_bytes} are allowed here."
-            )
+        self.limits.check(job, self.key_value_bytes)
         writers_of(self.backend, job, self._continuations)
 
     def _let_go(self, now: float) -> None:
@@ -292,7 +300,7 @@ class Scheduler:
         self._observe(type(error).__name__, 1)
         self._batch.leave([part for part in parts if part in self._batch.parts])
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """All that run have failed."""
         self.failures += 1
         running, self._running = self._running, {}
@@ -312,14 +320,18 @@ class Scheduler:
         for together in self._encoded_together(chosen):
             try:
                 self._join(together)
-            except Exception as error:
+            except ENDS:
+                raise
+            except BaseException as error:
                 self.failures += 1
                 for ticket in together if len(together) == 1 else []:
                     self._fail(ticket, _engine_error(error))
                 for ticket in together if len(together) > 1 else []:  # perhaps one of them is to blame
                     try:
                         self._join([ticket])
-                    except Exception as its_own:
+                    except ENDS:
+                        raise
+                    except BaseException as its_own:
                         self._fail(ticket, _engine_error(its_own))
         stall = self._clock() - started
         self._joins_from_s = started + stall + min(stall / self.limits.join_share - stall, self.limits.stall_s)
@@ -409,7 +421,9 @@ class Scheduler:
         started = self._clock()
         try:
             ended = self._batch.step()
-        except Exception as error:  # the state is as it was: the last to come, who may be too much, goes
+        except ENDS:
+            raise
+        except BaseException as error:  # the state is as it was: the last to come, who may be too much, goes
             self.failures += 1
             self._fail(next(reversed(self._running)), _engine_error(error))
             return
@@ -445,7 +459,7 @@ def _alike(length: int) -> int:
     return bucket(max(COLUMNS, length))
 
 
-def _engine_error(error: Exception) -> EngineError:
+def _engine_error(error: BaseException) -> EngineError:
     found = EngineError(f"The engine failed: {type(error).__name__}.")
     found.__cause__ = error  # its own words, which might hold what somebody asked, are for those who look there
     return found

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import secrets
+from html import escape
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.job import Job
 from t5accel.decoding.rules import NONE, Rules
 from t5accel.errors import InputError
+from t5accel.serving.guard import Refused
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_mistakes(cls, given: Any) -> Any:
+        """Refuse what a client can send 100,000 of: pydantic makes an error of each, for a second or more."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if name not in cls.model_fields:
+                name = name[:80]
+                message = f"{name} is not supported: leave it out."
+                raise Refused(400, message, param=name, code="unsupported_parameter")
+            if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+                raise Refused(422, f"{name} must be a text or a list of texts, got other items.", param=name)
+        return given
 
     def sampling(self) -> Sampling | None:
         """What the fields say that are named as those of a `Sampling`."""
@@ -43,7 +58,7 @@ class Generate(_Asked):
     seed: int | None = Field(None, description="By default any; the answer says which.")
     stream: bool = Field(False, description="Server-sent events, of one text without beams.")
     truncate: bool = Field(False, description="Cut a source that is too long; by default it is refused.")
-    priority: int = Field(0, description="The higher goes first.")
+    priority: int = Field(0, description="The higher goes first, with a head start of 10 s at most.")
     deadline_s: float | None = Field(None, description="The answer is complete within so many seconds, or 504.")
 
     def job(self, ids: list[int], seed: int, deadline_s: float | None, rules: Rules = NONE) -> Job:
@@ -120,3 +135,30 @@ def seed_of(asked: Generate) -> int:
     3
     """
     return secrets.randbelow(2**31) if asked.seed is None else asked.seed
+
+
+def page(interface: dict[str, Any]) -> str:
+    """An OpenAPI description as HTML that needs no script and nothing from another host.
+
+    >>> page({"info": {"title": "T5 & co"}, "paths": {"/a": {"get": {"description": "Says a."}}}})[-70:]
+    '<h1>T5 &amp; co</h1><p></p><h2>GET /a</h2><p>Says a.</p></body></html>'
+    """
+    title, about = escape(interface["info"]["title"]), escape(interface["info"].get("description", ""))
+    parts = [f"<h1>{title}</h1><p>{about}</p>"]
+    for path, operations in interface["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                parts.append("<table><tr><th>field</th><th>type</th><th>default</th><th></th></tr>")
+                parts += [_line(name, field) for name, field in content["schema"]["properties"].items()]
+                parts.append("</table>")
+    style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-align:left;padding:.2em 1em .2em 0}"
+    head = f"<meta charset=utf-8><title>{title}</title><style>{style}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
+
+
+def _line(name: str, field: dict[str, Any]) -> str:
+    kinds = [repr(one["const"]) if "const" in one else one.get("type", "object") for one in field.get("anyOf", [field])]
+    default = "required" if "default" not in field else "" if field["default"] is None else str(field["default"])
+    cells = (name, " or ".join(kind for kind in kinds if kind != "null"), default, field.get("description", ""))
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from t5accel.errors import InputError
 from t5accel.serving.budget import Limits
+
+PREFIX = "T5ACCEL_"
+OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables that are no settings of a server
 
 
 class Settings(BaseSettings):
@@ -17,16 +26,23 @@ class Settings(BaseSettings):
     8
     """
 
-    model_config = SettingsConfigDict(env_prefix="T5ACCEL_", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, allow_inf_nan=False)
 
     model: str = Field("mini", description="mini, mini-d1, mini-d1p, a folder, or a hub id.")
     precision: str = Field("fp32", description="fp32, fp16, int8 or int4.")
     threads: int | None = Field(None, ge=1, description="Of the engine. Default: all cores that this process may use.")
-    host: str = Field("127.0.0.1", description="0.0.0.0: reachable from other machines; then set an API key.")
+    served_model_name: str | None = Field(
+        None, description="The model's name for clients. Default: model, of a folder its last part."
+    )
+    host: str = Field("127.0.0.1", description="0.0.0.0: reachable from other machines, for which an API key is set.")
+    allow_unauthenticated: bool = Field(False, description="Serve other machines without an API key.")
+    allowed_hosts: str = Field("", description="Further Host headers to accept, separated by commas; *: any.")
     port: int = Field(8000, ge=0, le=65535, description="0: any that is free.")
     rows: int = Field(32, ge=1, description="Of the batch: a greedy answer takes one, K beams take K.")
     key_value_mb: int | None = Field(None, ge=1, description="Of the keys and values of all rows. Default: no limit.")
     queue: int = Field(256, ge=1, description="Requests that may wait.")
+    max_queued_tokens: int | None = Field(None, ge=1, description="Source and new tokens, times rows, that may wait.")
+    max_beams: int = Field(8, ge=1, description="Maximum beams, or drawn answers, per text.")
     source_tokens: int = Field(512, ge=1, description="Of a source, at most.")
     new_tokens: int = Field(512, ge=1, description="Of an answer, at most.")
     texts: int = Field(64, ge=1, description="Of one request, at most.")
@@ -37,8 +53,8 @@ class Settings(BaseSettings):
     body_kb: int = Field(1024, ge=1, description="Of a request, at most.")
     head_s: float = Field(10.0, gt=0, description="For the head of a request to arrive.")
     body_s: float = Field(10.0, gt=0, description="For its body.")
-    write_s: float = Field(10.0, gt=0, description="A client that lets an answer lie unread for so long is cut off.")
-    deadline_s: float | None = Field(None, gt=0, description="Of requests that name none. Default: none.")
+    write_s: float = Field(10.0, gt=0, description="Close a connection whose answer stays unread for this long.")
+    deadline_s: float = Field(120.0, gt=0, lt=1e9, description="Deadline of requests that do not set their own.")
     grace_s: float = Field(30.0, ge=0, description="After SIGTERM, for what is running.")
     stuck_s: float = Field(60.0, gt=0, description="One step longer than that, and the server is not alive.")
     api_key: SecretStr | None = Field(None, description="By the environment only: T5ACCEL_API_KEY.")
@@ -54,6 +70,48 @@ class Settings(BaseSettings):
         most = self.key_value_mb
         return Limits(
             rows=self.rows, key_value_bytes=None if most is None else most * 10**6, queue=self.queue,
+            queued_tokens=self.max_queued_tokens, beams=self.max_beams,
             source_tokens=self.source_tokens, new_tokens=self.new_tokens, stall_s=self.stall_ms / 1e3,
             join_share=self.join_share, encoder_cache_bytes=self.encoder_cache_mb * 10**6,
         )  # fmt: skip
+
+    @property
+    def public_name(self) -> str:
+        """What clients call the model. Where a folder lies is nobody's business.
+
+        >>> Settings(model="mini").public_name
+        'mini'
+        """
+        is_path = Path(self.model).exists() or Path(self.model).is_absolute()
+        return self.served_model_name or (os.path.basename(os.path.abspath(self.model)) if is_path else self.model)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone can reach a server at that host.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("")
+    (True, True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def refuse_misspelt(environment: Mapping[str, str]) -> None:
+    """Raise for a variable that is no setting and nearly the name of one: it would change nothing, silently.
+
+    Raises:
+        InputError: names it and the nearest setting.
+
+    >>> refuse_misspelt({"T5ACCEL_APIKEY": "a"})
+    Traceback (most recent call last):
+    t5accel.errors.InputError: T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY, or unset it.
+    """
+    known = {name.upper() for name in Settings.model_fields} | OTHERS
+    for name in sorted(environment):
+        last = name.upper().removeprefix(PREFIX)
+        if name.upper().startswith(PREFIX) and last not in known:
+            # An orchestrator may set others, such as T5ACCEL_SERVICE_HOST beside a service of that name.
+            for near in get_close_matches(last, sorted(known), n=1, cutoff=0.7):
+                raise InputError(f"{name} is no setting. Rename it to {PREFIX}{near}, or unset it.")
