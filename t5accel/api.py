@@ -6,18 +6,11 @@ Our own loops run on it as well.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from t5accel import machine
 from t5accel.backends.ort.session import SessionSettings
-from t5accel.checks import as_count
-from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.rules import NONE, Rules, ended
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.contract import MANIFEST
 from t5accel.graphs.export.cache import checked_export, checked_manifest
@@ -163,58 +156,6 @@ def open_backend(
     settings = SessionSettings(threads=threads, openvino=runtime == "openvino")
     backend = OrtStatic(folder, manifest=manifest, settings=settings)
     return backend, tokenizer, f"ONNX Runtime, {manifest.recipe['name']}"
-
-
-def by_defaults(
-    backend: Backend, *, max_new_tokens: int, num_beams: int | None = None
-) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function that answers sources as the model's ``generation_config`` asks: what ``run`` and ``batch`` call.
-
-    It is our own greedy or beam search. Where the model asks for more than these apply (`rules.Rules.unsupported`), it
-    is transformers' ``generate()`` on the same backend, which imports torch. A model with ``do_sample`` then draws,
-    by torch's random state, unless ``num_beams`` names a search.
-
-    Args:
-        backend: as of `open_backend`.
-        max_new_tokens: upper bound on the length of an answer.
-        num_beams: 1 is greedy search; by default the model's.
-
-    Returns:
-        ``input_ids`` and ``attention_mask``, both (B, S) int64 -> the new tokens (B, L) int64, padded behind their end.
-
-    Raises:
-        InputError: a number is wrong.
-
-    >>> backend, tokenizer, _ = open_backend("mini", progress=False)
-    >>> answer = by_defaults(backend, max_new_tokens=20)
-    >>> batch = tokenizer(["translate English to French: I am tired."])
-    >>> tokenizer.batch_decode(answer(batch["input_ids"], batch["attention_mask"]), skip_special_tokens=True)
-    ['Je suis fatigué.']
-    """
-    rules: Rules = getattr(backend, "rules", NONE)
-    beams = rules.num_beams if num_beams is None else as_count(num_beams, "num_beams", at_least=1)
-    longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
-    if not rules.unsupported:
-        if beams == 1:
-            return lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=longest).sequences
-        return lambda ids, mask: beam_search(backend, ids, mask, num_beams=beams, max_new_tokens=longest).sequences
-    from t5accel.backends.hf import AcceleratedT5
-
-    generate, ends = AcceleratedT5.around(backend).generate, rules.ends(backend.eos_token_id)
-    options = dict(num_beams=beams, max_new_tokens=longest, num_return_sequences=1, return_dict_in_generate=False)
-    if num_beams is not None:
-        options["do_sample"] = False
-
-    def generated(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        import torch
-
-        source = [torch.from_numpy(np.array(array)) for array in (ids, mask)]
-        tokens = generate(source[0], attention_mask=source[1], **options)[:, 1:].numpy()
-        is_end = ended(tokens, ends)
-        # transformers' beams repeat the first end there, which may be a word.
-        return np.where(is_end.cumsum(axis=1) - is_end > 0, backend.pad_token_id, tokens)
-
-    return generated
 
 
 def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: bool) -> str:

@@ -110,7 +110,8 @@ def run(
     """Answer one text, or every line of standard input, with the time it took."""
     import numpy as np
 
-    from t5accel.api import by_defaults, open_backend
+    from t5accel.api import open_backend
+    from t5accel.backends.model_defaults import by_defaults
     from t5accel.decoding.rules import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text

@@ -261,7 +261,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
     """The teacher, from texts to the best of four beams."""
-    from t5accel.api import accelerate, by_defaults
+    from t5accel.api import accelerate
+    from t5accel.backends.model_defaults import by_defaults
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.text.text_to_text import text_to_text
 
@@ -280,7 +281,7 @@ def evaluate(
     from json import dumps
 
     from t5accel import quality
-    from t5accel.api import by_defaults
+    from t5accel.backends.model_defaults import by_defaults
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.checkpoints import load_t5
     from t5accel.text.text_to_text import text_to_text

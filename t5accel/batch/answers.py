@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.api import by_defaults
+from t5accel.backends.model_defaults import by_defaults
 from t5accel.batch.rows import Unfit
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
@@ -52,7 +52,7 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 
 
 class Answerer:
-    """Texts -> answers, as the model's ``generation_config`` asks: see `api.by_defaults`.
+    """Texts -> answers, as the model's ``generation_config`` asks: see `model_defaults.by_defaults`.
 
     The same texts always go together, and so have the same answers, unless the model draws.
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from time import perf_counter
 from typing import Any
@@ -83,7 +83,9 @@ def run(
     found = sources(os.fspath(given), output.folder)
     planned = [*shards(found, settings)]
     answerer, what = model.open(settings)
-    asked = asdict(replace(settings, beams=answerer.beams))  # the model's own number, where none was given
+    asked = asdict(settings)
+    if settings.beams is None:
+        asked["beams"] = answerer.beams  # the model's own number
     rows = sum(shard.rows for shard in planned)
     files = {source.name: source.sha256 for source in found}
     read = {"files": len(found), "rows": rows, "sha256": sha256(json.dumps(files).encode()).hexdigest()}

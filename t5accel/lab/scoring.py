@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from t5accel import quality, tasks
-from t5accel.api import by_defaults
+from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.ort.static import OrtStatic
 from t5accel.checks import as_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from t5accel.api import by_defaults
+from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.errors import InputError
 from t5accel.metrics import ROW_SCORES
