@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from t5accel.checks import read_json_object
+from t5accel.checks import check_file, read_json_object
 from t5accel.errors import ModelUnavailableError, T5AccelError, UnknownModelError
 from t5accel.families.lively import random_model
 from t5accel.families.registry import SIZES, family_of
@@ -186,6 +186,9 @@ def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLik
             f"{where} holds custom_generate, Python code that transformers runs as it loads the model. Read it, and "
             "remove it from the folder: t5accel runs no code that lies beside weights."
         )
+    for path in Path(where).iterdir() if os.path.isdir(where) else ():
+        if path.exists() and not path.is_dir():
+            check_file(path, ModelUnavailableError)
     try:
         # Left open, transformers asks on the terminal, and takes a line of piped input for the answer.
         return from_pretrained(os.fspath(where), trust_remote_code=False, **options)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import ast
 import copy
 import io
+import itertools
 import json
 import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -409,6 +415,88 @@ def test_a_folder_with_custom_generate_is_refused_by_name(saved: Path, tmp_path:
     with_custom_generate(saved, tmp_path / "ran")
     with pytest.raises(ModelUnavailableError, match="holds custom_generate"):
         load_t5(saved)
+
+
+def flip_bytes(folder: Path, rng: random.Random) -> None:
+    path = rng.choice([path for path in folder.iterdir() if path.is_file()])
+    content = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 3, 100])):
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    path.write_bytes(content)
+
+
+def cut_short(folder: Path, rng: random.Random) -> None:
+    path = rng.choice([path for path in folder.iterdir() if path.is_file()])
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+FIELDS = ["auto_map", "tokenizer_class", "architectures", "layer_widths"]
+VALUES: list[Any] = [None, -1, 10**9, "evil.Evil", "../x", [], {}, ["evil.Evil"] * 2, {"AutoConfig": "evil.Evil"}]
+
+
+def set_a_field(folder: Path, rng: random.Random) -> None:
+    path = folder / rng.choice(["config.json", "tokenizer_config.json", "generation_config.json"])
+    with suppress(ValueError, TypeError, OSError):
+        rewrite(path, **{rng.choice([*json.loads(path.read_text()), *FIELDS]): rng.choice(VALUES)})
+
+
+def replace_by_a_pipe(folder: Path, rng: random.Random) -> None:
+    path = folder / rng.choice(["config.json", "generation_config.json", "special_tokens_map.json"])
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.long
+def test_malicious_and_damaged_folders_for_a_hundred_seconds(tiny_t5, mini, tmp_path: Path, monkeypatch) -> None:
+    """Each loads or is refused in a sentence of ours, within a minute; nothing runs and nothing is asked."""
+    original, marker, typed = tmp_path / "original", tmp_path / "ran", io.StringIO("y\n" * 9)
+    tiny_t5(vocab_size=mini[0].config.vocab_size).save_pretrained(original)
+    mini[1].save_pretrained(original)
+    monkeypatch.setattr("sys.stdin", typed)
+    rng, ends, tried = random.Random(0), time.monotonic() + 100, Counter()
+
+    def too_late(*_: Any) -> None:
+        raise KeyboardInterrupt  # which nothing on the way takes for an error of the file
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    try:
+        for seed in itertools.count():
+            if time.monotonic() > ends:
+                break
+            folder, rng = Path(shutil.copytree(original, tmp_path / "model")), random.Random(seed)
+            damages = rng.sample([*CODE, flip_bytes, cut_short, set_a_field, set_a_field, replace_by_a_pipe], 2)
+            for damage in damages:
+                with suppress(OSError, ValueError, TypeError):  # the first may leave nothing for the second
+                    CODE[damage](folder, marker) if isinstance(damage, str) else damage(folder, rng)
+            signal.alarm(60)
+            try:
+                load_t5(folder)
+                tried["loaded"] += 1
+            except T5AccelError:
+                tried["refused"] += 1
+            with suppress(T5AccelError):
+                tokenizer_of(folder)
+            signal.alarm(0)
+            shutil.rmtree(folder)
+            assert not marker.exists() and typed.tell() == 0, (seed, damages)
+    except KeyboardInterrupt:
+        pytest.fail(f"seed {seed} hangs: {damages}")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert tried["loaded"] > 10 and tried["refused"] > 10, tried
+
+
+@pytest.mark.parametrize("name", ["config.json", "special_tokens_map.json", "generation_config.json"])
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(saved: Path, mini, name: str) -> None:
+    mini[1].save_pretrained(saved)
+    (saved / name).unlink(missing_ok=True)
+    os.mkfifo(saved / name)
+    with pytest.raises(ModelUnavailableError, match=rf"{name} must be a regular file, got a named pipe"):
+        load_t5(saved)
+    (saved / "tokenizer.json").unlink()
+    with pytest.raises(ModelUnavailableError, match="must be a regular file"):
+        tokenizer_of(saved)
 
 
 def test_every_loader_of_transformers_is_called_through_our_door() -> None:

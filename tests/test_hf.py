@@ -28,9 +28,11 @@ from transformers.generation import BaseStreamer
 from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.hf_cache import DecoderCache
 from t5accel.backends.ort.bound import OrtBound
+from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
+from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError, T5AccelError
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.parity import assert_varied, parity
@@ -902,6 +904,19 @@ def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
     (tmp_path / "new" / "generation_config.json").write_text("{}")
     with pytest.raises(T5AccelError, match="generation_config.json"):
         AcceleratedT5.from_pretrained(tmp_path / "new")
+
+
+def test_changed_defaults_are_saved_for_every_loop(tiny_t5, tmp_path: Path) -> None:
+    own = copy.deepcopy(tiny_t5("shallower-decoder"))
+    export_t5(own, tmp_path / "export")
+    ours, ids = AcceleratedT5.from_pretrained(tmp_path / "export"), torch.tensor([[5, 17, 44, 8, 1]])
+    second_end = int(greedy(ours.backend, ids, max_new_tokens=6).sequences[0, 2])
+    for model in (own, ours):
+        model.generation_config.eos_token_id = [own.config.eos_token_id, second_end]
+    ours.save_pretrained(tmp_path / "new")
+    found = greedy(OrtNumpy(tmp_path / "new"), ids, max_new_tokens=6).sequences[0].tolist()
+    expected = own.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)[0, 1:].tolist()
+    assert found == expected and found[-1] == second_end and len(found) <= 3
 
 
 def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(tiny_t5, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.greedy import greedy_steps
 from t5accel.decoding.request import Request, Steps
-from t5accel.decoding.rules import check_tokens
+from t5accel.decoding.rules import check_tokens, rules_of, special_tokens
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.export.manifest import read_manifest
@@ -400,6 +401,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)
             if manifest is not None:
-                manifest.write(folder)
+                asked = {"rules": rules_of(self).to_json(), "tokens": special_tokens(self)}
+                replace(manifest, **asked).write(folder)
             if target.exists():
                 target.rmdir()  # fails if somebody has put a file there since
