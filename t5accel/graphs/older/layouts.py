@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class Layout:
     dims: T5Dims
     tokens: Mapping[str, int]
     files: Mapping[str, int]
-    rules: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, Any]
 
 
 def export_layout(
