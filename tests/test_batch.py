@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -611,7 +612,8 @@ def test_rejects_of_an_interrupted_try_do_not_outlive_it(tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         short = [Unfit("no memory"), Answer("TWO", 1)]
-        patch.setattr(Model, "open", lambda self, settings: (lambda *_: short, {"name": "mini", "sha256": "mini"}))
+        answerer = Mock(return_value=short, beams=1)
+        patch.setattr(Model, "open", lambda self, settings: (answerer, {"name": "mini", "sha256": "mini"}))
         patch.setattr(Output, "put", killed_at_the_part)
         run(path, tmp_path / "out")
     assert rejects_in(tmp_path / "out")

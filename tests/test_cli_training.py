@@ -147,7 +147,7 @@ def test_the_teacher_may_write_as_long_texts_as_the_rows_have(teacher: Path, tmp
     found = []
     monkeypatch.setattr(module, "train_student", lambda student, *_, **__: student)
     monkeypatch.setattr(
-        "t5accel.decoding.beam.beam_search",
+        "t5accel.backends.model_defaults.beam_search",
         lambda backend, ids, mask, *, max_new_tokens, **_: (
             found.append(max_new_tokens) or SimpleNamespace(sequences=ids)
         ),

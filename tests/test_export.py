@@ -718,6 +718,7 @@ def test_what_is_no_t5_and_wrong_options(tiny_t5, tmp_path, offline) -> None:
     def configured(name: str, value: Any) -> Any:
         model = copy.deepcopy(t5)
         setattr(model.config, name, value)
+        setattr(model.generation_config, name, value)
         return model
 
     for model, error, match in (

@@ -282,6 +282,7 @@ def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) ->
     from t5accel.backends.ort import numpy as ort
 
     monkeypatch.setattr(ort, "open_session", lambda *_: None)
+    monkeypatch.setattr(ort, "require_contract", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MissingPackageError, match="needs a torch with CUDA"):
         OrtPointers(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))

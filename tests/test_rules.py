@@ -40,7 +40,7 @@ from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.manifest import read_manifest, write_manifest
 from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
 from t5accel.graphs.older.layouts import export_layout
 from t5accel.serving.scheduler import Scheduler
@@ -360,7 +360,7 @@ def test_an_export_tells_all_rules(tiny_t5, tmp_path: Path) -> None:
         dict(early_stopping="always"), dict(unsupported=[3]), dict(suppress_tokens=[10**9]), dict(length_penalty=None),
         dict(more=1), dict(min_new_tokens=-1), dict(forced_bos_token_id=-5),
     ):  # fmt: skip
-        manifest.write_text(json.dumps(content | {"rules": content["rules"] | damage}))
+        write_manifest(tmp_path / "export", content | {"rules": content["rules"] | damage})
         with pytest.raises(ExportError, match="damaged"):
             read_manifest(tmp_path / "export", verify=False)
 

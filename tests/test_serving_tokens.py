@@ -80,8 +80,8 @@ class Noting(Continuations):
 
     nearest = np.inf
 
-    def best(self, logits: np.ndarray, scores: np.ndarray, count: int, *, forbidden: int | None = None) -> Any:
-        found = super().best(logits, scores, count + 1, forbidden=forbidden)
+    def best(self, logits: np.ndarray, scores: np.ndarray, count: int, **options: Any) -> Any:
+        found = super().best(logits, scores, count + 1, **options)
         gaps = -np.diff(found[0][0]) / logits.std()
         self.nearest = min(self.nearest, float(gaps[np.isfinite(gaps)].min(initial=np.inf)))
         return tuple(array[:, :count] for array in found)

@@ -90,9 +90,10 @@ def test_no_model(tiny_t5) -> None:
     refused(TorchEager, "model", None, "mini", 5, torch.nn.Linear(1, 1), match="type", error=NotT5Error)
     headless = (T5EncoderModel(config), T5Model(config))
     refused(TorchEager, "model", *headless, match="ForConditionalGeneration", error=NotT5Error)
-    for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+    for name in ("eos_token_id", "decoder_start_token_id"):
         model = copy.deepcopy(tiny_t5())
         setattr(model.config, name, None)
+        setattr(model.generation_config, name, None)
         refused(TorchEager, "model", model, match=f"model.config.{name} is None")
 
 

@@ -129,7 +129,7 @@ def as_graph_path(value: Any) -> Path:
 def _load(path: Any) -> onnx.ModelProto:
     """Without the weights that lie beside it."""
     file = as_graph_path(path)
-    check_file(file, ExportError)
+    check_file(file, ExportError, "Give the path of an ONNX graph.")
     try:
         model = onnx.load(file, load_external_data=False)
     except Exception as error:  # what is no graph is an error of protobuf, which is not for us to import

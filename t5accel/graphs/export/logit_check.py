@@ -46,15 +46,24 @@ def check_logits(
 
     Raises:
         ExportError: they differ, or the model cannot be run.
+
+    >>> from t5accel.backends.torch_eager import TorchEager
+    >>> from t5accel.t5.lively import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> check_logits(model, backend_logits(TorchEager(model)), vocab_size=32)
     """
-    rng, pad = np.random.default_rng(0), model.config.pad_token_id
-    texts = [token for token in range(source_vocab_size or vocab_size) if token != pad]
+    rng, special = np.random.default_rng(0), special_tokens(model)
+    pad = special["pad_token_id"]
     positions = getattr(model.config, "max_position_embeddings", SOURCE)  # T5 has none
-    ids = rng.choice(texts, (2, min(SOURCE, positions)))
+
+    def drawn(entries: int, length: int) -> np.ndarray:
+        ids = rng.integers(0, entries - 1, (2, length))
+        return ids + (ids >= pad)  # any token but padding
+
+    ids, tokens = drawn(source_vocab_size or vocab_size, min(SOURCE, positions)), drawn(vocab_size, TARGET)
     mask = np.ones_like(ids)
     ids[1, -1], mask[1, -1] = pad, 0
-    tokens = rng.choice([token for token in range(vocab_size) if token != pad], (2, TARGET))
-    tokens[:, 0] = special_tokens(model)["decoder_start_token_id"]
+    tokens[:, 0] = special["decoder_start_token_id"]
     own = _own_logits(model, ids, mask, tokens)
     found, finite = run(ids, mask, tokens), np.isfinite(own)  # weights that overflow are no fault of the runtime
     try:
