@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -980,6 +981,28 @@ def test_a_command_does_not_report_to_the_maker_of_onnx_runtime(start: list[str]
     assert "IMPORTED 1\n" in seen and "IMPORTED without\n" not in seen, "".join(seen)
     written = [path.name for path in tmp_path.rglob("*")]
     assert ".ses" not in written and "Microsoft" not in written
+
+
+APART = ["unshare", "-rnm"]
+LOOKS_UP = "import socket; socket.getaddrinfo('seen.invalid', 1)"
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare") or subprocess.run([*APART, "true"], capture_output=True).returncode != 0,
+    reason="needs namespaces of its own",
+)
+def test_a_server_looks_up_no_name(folder: Path) -> None:
+    """Without the variable ONNX Runtime asks for its maker's address some seconds after a session was opened."""
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"PYTHONPATH": str(ROOT), "T5ACCEL_CACHE": str(folder / "cache")}
+    serve = ["-m", "t5accel", "serve", "--precision=int8", "--threads=1", "--port=0"]
+    found = {}
+    for ready, command in (("listening at", serve), ("not known", ["-c", LOOKS_UP])):
+        watched = [*APART, sys.executable, str(ROOT / "tests" / "lookups.py"), "10", ready, sys.executable, *command]
+        run = subprocess.run(watched, env=environment, capture_output=True, text=True, timeout=300)
+        assert ready in run.stderr, run.stderr
+        found[ready] = {*run.stdout.split()}
+    assert found == {"listening at": set(), "not known": {"seen.invalid"}}
 
 
 FUZZED_S = float(os.environ.get("FUZZED_S", 100))
