@@ -195,6 +195,11 @@ def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLik
     except (T5AccelError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
+        if "trust_remote_code" in str(error):  # transformers' advice, which nobody can follow here
+            raise ModelUnavailableError(
+                f"{where} cannot be loaded without running Python code that comes with it, which t5accel never does. "
+                "Give a model whose classes are in transformers."
+            ) from error
         if not os.path.isdir(where):
             raise
         raise ModelUnavailableError(f"{where} cannot be loaded: {error}") from error

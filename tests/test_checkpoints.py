@@ -411,6 +411,13 @@ def test_nothing_that_lies_beside_weights_runs_and_nobody_is_asked(
     assert not marker.exists() and typed.tell() == 0
 
 
+def test_a_folder_that_needs_its_own_code_is_refused_without_advice_to_trust_it(saved: Path, tmp_path: Path) -> None:
+    CODE["a class for a configuration of no known type"](saved, tmp_path / "ran")
+    with pytest.raises(ModelUnavailableError, match="without running Python code that comes with it") as caught:
+        load_t5(saved)
+    assert "trust_remote_code" not in str(caught.value)
+
+
 def test_a_folder_with_custom_generate_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     with_custom_generate(saved, tmp_path / "ran")
     with pytest.raises(ModelUnavailableError, match="holds custom_generate"):
