@@ -348,13 +348,14 @@ def test_whatever_one_text_raises_is_one_answer(where: str, stream: bool, monkey
     assert "Panic at " in caplog.text and "secret" not in first.text + caplog.text
 
 
-def test_a_text_is_tokenised_beside_the_event_loop(monkeypatch) -> None:
+def test_a_long_text_is_tokenised_beside_the_event_loop(monkeypatch) -> None:
     usual, release = Letters.__call__, threading.Event()
     monkeypatch.setattr(Letters, "__call__", lambda *args, **options: (release.wait(9), usual(*args, **options))[1])
 
     async def ask() -> tuple[int, list[int]]:
         async with served() as (client, _):
-            working = asyncio.create_task(client.post("/generate", json=dict(text="a")))
+            long = dict(text="a" * 2000, truncate=True)
+            working = asyncio.create_task(client.post("/generate", json=long))
             await asyncio.sleep(0.05)
             began = time.perf_counter()
             live = [(await client.get("/health/live")).status_code for _ in range(3)]

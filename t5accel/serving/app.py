@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -32,7 +33,8 @@ DONE = "data: [DONE]\n\n"
 CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
 ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
 CHARACTERS = 32  # of a text, for each token that a source may have; more are not tokenised
-LARGE = 64 * 1024  # bytes of a body, which take some milliseconds to be parsed
+SMALL = 1000  # characters or tokens that take less than a millisecond, whatever they are
+BYTES = 64  # of a body, that are parsed in the time of one character tokenised
 EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are one event
 
 
@@ -76,16 +78,26 @@ class Service:
         least = asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules)
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
-        sources = [await self.beside(self._tokens, text[:most], asked.truncate) for text in texts]
+        sources = [
+            await self.beside(self._tokens, text[:most], asked.truncate, size=min(longest, most) * len(texts))
+            for text in texts
+        ]
         jobs = [replace(least, input_ids=tokens) for tokens in sources]
         tickets = self.scheduler.submit_all(jobs)
         if self.settings.log_texts:
             log.info("requests %s: %s", [ticket.number for ticket in tickets], json.dumps(texts, ensure_ascii=False))
         return tickets
 
-    def beside(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
-        """What a function returns that takes long: they run one after another, and the event loop between them."""
-        return asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+    async def beside(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
+        """What a function returns that may take long: beside the event loop, one after another.
+
+        Args:
+            function, arguments: what is called.
+            size: characters or tokens of the request. For few of them another thread would cost more than the call.
+        """
+        if size <= SMALL:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def _tokens(self, text: str, truncate: bool) -> list[int]:
         most, batch = self.settings.source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
@@ -104,7 +116,8 @@ class Service:
     async def texts(self, answers: Sequence[Answer]) -> list[str]:
         """Decoded."""
         tokens = [answer.tokens for answer in answers]
-        found = await self.beside(lambda: self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+        decode = partial(self.tokenizer.batch_decode, tokens, skip_special_tokens=True)
+        found = await self.beside(decode, size=sum(map(len, tokens)))
         if self.settings.log_texts:
             log.info("answers: %s", json.dumps(found, ensure_ascii=False))
         return found
@@ -252,9 +265,8 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
             async def route(request: Request) -> Response:
                 try:
                     body = await request.body()
-                    if len(body) < LARGE:
-                        return await answer(schema.model_validate_json(body), request)
-                    return await answer(await service.beside(schema.model_validate_json, body), request)
+                    size = len(body) // BYTES
+                    return await answer(await service.beside(schema.model_validate_json, body, size=size), request)
                 except BaseException as error:  # what a tokenizer in Rust raises is no Exception
                     return _answer_to(error, openai=path.startswith("/v1/"))
 
