@@ -949,7 +949,7 @@ def test_a_limit_of_open_files_is_raised_or_named(folder: Path) -> None:
             assert int(found.stdout) > 1100
 
 
-def test_parts_of_an_answer_are_not_held_back(monkeypatch) -> None:
+def test_parts_of_an_answer_are_not_held_back() -> None:
     """asyncio switches Nagle's delay off where a socket names its protocol, which accepted ones take over."""
     (listening,) = t5accel.serving.server.bound(Settings(port=0))
     with listening:
