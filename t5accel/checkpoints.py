@@ -34,6 +34,7 @@ BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"
 HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # whole, or in shards with an index
+MAX_LAYERS = 1000  # of a stack; the largest published ones have some fifty
 _COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
 
 
@@ -217,6 +218,9 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
             f"{where} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
             "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
         )
+    for name, value in vars(config).items():  # building layers without end would never come to the weights
+        if name.endswith("layers") and isinstance(value, int) and value > MAX_LAYERS:
+            raise ModelUnavailableError(f"{where}: {name} must be at most {MAX_LAYERS}, got {value}.")
     attention = getattr(config, "_attn_implementation", None)
     if isinstance(attention, str) and "/" in attention:  # compiled code of a hub's repository
         raise ModelUnavailableError(f"{where} asks for the kernel {attention!r}: remove it from its config.json.")

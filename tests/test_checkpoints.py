@@ -281,6 +281,7 @@ DAMAGES: dict[str, Callable[[Path], Any] | dict[str, Any]] = {
     "a list as configuration": {"config.json": "[]"},
     "nothing as configuration": {"config.json": "null"},
     "a configuration nested without end": {"config.json": "[" * 100_000},
+    "layers without end": lambda folder: rewrite(folder / "config.json", num_layers=10**9),
     "no type": {"config.json": "{}"},
     "weights of TensorFlow alone": lambda folder: (folder / "model.safetensors").rename(folder / "tf_model.h5"),
     "a text as size": {"config.json": '{"model_type": "t5", "d_model": "wide"}'},
