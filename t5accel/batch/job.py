@@ -134,12 +134,12 @@ class Model:
 
     Attributes:
         name: as of `api.open_backend`.
-        precision: all but bf16, which runs in torch.
+        precision: all but bf16, which runs in torch; by default fp32, or that of an export.
         threads: by default those that this process may really use.
     """
 
     name: str = "mini"
-    precision: str = "fp32"
+    precision: str | None = None
     threads: int | None = None
 
     def absolute(self) -> Model:
@@ -149,7 +149,7 @@ class Model:
 
     def open(self, settings: Settings) -> tuple[Answerer, dict[str, str]]:
         """What answers texts, and what it is: the manifest's facts, by which the same model is known again."""
-        if as_recipe(self.precision).dtype == "bfloat16":
+        if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
             raise InputError(f"precision is {self.precision!r}, which runs in torch: give fp32, fp16, int8 or int4.")
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
         answerer = Answerer(

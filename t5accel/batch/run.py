@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from t5accel import machine
 from t5accel.batch.answers import Answerer
 from t5accel.batch.job import FORMAT, Model, Settings, Shard, do_shard, shards, sources
 from t5accel.batch.output import Done, Output, ShardRecord, some
@@ -114,7 +115,8 @@ class Progress:
     """A bar of rows, with tokens per second and the time that is left."""
 
     def __init__(self, rows: int, before: int, *, shown: bool):
-        self.bar = tqdm(total=rows, initial=before, unit=" rows", disable=not shown, smoothing=0.1)
+        hidden = not (shown and machine.watches_stderr())
+        self.bar = tqdm(total=rows, initial=before, unit=" rows", disable=hidden, smoothing=0.1)
         self.tokens, self.began = 0, perf_counter()
 
     def add(self, rows: int, tokens: int) -> None:

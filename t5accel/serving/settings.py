@@ -29,7 +29,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, allow_inf_nan=False)
 
     model: str = Field("mini", description="mini, mini-d1, mini-d1p, a folder, or a hub id.")
-    precision: str = Field("fp32", description="fp32, fp16, int8 or int4.")
+    precision: str | None = Field(None, description="fp32, fp16, int8 or int4. Default: fp32; of an export its own.")
     threads: int | None = Field(None, ge=1, description="Of the engine. Default: all cores that this process may use.")
     served_model_name: str | None = Field(
         None, description="The model's name for clients. Default: model, of a folder its last part."

@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -130,6 +130,8 @@ def checked_export(
         if place and (manifest := hashes.kept(place(recipe))) and (named or not check_logits):
             return place(recipe), manifest
         if named and not (place and hashes.kept(place(RECIPES["fp32"]))):
+            if progress and machine.watches_stderr():
+                _say(f"Loading {label} …")
             model, own_tokenizer = load_t5(model)
             loaded = _key_of_name(label, hashes)  # again: what is published may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
@@ -295,19 +297,25 @@ def list_exports() -> list[CachedExport]:
     return [CachedExport(folder, _manifest(folder), _size_bytes(folder)) for folder in _folders()]
 
 
-def clear_exports() -> list[CachedExport]:
-    """Delete all cached exports, and say which. Other files in that folder stay.
+def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
+    """Delete cached exports, all or those of these folder names, and return them. Other files in that folder stay.
 
     Raises:
+        InputError: a name is no cached export's; nothing is deleted.
         ExportError: one cannot be deleted; those before it are.
     """
     found = list_exports()
+    if names is not None:
+        if missing := [name for name in names if name not in {export.folder.name for export in found}]:
+            raise InputError(f"The cache has no export {missing[0]!r}. Give names that `t5accel cache list` shows.")
+        found = [export for export in found if export.folder.name in names]
     try:
         for export in found:
             _delete(export.folder)
         clear_remnants(cache_folder(), locks=True)
-        for file in cache_folder().glob(f"{HASHES}*"):
-            file.unlink(missing_ok=True)
+        if names is None:
+            for file in cache_folder().glob(f"{HASHES}*"):
+                file.unlink(missing_ok=True)
     except OSError as error:
         raise ExportError(f"{error.filename or cache_folder()} cannot be deleted: {reason(error)}.") from error
     return found
