@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -139,7 +140,8 @@ def _same(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool)
         (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel"), m.optimized, not m.shortlist, m.step)
         for m in (there, manifest)
     ]
-    if deciding[0] != deciding[1]:
+    there_written, ours_written = (json.dumps(facts, sort_keys=True) for facts in deciding)  # lists for tuples
+    if there_written != ours_written:
         return False
     with TemporaryDirectory() as folder:
         plan.add_files(Path(folder))
