@@ -137,7 +137,8 @@ NOT_BELOW_ONE = (
 def test_usage_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bad = ("run x --precision int9", "run x --beams 0", "run x --max-new-tokens 0", "evaluate --limit 0", "export",
-           "export --model mini --out x --precision bf16", "triton --out x --precision bf16", "load http://a --clients 0",
+           "export --model mini --out x --precision bf16", "triton --out x --precision bf16",
+           "load http://a --clients 0",
            "quantize --model mini --out x --eval x --max-loss 1 --precision fp16")  # fmt: skip
     for line in ("runn", "run", "train", *bad, *(f"bench --{option} many" for option in COUNTS),
                  *(f"{command} --threads 0" for command in NOT_BELOW_ONE)):  # fmt: skip
@@ -165,7 +166,8 @@ REFUSED = {
     "evaluate --data missing.jsonl": "missing.jsonl", "evaluate --data x --metric luck": "--metric is 'luck'",
     "batch in.jsonl": "Give --out FOLDER", "batch in.jsonl one --out two": "Give --out FOLDER",
     "batch in.jsonl --out x --address a": "Give --engine ray",
-    "load 127.0.0.1:8123 --rate 5": "url must begin with http://, got '127.0.0.1:8123'", "load http://127.0.0.1:1": "--rate and --clients",
+    "load 127.0.0.1:8123 --rate 5": "url must begin with http://, got '127.0.0.1:8123'",
+    "load http://127.0.0.1:1": "--rate and --clients",
     "load http://127.0.0.1:1 --rate 20 --seconds -1": "--seconds is -1.0",
     "demo --port 1": "gradio is missing. Gradio needs transformers 5: run `make demo`",
 }  # fmt: skip

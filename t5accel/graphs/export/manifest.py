@@ -164,7 +164,8 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise
         raise ExportError(
-            f"{folder} holds no {MANIFEST}, so it is no export of t5accel: make one with t5accel export --model MODEL --out FOLDER."
+            f"{folder} holds no {MANIFEST}, so it is no export of t5accel: make one with t5accel export --model MODEL "
+            f"--out {folder}."
         ) from error
     try:
         if (found := content.get("format")) != FORMAT:
