@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from t5accel.cli_options import (
+    AnyModelOption,
     BeamsOption,
     Device,
     DeviceOption,
@@ -199,7 +200,7 @@ def _lines() -> Iterator[str]:
 
 @app.command()
 def export(
-    model: ModelOption,
+    model: AnyModelOption,
     out: Annotated[Path, typer.Option(help="The folder for the export; made if it is missing.")],
     overwrite: OverwriteOption = False,
     external_threshold_bytes: Annotated[
@@ -320,7 +321,7 @@ def _sum(exports: list[Any]) -> str:
 
 @app.command()
 def bench(
-    model: ModelOption = "mini",
+    model: AnyModelOption = "mini",
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the picture to this file (.png, .svg).")] = None,
     batch: Annotated[int, typer.Option(help="Texts that are answered at once.")] = 1,

@@ -44,10 +44,16 @@ class Device(StrEnum):
 
 NAMES = "mini, mini-d1, mini-d1p, a folder, or a hub id"
 ModelOption = Annotated[str, typer.Option(help=f"The model: {NAMES}.")]
+AnyModelOption = Annotated[
+    str, typer.Option(help=f"The model: {NAMES}; random:t5-small has random weights and no tokenizer.")
+]
 PrecisionOption = Annotated[
     Precision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
 ]
-ExportPrecisionOption = Annotated[
+ExportAnyModelOption = Annotated[
+    str, typer.Option(help=f"The model: {NAMES}; random:t5-small has random weights and no tokenizer.")
+]
+PrecisionOption = Annotated[
     ExportPrecision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
 ]
 RuntimeOption = Annotated[
