@@ -50,10 +50,7 @@ AnyModelOption = Annotated[
 PrecisionOption = Annotated[
     Precision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
 ]
-ExportAnyModelOption = Annotated[
-    str, typer.Option(help=f"The model: {NAMES}; random:t5-small has random weights and no tokenizer.")
-]
-PrecisionOption = Annotated[
+ExportPrecisionOption = Annotated[
     ExportPrecision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
 ]
 RuntimeOption = Annotated[
