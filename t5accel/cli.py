@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from t5accel.cli_serving import serving
+from t5accel.cli_serving import ForcedBos, SkipSpecialTokens, SourceLanguage, TargetLanguage, serving
 from t5accel.cli_training import training
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError
 
@@ -106,6 +106,11 @@ def run(
         Runtime | None, typer.Option(help="Default: onnx, which exports the model once; for bf16 torch.")
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print words as they come.")] = False,
+    prefix: Annotated[str, typer.Option(help="Text in front of every text: 'translate English to French: '.")] = "",
+    src_lang: SourceLanguage = None,
+    tgt_lang: TargetLanguage = None,
+    forced_bos: ForcedBos = None,
+    skip_special_tokens: SkipSpecialTokens = True,
 ) -> None:
     """Answer one text, or every line of standard input, with the time it took."""
     import numpy as np
@@ -115,6 +120,8 @@ def run(
     from t5accel.decoding.rules import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
+    from t5accel.tasks import prefix_hint
+    from t5accel.text.languages import Languages
     from t5accel.text.text_to_text import text_to_text
 
     backend, tokenizer, with_what = open_backend(model, precision=precision, runtime=runtime and runtime.value)
@@ -122,7 +129,11 @@ def run(
     if stream and beams > 1:
         whose = "the model's generation_config sets" if num_beams is None else "you gave"
         raise InputError(f"--stream is for greedy search, and {whose} num_beams={beams}: give --num-beams 1.")
-    search = None if stream else by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=num_beams)
+    first = Languages(tokenizer).target(backend, tgt_lang, forced_bos)
+    bounds: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **first)
+    ends = getattr(backend, "rules", NONE).ends(backend.eos_token_id)
+    search = None if stream else by_defaults(backend, num_beams=num_beams, **bounds)
+    shown: dict[str, Any] = dict(skip_special_tokens=skip_special_tokens, ends=ends)
     count = 0
 
     def generate(ids, mask):  # noqa: ANN001, ANN202
@@ -131,17 +142,21 @@ def run(
             tokens = search(ids, mask)
         else:
             chunks: list[Any] = []
-            coming = streamed(backend, ids, mask, max_new_tokens=max_new_tokens)
-            for piece in stream_text(tokenizer, (chunks.append(chunk) or chunk for chunk in coming)):
+            coming = streamed(backend, ids, mask, **bounds)
+            for piece in stream_text(tokenizer, (chunks.append(chunk) or chunk for chunk in coming), **shown):
                 typer.echo(piece, nl=False)
             typer.echo()
             tokens = np.concatenate([new for (new,) in chunks])[None]
         count += tokens.shape[1]
         return tokens
 
-    answer = text_to_text(tokenizer, generate)
-    texts, seconds = 0, 0.0
+    answer = text_to_text(tokenizer, generate, prefix=prefix, src_lang=src_lang, **shown)
+    texts, seconds, is_hinted = 0, 0.0, False
+    name = backend.manifest.source["name"] if hasattr(backend, "manifest") else model
     for line in _lines() if text == "-" else [text]:
+        if line.strip() and not is_hinted and (hint := prefix_hint(name, prefix + line)):
+            typer.echo(f"t5accel: {hint}", err=True)
+            is_hinted = True
         started = time.perf_counter()
         (result,) = answer([line]) if line.strip() else [""]
         seconds += time.perf_counter() - started

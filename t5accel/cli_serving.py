@@ -20,6 +20,23 @@ class Engine(StrEnum):
     ray = "ray"
 
 
+SourceLanguage = Annotated[
+    str | None,
+    typer.Option("--src-lang", help="Language of the texts, as NLLB, mBART and M2M100 name it: eng_Latn, en_XX, en."),
+]
+TargetLanguage = Annotated[
+    str | None, typer.Option("--tgt-lang", help="Language of the answers, likewise: fra_Latn, fr_XX, fr.")
+]
+ForcedBos = Annotated[str | None, typer.Option("--forced-bos", help="Token that every answer begins with.")]
+SkipSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--skip-special-tokens/--no-skip-special-tokens",
+        help="Leave special tokens out of answers, or keep them: <triplet> of REBEL, <extra_id_0> of T5.",
+    ),
+]
+
+
 def _local_without_address(engine: Engine | None, address: str | None) -> None:
     if address is not None and engine != Engine.ray:
         raise InputError(f"address is {address!r}, and the engine is local: give --engine ray, or no address.")
@@ -140,6 +157,10 @@ def batch(
         int | None, typer.Option(min=1, help="Default: all cores that this process may use; of each actor of ray 1.")
     ] = None,
     engine: Annotated[Engine, typer.Option(help="local, or ray: actors that each hold the model.")] = Engine.local,
+    src_lang: SourceLanguage = None,
+    tgt_lang: TargetLanguage = None,
+    forced_bos: ForcedBos = None,
+    skip_special_tokens: SkipSpecialTokens = True,
     address: Annotated[str | None, typer.Option(help="Of a cluster of Ray. Default: one on this machine.")] = None,
     stuck_s: Annotated[float, typer.Option(help="Nothing heard of any actor of ray for so long ends the job.")] = 600.0,
 ) -> None:
@@ -156,6 +177,7 @@ def batch(
     settings = Settings(
         column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
         max_source_tokens=max_source_tokens, batch_tokens=batch_tokens, shard_rows=shard_rows,
+        src_lang=src_lang, tgt_lang=tgt_lang, forced_bos_token=forced_bos, skip_special_tokens=skip_special_tokens,
     )  # fmt: skip
     chosen = partial(on_ray, address=address, stuck_s=stuck_s) if engine == Engine.ray else in_this_process
     done, before = run(given, out, Model(model, precision, threads), settings, engine=chosen, progress=True)

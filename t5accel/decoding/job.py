@@ -27,6 +27,7 @@ class Job:
         num_return_sequences: the best answers of as many beams, or so many drawn ones.
         priority: the higher goes first; among equals the first to come.
         deadline_s: from the moment it is submitted until its answer must be complete.
+        forced_bos_token_id, decoder_start_token_id: as of `greedy.greedy`.
         stream: whether the ticket tells of each token, and not only of the end. Beams cannot.
 
     Raises:
@@ -48,6 +49,8 @@ class Job:
     priority: int = 0
     deadline_s: float | None = None
     stream: bool = False
+    forced_bos_token_id: int | None = None
+    decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_beams", 1), ("num_return_sequences", 1), ("seed", 0)):
@@ -71,6 +74,12 @@ class Job:
             raise InputError(
                 "stream is for one answer without beams: which of several beams wins is not certain before the end."
             )
+
+    @property
+    def bounds(self) -> dict[str, int | None]:
+        """What `Request.checked` checks of it, by name."""
+        names = ("max_new_tokens", "min_new_tokens", "forced_bos_token_id", "decoder_start_token_id")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def rows(self) -> int:

@@ -89,7 +89,7 @@ class RunningBatch:
             self.backend.admit(self._state, source)
         for part in parts:
             part.rows = np.arange(self.rows, self.rows + part.writer.rows)
-            new = np.full(part.writer.rows, self.backend.decoder_start_token_id)
+            new = np.full(part.writer.rows, part.writer.start)
             self._next = np.concatenate([self._next, new])
             self.parts.append(part)
 

@@ -265,10 +265,7 @@ class Scheduler:
 
     def _check(self, job: Job) -> None:
         ids = job.input_ids
-        Request.checked(
-            self.backend, ids[None], np.ones_like(ids)[None],
-            max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens,
-        )  # fmt: skip
+        Request.checked(self.backend, ids[None], np.ones_like(ids)[None], **job.bounds)
         self.limits.check(job, self.key_value_bytes)
         writers_of(self.backend, job, self._continuations)
 
