@@ -54,9 +54,9 @@ def serve(
     max_beams: Annotated[
         int | None, typer.Option(help="Maximum beams, or drawn answers, per text. Default: 8.")
     ] = None,
-    source_tokens: Annotated[int | None, typer.Option(help="Of a source, at most. Default: 512.")] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="Of an answer, at most. Default: 512.")] = None,
-    texts: Annotated[int | None, typer.Option(help="Of one request, at most. Default: 64.")] = None,
+    max_source_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of a source. Default: 512.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer. Default: 512.")] = None,
+    texts: Annotated[int | None, typer.Option(help="Maximum texts per request. Default: 64.")] = None,
     stall_ms: Annotated[
         float | None, typer.Option(help="Running answers wait so long at most for newcomers' encoders. Default: 50.")
     ] = None,

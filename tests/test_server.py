@@ -170,14 +170,13 @@ def test_the_page_of_the_interface_knows_the_fields() -> None:
         (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
         (dict(text="a", do_sample=True, temperature=-1.0), 422, "temperature is -1.0"),
         (dict(text="a", stream=True, num_beams=2), 422, "stream is for one answer"),
-        (dict(text=["a", "b"], stream=True), 422, "stream is for one text"),
         (dict(text="a", deadline_s=-1.0), 422, "deadline_s is -1"),
         (dict(text="a", beams=4), 400, "beams is not supported"),
     ],
     ids=str,
 )
 def test_bad_values(fields: dict[str, Any], status: int, match: str) -> None:
-    response = asked(**fields, settings=dict(source_tokens=20))
+    response = asked(**fields, settings=dict(max_source_tokens=20))
     assert response.status_code == status and re.search(match, error_of(response)["message"])
 
 
@@ -191,19 +190,19 @@ def test_bodies_that_are_none(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("fields", [
-    dict(), dict(prompt=5), dict(prompt=[]), dict(prompt=["a", "b"], stream=True), dict(prompt="a" * 99),
+    dict(), dict(prompt=5), dict(prompt=[]), dict(prompt="a" * 99),
     dict(prompt="a", max_tokens=0), dict(prompt="a", max_tokens="4"), dict(prompt="a", n=2),
     dict(prompt="a", echo=True), dict(prompt="a", temperature=-1.0), dict(prompt="a", temperature=1.0, top_p=2.0),
     dict(prompt="a", stream_options={}),
 ], ids=str)  # fmt: skip
 def test_bad_values_of_openai_s_clients_are_what_openai_answers(fields: dict[str, Any]) -> None:
-    response = asked("/v1/completions", model="mini", **fields, settings=dict(source_tokens=20))
+    response = asked("/v1/completions", model="mini", **fields, settings=dict(max_source_tokens=20))
     error = error_of(response)
     assert response.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] != "text"
 
 
 def test_a_source_is_cut_only_if_that_is_asked_for() -> None:
-    response = asked(text="a" * 99, truncate=True, settings=dict(source_tokens=20))
+    response = asked(text="a" * 99, truncate=True, settings=dict(max_source_tokens=20))
     assert response.json()["answers"][0]["source_tokens"] == 20
 
 
@@ -442,7 +441,7 @@ def test_the_names_by_which_a_server_is_asked(settings: dict[str, Any], host: by
 def test_what_is_refused_before_it_is_tokenised(fields: dict[str, Any], status: int, match: str, monkeypatch) -> None:
     monkeypatch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
     began = time.perf_counter()
-    response = asked(**fields, settings=dict(source_tokens=20, max_queued_tokens=400))
+    response = asked(**fields, settings=dict(max_source_tokens=20, max_queued_tokens=400))
     assert response.status_code == status and re.search(match, error_of(response)["message"])
     assert time.perf_counter() - began < 5
 
@@ -469,7 +468,7 @@ def test_what_is_cut_is_cut_before_it_is_tokenised(monkeypatch) -> None:
     usual, lengths = Letters.__call__, []
     monkeypatch.setattr(Letters, "__call__", lambda self, texts, **options: (
         lengths.extend(map(len, texts)), usual(self, texts, **options))[1])  # fmt: skip
-    assert asked(text="a" * 10**5, truncate=True, settings=dict(source_tokens=20)).status_code == 200
+    assert asked(text="a" * 10**5, truncate=True, settings=dict(max_source_tokens=20)).status_code == 200
     assert lengths == [640]
 
 
@@ -609,7 +608,7 @@ from t5accel.cli import app
 app()
 """
 LIMITS = dict(
-    rows=6, queue=40, source_tokens=64, new_tokens=4096, body_kb=64, body_s=1, head_s=1, write_s=1, grace_s=20
+    rows=6, queue=40, max_source_tokens=64, max_new_tokens=4096, body_kb=64, body_s=1, head_s=1, write_s=1, grace_s=20
 )
 
 
@@ -1047,7 +1046,7 @@ def test_a_soak_at_three_times_what_it_can(folder: Path) -> None:
             "Help me.",
         )
     ]
-    with_room = dict(rows=16, queue=64, new_tokens=64, head_s=60, body_s=60, write_s=60)
+    with_room = dict(rows=16, queue=64, max_new_tokens=64, head_s=60, body_s=60, write_s=60)
     server = Process(folder, **with_room).ready()
     expected = {
         text: server.client.post("/generate", json=dict(text=text)).json()["answers"][0]["texts"] for text in texts

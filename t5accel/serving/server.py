@@ -23,7 +23,7 @@ from t5accel.api import open_backend
 from t5accel.errors import InputError
 from t5accel.machine import cpu_threads
 from t5accel.serving.app import make_app
-from t5accel.serving.guard import Refused, log, open_log, refusal
+from t5accel.serving.guard import HEALTH, Refused, log, open_log, refusal
 from t5accel.serving.settings import Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; those in our memory are beyond it
@@ -199,7 +199,7 @@ def _only_health(app: Any, most: int) -> Any:
     full = Refused(503, f"All {most} connections are in use: try again in 1 s.", Retry_After="1", Connection="close")
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await (app if scope["path"].startswith("/health/") else refusal(full))(scope, receive, send)
+        await (app if scope["path"] in HEALTH else refusal(full))(scope, receive, send)
 
     return answer
 

@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     queue: int = Field(256, ge=1, description="Requests that may wait.")
     max_queued_tokens: int | None = Field(None, ge=1, description="Source and new tokens, times rows, that may wait.")
     max_beams: int = Field(8, ge=1, description="Maximum beams, or drawn answers, per text.")
-    source_tokens: int = Field(512, ge=1, description="Of a source, at most.")
-    new_tokens: int = Field(512, ge=1, description="Of an answer, at most.")
+    max_source_tokens: int = Field(512, ge=1, description="Maximum tokens of a source.")
+    max_new_tokens: int = Field(512, ge=1, description="Maximum tokens of an answer.")
     texts: int = Field(64, ge=1, description="Of one request, at most.")
     stall_ms: float = Field(50.0, ge=0, description="Running answers wait so long at most while newcomers are encoded.")
     join_share: float = Field(0.25, gt=0, le=1, description="Of the time, at most, for newcomers while others run.")
@@ -71,7 +71,7 @@ class Settings(BaseSettings):
         return Limits(
             rows=self.rows, key_value_bytes=None if most is None else most * 10**6, queue=self.queue,
             queued_tokens=self.max_queued_tokens, beams=self.max_beams,
-            source_tokens=self.source_tokens, new_tokens=self.new_tokens, stall_s=self.stall_ms / 1e3,
+            source_tokens=self.max_source_tokens, new_tokens=self.max_new_tokens, stall_s=self.stall_ms / 1e3,
             join_share=self.join_share, encoder_cache_bytes=self.encoder_cache_mb * 10**6,
         )  # fmt: skip
 
