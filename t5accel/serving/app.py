@@ -22,7 +22,6 @@ from t5accel import __version__
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.job import Answer
 from t5accel.decoding.rules import NONE
-from t5accel.decoding.streaming import TextPieces
 from t5accel.errors import EngineError, T5AccelError
 from t5accel.serving import responses as shapes
 from t5accel.serving.guard import Guard, Refused, ValidationError, log, refusal
@@ -30,7 +29,7 @@ from t5accel.serving.metrics import Metrics
 from t5accel.serving.scheduler import ENDS, Scheduler
 from t5accel.serving.schemas import Completion, Generate, seed_of
 from t5accel.serving.settings import Settings
-from t5accel.serving.stops import StopStrings
+from t5accel.serving.stops import StopStrings, TextStream
 from t5accel.serving.ticket import Ticket
 
 DONE = "data: [DONE]\n\n"
@@ -160,7 +159,7 @@ class Service:
         The text is empty where a ticket has its first token and no whole word yet. Raises the error of the first ticket
         that fails; at the end of the iteration all are cancelled.
         """
-        news, open_ones = asyncio.Event(), [_Open(*numbered, self.tokenizer) for numbered in enumerate(tickets)]
+        news, open_ones = asyncio.Event(), [TextStream(*numbered, self.tokenizer) for numbered in enumerate(tickets)]
         for ticket in tickets:
             ticket.listener = news.set
         try:
@@ -175,30 +174,6 @@ class Service:
         finally:
             for ticket in tickets:
                 ticket.cancel()
-
-
-class _Open:
-    """A ticket whose stream goes on."""
-
-    def __init__(self, index: int, ticket: Ticket, tokenizer: Any):
-        self.index, self._ticket, self._sent, self._text = index, ticket, 0, TextPieces(tokenizer)
-        self._stops, self._kept, self.is_done = ticket.job.stopping_criterion, "", False
-
-    def piece(self) -> str | None:
-        """The new text, if there is news; the end of it, which may begin a stop string, is held back."""
-        done, new = self._ticket.is_done, self._ticket.tokens[self._sent :]  # in this order
-        is_first = bool(new) and not self._sent
-        self._sent += len(new)
-        piece = self._text.add(new)
-        if done:
-            self._ticket.result(0)
-            self.is_done = True
-            piece += self._text.rest()
-        if self._stops is not None:
-            text = self._stops.cut(self._kept + piece)
-            held = 0 if done else self._stops.held(text)
-            piece, self._kept = text[: len(text) - held], text[len(text) - held :]
-        return piece if piece or done or is_first else None
 
 
 def _too_long(what: str) -> Refused:

@@ -122,7 +122,9 @@ class Guard:
             pass  # the client has gone
         finally:
             passed = (time.perf_counter() - started) * 1e3
-            told.info("%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
+            is_probe = 0 < status < 400 and scope["path"] in (*HEALTH, "/metrics")
+            level = logging.DEBUG if is_probe else logging.INFO
+            told.log(level, "%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
 
     def _check_head(self, scope: Any, head: dict[bytes, bytes]) -> None:
         """All that can be refused before any body is read."""

@@ -1,8 +1,12 @@
-"""Stop strings: where an answer ends before its end token."""
+"""Stop strings, which end an answer before its end token, and streams that hold them back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from t5accel.decoding.streaming import TextPieces
+from t5accel.serving.ticket import Ticket
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 
@@ -47,3 +51,36 @@ class StopStrings:
 
     def _begins(self, end: str) -> bool:
         return any(text.startswith(end) for text in self._texts)
+
+
+class TextStream:
+    """The text of a ticket that streams, piece by piece; ``index`` says which of a request's texts it answers."""
+
+    def __init__(self, index: int, ticket: Ticket, tokenizer: Any):
+        self.index, self._ticket, self._sent, self._text = index, ticket, 0, TextPieces(tokenizer)
+        self._stops, self._kept = ticket.job.stopping_criterion, ""
+        self.is_done = self._has_stopped = False
+
+    def piece(self) -> str | None:
+        """The new text, if there is news; the end of it, which may begin a stop string, is held back."""
+        done, new = self._ticket.is_done, self._ticket.tokens[self._sent :]  # in this order
+        is_first = bool(new) and not self._sent
+        self._sent += len(new)
+        piece = self._text.add(new)
+        if done:
+            self._ticket.result(0)
+            self.is_done = True
+            piece += self._text.rest()
+        if self._stops is not None:
+            piece = self._before_stops(piece)
+        return piece if piece or done or is_first else None
+
+    def _before_stops(self, piece: str) -> str:
+        if self._has_stopped:
+            return ""
+        whole = self._kept + piece
+        text = self._stops.cut(whole)
+        self._has_stopped = text != whole
+        certain = len(text) - (0 if self.is_done or self._has_stopped else self._stops.held(text))
+        self._kept = text[certain:]
+        return text[:certain]
