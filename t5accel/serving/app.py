@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,7 +19,6 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Str
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from t5accel import __version__
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.job import Answer
 from t5accel.decoding.rules import NONE
@@ -32,6 +32,7 @@ from t5accel.serving.settings import Settings
 from t5accel.serving.stops import StopStrings, TextStream
 from t5accel.serving.ticket import Ticket
 
+VERSION = sys.modules["t5accel"].__version__  # not imported: the package itself stands above this module
 DONE = "data: [DONE]\n\n"
 CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
 ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
@@ -259,7 +260,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         await asyncio.to_thread(service.close)
 
     # A redirect would go to whatever the Host header says. FastAPI's own pages fetch their scripts from other hosts.
-    app = FastAPI(title="t5accel", version=__version__, description=ABOUT, lifespan=lifespan, redirect_slashes=False,
+    app = FastAPI(title="t5accel", version=VERSION, description=ABOUT, lifespan=lifespan, redirect_slashes=False,
                   docs_url=None, redoc_url=None)  # fmt: skip
     app.state.service = service
     app.add_middleware(Guard, settings=settings, metrics=service.metrics)
@@ -397,12 +398,12 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     @get("/version", shape=shapes.Version)
     async def version() -> Any:
         """The version of t5accel."""
-        return {"version": __version__}
+        return {"version": VERSION}
 
     @get("/", shape=shapes.About)
     async def about() -> Any:
         """What this server is, and its routes."""
-        return {"name": "t5accel", "version": __version__, "model": name, "routes": routes()}
+        return {"name": "t5accel", "version": VERSION, "model": name, "routes": routes()}
 
     @app.get("/docs", response_model=None, include_in_schema=False)
     async def docs() -> Response:
@@ -415,7 +416,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         found.headers = dict(error.headers or {})
         return refusal(found)
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=shapes.responses(None))
+    @app.get("/metrics", response_class=Response, responses=shapes.responses(None))
     async def metrics() -> Response:
         """The counters, for Prometheus."""
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -151,7 +151,7 @@ def responses(
     """FastAPI's ``responses`` of a route.
 
     Args:
-        model: the body of status 200.
+        model: the body of status 200; None: plain text.
         errors: statuses with an `ErrorResponse`, beside those of every route.
         event: the data of a server-sent event.
         unavailable: whether the route needs no key, and answers status 503 with ``model``, too.
@@ -159,7 +159,8 @@ def responses(
     >>> sorted(responses(Version, 404))
     [200, 401, 404, 421]
     """
-    found: dict[int | str, Any] = {200: {"model": model}} if model else {}
+    plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    found: dict[int | str, Any] = {200: {"model": model} if model else plain}
     if event:
         found[200]["content"] = {"text/event-stream": {"schema": inlined(event.model_json_schema())}}
     if unavailable:
