@@ -5,6 +5,7 @@ Tokenizers are made on the spot, of transformers' own classes; models are tiny a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,9 @@ from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
 from t5accel.families.lively import random_model
 from t5accel.families.registry import BEYOND_T5
+from t5accel.serving.app import Service, make_app
 from t5accel.serving.scheduler import Scheduler
+from t5accel.serving.settings import Settings as ServerSettings
 from t5accel.text.languages import Languages
 from t5accel.text.text_to_text import TokenizerFile, decode, text_to_text, tokenizer_of
 
@@ -427,3 +431,104 @@ def test_a_prefix_stands_in_front_and_its_absence_is_mentioned_once(exported_min
     answer = text_to_text(TokenizerFile(exported_mini), lambda ids, mask: ids, prefix=prefix)
     assert answer([text, "No."]) == [prefix + text, prefix + "No."]
     refused(partial(text_to_text, TokenizerFile(exported_mini), lambda ids, mask: ids), "prefix", None, 5, ["a"])
+
+
+# Requests to the server
+
+
+def asked(
+    backend: Any, tokenizer: Any, bodies: list[dict[str, Any]], path: str = "/generate", **settings: Any
+) -> list[Any]:
+    """The answers of an application to requests that come at the same time."""
+    app = make_app(backend, tokenizer, ServerSettings(model="mini", **settings))
+
+    async def ask() -> list[Any]:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60) as client,
+        ):
+            return await asyncio.gather(*(client.post(path, json=body) for body in bodies))
+
+    return asyncio.run(ask())
+
+
+def text_of(response: Any) -> list[str]:
+    """All texts of an answer of either route, streamed or whole."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        return ["".join(event["text"] if "text" in event else event["choices"][0]["text"] for event in events)]
+    content = response.json()
+    assert response.status_code == 200, content
+    return [one["texts"][0] for one in content["answers"]] if "answers" in content else [
+        one["text"] for one in content["choices"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["nllb", "mbart"])
+def test_each_request_names_its_own_languages(make, kind: str) -> None:
+    made = make(kind)
+    backend, tokenizer, end = TorchEager(made.model), tokenizer_of(made.folder), made.model.config.eos_token_id
+    bodies, expected = [], []
+    for language in (made.own, made.other):
+        for keep, num_beams in ((False, 1), (True, 1), (True, 3)):
+            rows = made.answers(language, num_beams=num_beams)[0]
+            bodies.append(dict(num_beams=num_beams, skip_special_tokens=not keep, src_lang=made.other,
+                               tgt_lang=language))  # fmt: skip
+            expected.append(tokenizer.batch_decode([[token for token in row if token != end] for row in rows],
+                                                   skip_special_tokens=not keep))  # fmt: skip
+    assert expected[1] != expected[4]
+    found = asked(backend, tokenizer, [dict(text=TEXTS, max_new_tokens=LONGEST, **body) for body in bodies])
+    assert [*map(text_of, found)] == expected
+    found = asked(backend, tokenizer, [dict(prompt=TEXTS, model="mini", max_tokens=LONGEST, **body) for body in bodies],
+                  path="/v1/completions")  # fmt: skip
+    assert [*map(text_of, found)] == expected
+    streams = [(body, texts) for body, texts in zip(bodies, expected, strict=True) if body["num_beams"] == 1]
+    for path, names in (("/generate", dict(max_new_tokens=LONGEST)),
+                        ("/v1/completions", dict(max_tokens=LONGEST, model="mini"))):  # fmt: skip
+        key = "text" if path == "/generate" else "prompt"
+        found = asked(backend, tokenizer, [{key: TEXTS[1], "stream": True, **names, **body} for body, _ in streams],
+                      path=path)  # fmt: skip
+        assert [*map(text_of, found)] == [[texts[1]] for _, texts in streams]
+    wrong = [dict(tgt_lang="nosuch"), dict(src_lang="nosuch"), dict(forced_bos_token="nosuch"),
+             dict(tgt_lang=made.own, forced_bos_token="<s>"), dict(tgt_lang=5)]  # fmt: skip
+    for body, response in zip(
+        wrong, asked(backend, tokenizer, [dict(text="a", **body) for body in wrong]), strict=True
+    ):
+        error = response.json()["error"]
+        assert response.status_code == 422 and next(iter(body)) in error["message"], error
+
+
+def test_a_cut_source_keeps_its_closing_marks(make) -> None:
+    for kind in ("mbart", "nllb, legacy", "nllb"):
+        made = make(kind)
+        service = Service(TorchEager(made.model), tokenizer_of(made.folder), ServerSettings(max_source_tokens=5))
+        try:
+            cut = service._tokens(TEXTS[1], True, made.token(made.other))
+            tokenizer = transformers.AutoTokenizer.from_pretrained(made.folder, local_files_only=True)
+            tokenizer.src_lang = made.other
+            assert cut == tokenizer(TEXTS[1], truncation=True, max_length=5).input_ids
+        finally:
+            service.close()
+
+
+def test_the_server_puts_its_prefix_in_front_unless_the_request_has_its_own(mini) -> None:
+    backend, tokenizer = TorchEager(mini[0]), TokenizerFile(data_folder() / "mini-t5")
+    prefix, text = "translate English to French: ", "I am tired."
+    plain, other, own = asked(backend, tokenizer, [
+        dict(text=text), dict(text=prefix + text, prefix=""), dict(text="am tired.", prefix=prefix + "I "),
+    ], prefix=prefix)  # fmt: skip
+    assert text_of(plain) == text_of(other) == text_of(own) == ["Je suis fatigué."]
+    (completion,) = asked(backend, tokenizer, [dict(prompt=text, model="mini")], "/v1/completions", prefix=prefix)
+    assert text_of(completion) == ["Je suis fatigué."]
+    (refusal,) = asked(backend, tokenizer, [dict(text=text, tgt_lang="fr")])
+    assert refusal.status_code == 422 and "prefix" in refusal.json()["error"]["message"]
+
+
+def test_requests_keep_special_tokens(special) -> None:
+    model, tokenizer, _, wanted = special
+    bodies = [dict(text=ASKED, skip_special_tokens=False, stream=stream) for stream in (False, True)]
+    without, *kept = asked(TorchEager(model), tokenizer, [dict(text=ASKED), *bodies])
+    assert text_of(without) != [wanted] and [*map(text_of, kept)] == [[wanted]] * 2
+    word = tokenizer.additional_special_tokens[-1] if hasattr(tokenizer, "additional_special_tokens") else (
+        tokenizer.extra_special_tokens[-1])  # fmt: skip
+    stopped = asked(TorchEager(model), tokenizer, [dict(body, stop=word.strip("▁")) for body in bodies])
+    assert [text_of(one)[0].strip() for one in stopped] == [wanted.partition(word.strip("▁"))[0].strip()] * 2

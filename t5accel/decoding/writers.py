@@ -44,8 +44,9 @@ class Greedy:
         self._rules, self.start = _rules_and_start(model, job)
         self._ends, self._longest = self._rules.ends(model.eos_token_id), job.max_new_tokens
         self._shortest = self._rules.shortest(job.min_new_tokens, longest=self._longest)
+        self._criterion = job.stopping_criterion
         self.tokens: list[int] = []
-        self.is_done = False
+        self.is_done = self._has_ended = False
 
     @property
     def forbidden(self) -> Forbidden:
@@ -56,11 +57,12 @@ class Greedy:
         """The next token, if the model does not force another."""
         forced = self._rules.forced(len(self.tokens), longest=self._longest)
         self.tokens.append(token if forced is None else forced)
-        self.is_done = self.tokens[-1] in self._ends or len(self.tokens) == self._longest
+        self._has_ended = self.tokens[-1] in self._ends or bool(self._criterion and self._criterion(self.tokens))
+        self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def answers(self) -> list[Answer]:
         """Those that are there when it is done."""
-        return [Answer(self.tokens, self.tokens[-1] in self._ends)]
+        return [Answer(self.tokens, self._has_ended)]
 
 
 class Drawn(Greedy):
