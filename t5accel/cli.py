@@ -24,11 +24,15 @@ from t5accel.cli_options import (
     Device,
     DeviceOption,
     ExportPrecision,
+    ForcedBos,
     IntegerPrecision,
     ModelOption,
     NewTokensOption,
     PrecisionOption,
     RuntimeOption,
+    SkipSpecialTokens,
+    SourceLanguage,
+    TargetLanguage,
     ThreadsOption,
     kept,
     status,
@@ -136,6 +140,11 @@ def run(
     device: DeviceOption = Device.CPU,
     threads: ThreadsOption = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print words as they come.")] = False,
+    prefix: Annotated[str, typer.Option(help="Text in front of every text: 'translate English to French: '.")] = "",
+    src_lang: SourceLanguage = None,
+    tgt_lang: TargetLanguage = None,
+    forced_bos: ForcedBos = None,
+    skip_special_tokens: SkipSpecialTokens = True,
 ) -> None:
     """Answer one text, or every line of standard input, with the time it took."""
     import numpy as np
@@ -145,6 +154,8 @@ def run(
     from t5accel.decoding.rules import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
+    from t5accel.tasks import prefix_hint
+    from t5accel.text.languages import Languages
     from t5accel.text.text_to_text import text_to_text
 
     backend, tokenizer, with_what = open_backend(
@@ -155,7 +166,11 @@ def run(
     if stream and used > 1:
         whose = "the model's generation_config sets" if beams is None else "you gave"
         raise InputError(f"--stream is for greedy search, and {whose} {used} beams: give --beams 1.")
-    search = None if stream else by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=beams)
+    first = Languages(tokenizer).target(backend, tgt_lang, forced_bos)
+    bounds: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **first)
+    ends = getattr(backend, "rules", NONE).ends(backend.eos_token_id)
+    search = None if stream else by_defaults(backend, num_beams=beams, **bounds)
+    shown: dict[str, Any] = dict(skip_special_tokens=skip_special_tokens, ends=ends)
     count = 0
 
     def generate(ids, mask):  # noqa: ANN001, ANN202
@@ -164,17 +179,21 @@ def run(
             tokens = search(ids, mask)
         else:
             chunks: list[Any] = []
-            coming = streamed(backend, ids, mask, max_new_tokens=max_new_tokens)
-            for piece in stream_text(tokenizer, (chunks.append(chunk) or chunk for chunk in coming)):
+            coming = streamed(backend, ids, mask, **bounds)
+            for piece in stream_text(tokenizer, (chunks.append(chunk) or chunk for chunk in coming), **shown):
                 typer.echo(piece, nl=False)
             typer.echo()
             tokens = np.concatenate([new for (new,) in chunks])[None]
         count += tokens.shape[1]
         return tokens
 
-    answer = text_to_text(tokenizer, generate)
-    texts, seconds = 0, 0.0
+    answer = text_to_text(tokenizer, generate, prefix=prefix, src_lang=src_lang, **shown)
+    texts, seconds, is_hinted = 0, 0.0, False
+    name = backend.manifest.source["name"] if hasattr(backend, "manifest") else model
     for line in _lines() if text == "-" else [text]:
+        if line.strip() and not is_hinted and (hint := prefix_hint(name, prefix + line)):
+            typer.echo(f"t5accel: {hint}", err=True)
+            is_hinted = True
         started = time.perf_counter()
         (result,) = answer([line]) if line.strip() else [""]
         seconds += time.perf_counter() - started

@@ -65,6 +65,22 @@ BeamsOption = Annotated[
 ]
 NewTokensOption = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
 
+SourceLanguage = Annotated[
+    str | None,
+    typer.Option("--src-lang", help="Language of the texts, as NLLB, mBART and M2M100 name it: eng_Latn, en_XX, en."),
+]
+TargetLanguage = Annotated[
+    str | None, typer.Option("--tgt-lang", help="Language of the answers, likewise: fra_Latn, fr_XX, fr.")
+]
+ForcedBos = Annotated[str | None, typer.Option("--forced-bos", help="Token that every answer begins with.")]
+SkipSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--skip-special-tokens/--no-skip-special-tokens",
+        help="Leave special tokens out of answers, or keep them: <triplet> of REBEL, <extra_id_0> of T5.",
+    ),
+]
+
 
 def status(sentence: str) -> None:
     """Tell somebody who waits at a terminal what is being done.

@@ -12,8 +12,12 @@ from t5accel.cli_options import (
     BeamsOption,
     ExportPrecision,
     ExportPrecisionOption,
+    ForcedBos,
     ModelOption,
     NewTokensOption,
+    SkipSpecialTokens,
+    SourceLanguage,
+    TargetLanguage,
     kept,
 )
 from t5accel.errors import InputError
@@ -35,13 +39,28 @@ def _local_without_address(engine: Engine | None, address: str | None) -> None:
 
 @serving.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, fp16, int8 or int4. Default: fp32.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Default: all cores that this process may use.")] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name for clients. Default: --model, of a folder its last part.")
+    model: Annotated[
+        str | None, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id. Default: mini.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1. Any other needs T5ACCEL_API_KEY.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32, fp16, bf16 (in torch, in static batches), int8 or int4. Default: fp32; an export's own."
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None, typer.Option(help="Text in front of every source whose request has no prefix field.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of the engine. Default: all cores that this process may use.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name for clients. Default: --model, or the last part of its folder.")
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen at. Any but this machine's needs T5ACCEL_API_KEY. Default: 127.0.0.1."),
+    ] = None,
     allow_unauthenticated: Annotated[
         bool | None, typer.Option("--allow-unauthenticated", help="Serve other machines without an API key.")
     ] = None,
@@ -49,46 +68,75 @@ def serve(
         str | None,
         typer.Option(help="Further Host headers to accept, separated by commas; *: any. Default: this machine's."),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Default: 8000; 0: any that is free.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at; 0: any free port. Default: 8000.")] = None,
     rows: Annotated[
-        int | None, typer.Option(help="Of the batch: an answer takes one, K beams take K. Default: 32.")
+        int | None,
+        typer.Option(help="Maximum rows in the running batch (one per answer, K per K-beam request). Default: 32."),
     ] = None,
-    key_value_mb: Annotated[int | None, typer.Option(help="Of keys and values of all rows. Default: no limit.")] = None,
-    queue: Annotated[int | None, typer.Option(help="Requests that may wait. Default: 256.")] = None,
+    key_value_mb: Annotated[
+        int | None, typer.Option(help="Maximum megabytes of the KV cache. Default: no limit.")
+    ] = None,
+    queue: Annotated[int | None, typer.Option(help="Maximum requests in the queue. Default: 256.")] = None,
     max_queued_tokens: Annotated[
         int | None,
-        typer.Option(help="Source and new tokens, times rows, that may wait. Default: --queue of the longest."),
+        typer.Option(
+            help="Maximum source and new tokens, times rows, in the queue. Default: --queue of the longest requests."
+        ),
     ] = None,
     max_beams: Annotated[
         int | None, typer.Option(help="Maximum beams, or drawn answers, per text. Default: 8.")
     ] = None,
-    source_tokens: Annotated[int | None, typer.Option(help="Of a source, at most. Default: 512.")] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="Of an answer, at most. Default: 512.")] = None,
-    texts: Annotated[int | None, typer.Option(help="Of one request, at most. Default: 64.")] = None,
+    max_source_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of a source. Default: 512.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer. Default: 512.")] = None,
+    texts: Annotated[int | None, typer.Option(help="Maximum texts per request. Default: 64.")] = None,
     stall_ms: Annotated[
-        float | None, typer.Option(help="Running answers wait so long at most for newcomers' encoders. Default: 50.")
+        float | None,
+        typer.Option(help="Maximum milliseconds that running answers wait while new sources are encoded. Default: 50."),
     ] = None,
-    join_share: Annotated[float | None, typer.Option(help="Of the time, for newcomers at most. Default: 0.25.")] = None,
-    encoder_cache_mb: Annotated[int | None, typer.Option(help="For encoder outputs. Default: 256.")] = None,
-    connections: Annotated[int | None, typer.Option(help="Open at a time. Default: 1000.")] = None,
-    body_kb: Annotated[int | None, typer.Option(help="Of a request, at most. Default: 1024.")] = None,
-    head_s: Annotated[float | None, typer.Option(help="For a request's head to arrive. Default: 10.")] = None,
-    body_s: Annotated[float | None, typer.Option(help="For its body. Default: 10.")] = None,
+    join_share: Annotated[
+        float | None,
+        typer.Option(help="Maximum share of the time spent on new requests while others run. Default: 0.25."),
+    ] = None,
+    encoder_cache_mb: Annotated[
+        int | None, typer.Option(help="Megabytes of encoder outputs kept for repeated sources. Default: 256.")
+    ] = None,
+    connections: Annotated[int | None, typer.Option(help="Maximum open connections. Default: 1000.")] = None,
+    body_kb: Annotated[int | None, typer.Option(help="Maximum kilobytes of a request's body. Default: 1024.")] = None,
+    head_s: Annotated[
+        float | None, typer.Option(help="Seconds within which a request's head must arrive. Default: 10.")
+    ] = None,
+    body_s: Annotated[
+        float | None, typer.Option(help="Seconds within which a request's body must arrive. Default: 10.")
+    ] = None,
     write_s: Annotated[
-        float | None, typer.Option(help="Close a connection whose answer stays unread for this long. Default: 10.")
+        float | None,
+        typer.Option(help="Close the connection if the client stops reading for this many seconds. Default: 10."),
     ] = None,
     deadline_s: Annotated[
-        float | None, typer.Option(help="Deadline of requests that do not set their own. Default: 120.")
+        float | None, typer.Option(help="Deadline in seconds of requests that do not set their own. Default: 120.")
     ] = None,
-    grace_s: Annotated[float | None, typer.Option(help="After SIGTERM, for what runs. Default: 30.")] = None,
-    stuck_s: Annotated[float | None, typer.Option(help="A step that long, and it is not alive. Default: 60.")] = None,
+    grace_s: Annotated[
+        float | None, typer.Option(help="Seconds that running requests have to finish after SIGTERM. Default: 30.")
+    ] = None,
+    stuck_s: Annotated[
+        float | None,
+        typer.Option(help="Report unhealthy when one step takes longer than this many seconds. Default: 60."),
+    ] = None,
     log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning, error or critical; debug also logs probes. Default: info.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="text, or json: one object per line. Default: text.")] = None,
     engine: Annotated[Engine | None, typer.Option(help="local, or ray: replicas of the model. Default: local.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of a cluster of Ray. Default: one on this machine.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Of ray, at most: as requests wait. Default: 2.")] = None,
-    replicas_min: Annotated[int | None, typer.Option(help="Of ray, at least. Default: 1.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster, for --engine ray. Default: one on this machine.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Maximum replicas with --engine ray; more start as requests wait. Default: 2.")
+    ] = None,
+    replicas_min: Annotated[int | None, typer.Option(help="Minimum replicas with --engine ray. Default: 1.")] = None,
 ) -> None:
-    """Answer requests over HTTP, which join and leave a running batch; --rows may also be T5ACCEL_ROWS, and so on."""
+    """Answer requests over HTTP in a continuous batch. Each option is T5ACCEL_… in the environment, too."""
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
     try:
         from pydantic import ValidationError
@@ -158,6 +206,10 @@ def batch(
         int | None,
         typer.Option(min=1, help="CPU threads. Default: all cores that this process may use; 1 for each actor of Ray."),
     ] = None,
+    src_lang: SourceLanguage = None,
+    tgt_lang: TargetLanguage = None,
+    forced_bos: ForcedBos = None,
+    skip_special_tokens: SkipSpecialTokens = True,
     strict: Annotated[bool, typer.Option("--strict", help="End with status 2 if any row was rejected.")] = False,
     engine: Annotated[
         Engine, typer.Option(help="Work in this process (local), or in actors of Ray that each hold the model (ray).")
@@ -184,6 +236,7 @@ def batch(
     settings = Settings(
         column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
         max_source_tokens=max_source_tokens, batch_tokens=batch_tokens, shard_rows=shard_rows,
+        src_lang=src_lang, tgt_lang=tgt_lang, forced_bos_token=forced_bos, skip_special_tokens=skip_special_tokens,
     )  # fmt: skip
     chosen = partial(on_ray, address=address, stuck_s=stuck_s) if engine == Engine.ray else in_this_process
     runs = Model(model, precision and precision.value, threads)

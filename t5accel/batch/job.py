@@ -39,6 +39,7 @@ class Settings:
         prefix: stands in front of every text, as in ``"translate English to French: "``.
         into: the name of the answers' column.
         beams, max_new_tokens, max_source_tokens, batch_tokens: as of `answers.Answerer`.
+        src_lang, tgt_lang, forced_bos_token, skip_special_tokens: likewise.
         shard_rows: of a shard, at most: what a kill may cost. Larger shards leave fewer files, and their batches less
             padding.
 
@@ -57,6 +58,10 @@ class Settings:
     max_source_tokens: int = 512
     batch_tokens: int = 4096
     shard_rows: int = 200
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+    forced_bos_token: str | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.beams is not None:
@@ -155,6 +160,8 @@ class Model:
         answerer = Answerer(
             backend, tokenizer, beams=settings.beams, max_new_tokens=settings.max_new_tokens,
             max_source_tokens=settings.max_source_tokens, batch_tokens=settings.batch_tokens,
+            src_lang=settings.src_lang, tgt_lang=settings.tgt_lang, forced_bos_token=settings.forced_bos_token,
+            skip_special_tokens=settings.skip_special_tokens,
         )  # fmt: skip
         manifest = backend.manifest
         # Tokenizer and generation settings decide answers, too; graphs and weights are the checkpoint by the recipe.
