@@ -34,6 +34,9 @@ BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"
 HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # whole, or in shards with an index
+# Files of which a tokenizer of these families can be made; ByT5's has the second one alone.
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer_config.json",), ("spiece.model",), ("sentencepiece.bpe.model",),
+               ("tokenizer.model",), ("source.spm",), ("vocab.json", "merges.txt"), ("vocab.txt",))  # fmt: skip
 MAX_LAYERS = 1000  # of a stack; the largest published ones have some fifty
 _COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
 
@@ -209,7 +212,7 @@ def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLik
 def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     config = load_pretrained(AutoConfig.from_pretrained, where, **options)
     family_of(config, where)
@@ -238,12 +241,33 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
             f"{where} holds {len(unread)} weights that a {type(model).__name__} does not have, such as {unread[0]}: "
             "merge adapters into the model first, or save it without them."
         )
-    has_tokenizer = not Path(where).is_dir() or any(
-        (Path(where) / name).is_file()
-        for name in ("tokenizer.json", "spiece.model", "tokenizer_config.json", "source.spm")
-    )
-    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, where, **options) if has_tokenizer else None
+    tokenizer = load_tokenizer(where, **options)
     return model.eval(), tokenizer
+
+
+def load_tokenizer(where: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of transformers in a folder or at a hub id; ``None`` for a folder without the files of one.
+
+    Raises:
+        ModelUnavailableError: its files are damaged, or those that hold its vocabulary are missing.
+
+    >>> load_tokenizer(data_folder() / "mini-t5").eos_token
+    '</s>'
+    """
+    folder = Path(where) if os.path.isdir(where) else hub_snapshot(os.fspath(where))
+    if os.path.isdir(where) and not any(all(map(os.path.isfile, map(folder.joinpath, f))) for f in _TOKENIZERS):
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, where, **options)
+    names = set(tokenizer.vocab_files_names.values()) - {"tokenizer_config.json"}
+    if names and folder and not any((folder / name).is_file() for name in names | {"tokenizer.model"}):
+        # transformers 5 makes one with an empty vocabulary, for which every word is unknown.
+        raise ModelUnavailableError(
+            f"{where} lacks the vocabulary of its {type(tokenizer).__name__}, {' or '.join(sorted(names))}. Save the "
+            "tokenizer there with tokenizer.save_pretrained(), or name its class in tokenizer_config.json."
+        )
+    return tokenizer
 
 
 @contextmanager

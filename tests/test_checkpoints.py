@@ -28,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
 from safetensors.torch import load_file, save_file
+from tokenizers import ByteLevelBPETokenizer
 
 from t5accel import accelerate, checkpoints
 from t5accel.backends.torch_eager import TorchEager
@@ -250,6 +251,52 @@ def test_a_folder_without_a_tokenizer(saved: Path, tiny_t5) -> None:
     model, tokenizer = load_t5(saved)
     assert tokenizer is None and not model.training and '"d_model": 32' in (saved / "config.json").read_text()
     np.testing.assert_array_equal(logits_of(model), logits_of(tiny_t5()))
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Vocabularies without a ``tokenizer.json``: of byte pairs, of sentencepiece, and of whole words."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"the house number {number} is small" for number in range(300)))
+    pairs = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    pairs.train([str(text)], vocab_size=330, special_tokens=special, show_progress=False)
+    pairs.save_model(str(folder))
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    options = dict(vocab_size=60, hard_vocab_limit=False, minloglevel=2, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    trainer.train(input=str(text), model_prefix=str(folder / "pieces"), **options)
+    (folder / "vocab.txt").write_text("\n".join("[PAD] [UNK] [CLS] [SEP] [MASK] the house".split()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind, files, named",
+    [("bart", ["merges.txt", "vocab.json"], {}),
+     ("t5", ["merges.txt", "vocab.json"], {"tokenizer_class": "RobertaTokenizer"}),  # CodeT5's
+     ("t5", ["spiece.model"], {}), ("t5", ["tokenizer.model"], {}), ("mbart", ["sentencepiece.bpe.model"], {}),
+     ("bart", ["vocab.txt"], {"tokenizer_class": "BertTokenizer"})],
+)  # fmt: skip
+def test_a_tokenizer_by_its_vocabulary_files_alone(
+    vocabularies: Path, tmp_path: Path, kind: str, files: list[str], named: dict[str, str]
+) -> None:
+    """The same ids as by transformers, from whichever files of a vocabulary transformers reads."""
+    rewrite(tmp_path / "config.json", model_type=kind, **named)
+    for name in files:
+        shutil.copy(vocabularies / ("pieces.model" if name.endswith(".model") else name), tmp_path / name)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("the house", return_tensors="np")["input_ids"]
+    for ours in (checkpoints.load_tokenizer(tmp_path), tokenizer_of(tmp_path)):
+        np.testing.assert_array_equal(ours(["the house"], return_tensors="np")["input_ids"], theirs)
+
+
+@pytest.mark.parametrize("files", [["merges.txt", "vocab.json"], ["tokenizer_config.json"]])
+def test_a_tokenizer_without_its_vocabulary_is_refused(saved: Path, vocabularies: Path, files: list[str]) -> None:
+    """transformers 5 makes a T5Tokenizer of nothing, which knows no word."""
+    for name in files:
+        content = (vocabularies / name).read_bytes() if (vocabularies / name).exists() else b"{}"
+        (saved / name).write_bytes(content)
+    with pytest.raises(ModelUnavailableError, match="spiece.model" if V5 else "cannot be loaded"):
+        load_t5(saved)
 
 
 def test_half_precision_folders_load_as_fp32(tiny_t5, tmp_path: Path) -> None:
