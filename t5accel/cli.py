@@ -19,7 +19,7 @@ import typer
 
 from t5accel.cli_serving import serving
 from t5accel.cli_training import training
-from t5accel.errors import InputError, ModelUnavailableError, T5AccelError
+from t5accel.errors import InputError, T5AccelError
 
 TRACEBACK = "T5ACCEL_TRACEBACK"
 
@@ -112,11 +112,13 @@ def run(
 
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
+    from t5accel.checkpoints import require_tokenizer
     from t5accel.decoding.rules import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
     from t5accel.text.text_to_text import text_to_text
 
+    require_tokenizer(model)
     backend, tokenizer, with_what = open_backend(model, precision=precision, runtime=runtime and runtime.value)
     beams = getattr(backend, "rules", NONE).num_beams if num_beams is None else num_beams
     if stream and beams > 1:
@@ -211,21 +213,17 @@ def quantize(
     threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")] = None,
 ) -> None:
     """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
-    from t5accel.graphs.contract import MANIFEST
-    from t5accel.graphs.export.cache import cached_export
+    from t5accel.checkpoints import require_tokenizer
+    from t5accel.graphs.export.cache import cached_export, given_export
     from t5accel.graphs.numbers.quantize import quantize as behind_a_gate
     from t5accel.graphs.numbers.recipes import as_recipe
     from t5accel.lab.scoring import text_quality
-    from t5accel.text.text_to_text import tokenizer_of
 
     if not as_recipe(precision).integers:
         raise InputError(f"--precision is {precision}; give int8, int8-dynamic or int4: the others have no integers.")
     score = text_quality(eval_, metric, threads=threads)
-    in_fp32 = Path(model) if (Path(model) / MANIFEST).is_file() else cached_export(model, progress=True)
-    try:
-        tokenizer_of(in_fp32)
-    except ModelUnavailableError as error:
-        raise InputError(f"{model} has no tokenizer: save one beside it, the gate reads texts.") from error
+    require_tokenizer(model)
+    in_fp32 = given_export(model) or cached_export(model, progress=True)
     report = behind_a_gate(
         in_fp32, folder, precision, score=score, max_loss={metric: max_loss}, overwrite=overwrite
     )  # fmt: skip

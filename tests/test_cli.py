@@ -194,6 +194,23 @@ def test_a_warm_run_needs_neither_torch_nor_transformers(tmp_path):
     assert line.startswith("(5 tokens in ")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["run", TEXT, "--model"], ["batch", "texts.txt", "out", "--model"], ["serve", "--port", 0, "--model"],
+     ["quantize", "--eval", "rows.jsonl", "--max-loss", 1, "new"], ["triton", "models", "--model"]],
+)  # fmt: skip
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, tiny_t5, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.txt").write_text(TEXT)
+    Path("rows.jsonl").write_text(json.dumps({"source": TEXT, "target": "x"}))
+    tiny_t5().save_pretrained("mute")
+    for name in ("load_t5", "export_t5"):
+        monkeypatch.setattr(f"t5accel.graphs.export.cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
+    for model in ("random:t5-small", "mute"):
+        whole = [*command[:-1], model, "new"] if command[0] == "quantize" else [*command, model]
+        assert f"{model} has " in refused(*whole) and "no tokenizer" in refused(*whole)
+
+
 @pytest.mark.parametrize("options", [(), ("--stream",)])
 def test_lines_of_standard_input_are_answered_one_by_one(answer, options):
     given = f"{TEXT}\n\n  \r\n{TEXT}".encode()

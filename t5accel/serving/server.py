@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
+from t5accel.checkpoints import require_tokenizer
 from t5accel.errors import InputError
 from t5accel.machine import cpu_threads
 from t5accel.serving.app import make_app
@@ -341,6 +342,7 @@ def opened(settings: Settings) -> FastAPI:
             into ``key_value_mb``.
         ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `api.open_backend`.
     """
+    require_tokenizer(settings.model)
     backend, tokenizer, what = open_backend(settings.model, precision=settings.precision, threads=settings.threads)
     if tokenizer is None:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
