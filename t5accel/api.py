@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.contract import MANIFEST
-from t5accel.graphs.export.cache import checked_export, checked_manifest
+from t5accel.families.registry import family_of_model
+from t5accel.graphs.export.cache import checked_export, checked_manifest, given_export
 from t5accel.graphs.export.logit_check import backend_logits
 from t5accel.graphs.export.logit_check import check_logits as compare_logits
 from t5accel.graphs.export.manifest import Manifest
@@ -51,8 +51,9 @@ def accelerate(
 
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
-            `export.export_t5`, or a model object, of a family that `families.registry` has. What is no export yet is
-            exported once, into the user's cache (`graphs.export.cache`; ``t5accel cache list``).
+            `export.export_t5`, or a model object, of a family that `families.registry` has. A hub id may be that of an
+            export, which is downloaded once. What is no export yet is exported once, into the user's cache
+            (`graphs.export.cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
             `recipes.Recipe`. What a recipe costs in quality is not measured here: `quantize.quantize` lets a model pass
             only if it loses no more than allowed (``t5accel quantize``). A folder that holds an export runs in the
@@ -91,18 +92,17 @@ def accelerate(
     settings = SessionSettings(threads=threads, device=device, openvino=runtime == "openvino")
     recipe = tuned(as_recipe(precision), tuned_for)
     is_path = isinstance(model, str | os.PathLike)
-    if not is_path and not hasattr(model, "state_dict"):
-        raise InputError(f"model is {model!r}; give a name, a folder or a model.")
-    is_export = is_path and (Path(model) / MANIFEST).is_file()
-    chosen = _runtime(runtime, device, recipe, is_export=is_export)
+    if not is_path:
+        family_of_model(model)
+    folder = given_export(model)
+    chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
     if device == "cuda":
         _require_gpu()
     if chosen == "torch":
         if max_source_tokens is not None:
             raise InputError("max_source_tokens is not for torch: leave it out, or give runtime='onnx'.")
         return _in_torch(model, recipe, settings, tokenizer, check_logits=check_logits)
-    if is_export:
-        folder = Path(model)
+    if folder is not None:
         manifest = _in_precision(folder, None if recipe.name == "fp32" else recipe)
     else:
         folder, manifest = checked_export(
@@ -143,9 +143,9 @@ def open_backend(
     from t5accel.backends.ort.static import OrtStatic
 
     recipe = as_recipe("fp32" if precision is None else precision)
-    folder, is_export = Path(model), (Path(model) / MANIFEST).is_file()
-    chosen = _runtime(runtime, device, recipe, is_export=is_export)
-    manifest = _in_precision(folder, None if precision is None else recipe) if is_export else None
+    folder = given_export(model)
+    chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
+    manifest = None if folder is None else _in_precision(folder, None if precision is None else recipe)
     if chosen == "torch" or device != "cpu":
         accelerated = accelerate(
             model, precision=recipe, runtime=runtime, device=device, threads=threads, progress=progress

@@ -39,7 +39,7 @@ from t5accel.cli_options import (
 )
 from t5accel.cli_serving import serving
 from t5accel.cli_training import training
-from t5accel.errors import InputError, ModelUnavailableError, T5AccelError
+from t5accel.errors import InputError, T5AccelError
 
 TRACEBACK = "T5ACCEL_TRACEBACK"
 
@@ -151,6 +151,7 @@ def run(
 
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
+    from t5accel.checkpoints import require_tokenizer
     from t5accel.decoding.rules import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
@@ -158,6 +159,7 @@ def run(
     from t5accel.text.languages import Languages
     from t5accel.text.text_to_text import text_to_text
 
+    require_tokenizer(model)
     backend, tokenizer, with_what = open_backend(
         model, precision=precision and precision.value, runtime=runtime and runtime.value, device=device.value,
         threads=threads,
@@ -240,12 +242,12 @@ def export(
     ] = True,
 ) -> None:
     """Write a model as ONNX graphs, with all that is needed to run them without torch."""
-    from t5accel.graphs.contract import MANIFEST
+    from t5accel.graphs.export.cache import given_export
     from t5accel.graphs.export.folder import as_target, require_free
     from t5accel.graphs.export.t5 import export_t5
     from t5accel.graphs.numbers.convert import convert_export
 
-    if (Path(model) / MANIFEST).is_file():
+    if given_export(model):
         raise InputError(f"{model} is an export already. Give the model that it was made from.")
     recipe = precision.value
     require_free(as_target(out), model, recipe, overwrite=overwrite)
@@ -277,24 +279,19 @@ def quantize(
     threads: ThreadsOption = None,
 ) -> None:
     """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
-    from t5accel.graphs.contract import MANIFEST
-    from t5accel.graphs.export.cache import cached_export
+    from t5accel.checkpoints import require_tokenizer
+    from t5accel.graphs.export.cache import cached_export, given_export
     from t5accel.graphs.export.folder import as_target, require_free
     from t5accel.graphs.numbers.quantize import quantize as behind_a_gate
     from t5accel.lab.scoring import text_quality
-    from t5accel.text.text_to_text import tokenizer_of
 
     recipe = precision.value
     score = text_quality(eval_, metric, threads=threads, progress=True)
-    if (Path(model) / MANIFEST).is_file():
-        in_fp32 = Path(model)
-    else:
+    require_tokenizer(model)
+    in_fp32 = given_export(model)
+    if in_fp32 is None:
         require_free(as_target(out), model, recipe, overwrite=overwrite)
         in_fp32 = cached_export(model, progress=True)
-    try:
-        tokenizer_of(in_fp32)
-    except ModelUnavailableError as error:
-        raise InputError(f"{model} has no tokenizer: save one beside it, the gate reads texts.") from error
     report = behind_a_gate(in_fp32, out, recipe, score=score, max_loss={metric: max_loss}, overwrite=overwrite)
     before, after = report.baseline[metric], report.chosen.scores[metric]
     typer.echo(f"{out}: {report.manifest.size_bytes / 1e6:.0f} MB, {report.chosen.recipe.name}")

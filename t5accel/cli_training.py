@@ -334,6 +334,7 @@ def evaluate(
     from t5accel import quality
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
+    from t5accel.checkpoints import require_tokenizer
     from t5accel.errors import InputError
     from t5accel.lab.scoring import row_scores, scored_rows
     from t5accel.metrics import ROW_SCORES, floor_warning
@@ -348,6 +349,7 @@ def evaluate(
     held_out_quality = _mini("validate", "--pairs").held_out_quality if pairs else None
     if pairs:
         _mini("pairs", "--pairs").read_pairs(pairs)  # a missing file is reported before the model is loaded
+    require_tokenizer(model)
     status(f"Loading {model} …")
     backend, tokenizer, what = open_backend(
         model, precision=precision and precision.value, runtime=runtime and runtime.value, device=device.value,

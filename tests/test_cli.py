@@ -274,6 +274,23 @@ def test_threads_reach_the_engine(monkeypatch):
     assert seen == [3]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["run", TEXT, "--model"], ["batch", "texts.txt", "out", "--model"], ["serve", "--port", 0, "--model"],
+     ["quantize", "--eval", "rows.jsonl", "--max-loss", 1, "--out", "new", "--model"],
+      ["triton", "--out", "models", "--model"]],
+)  # fmt: skip
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, tiny_t5, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.txt").write_text(TEXT)
+    Path("rows.jsonl").write_text(json.dumps({"source": TEXT, "target": "x"}))
+    tiny_t5().save_pretrained("mute")
+    for name in ("load_t5", "export_t5"):
+        monkeypatch.setattr(f"t5accel.graphs.export.cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
+    for model in ("random:t5-small", "mute"):
+        assert f"{model} has " in refused(*command, model) and "no tokenizer" in refused(*command, model)
+
+
 @pytest.mark.parametrize("options", [(), ("--stream",)])
 def test_lines_of_standard_input_are_answered_one_by_one(answer, options):
     given = f"{TEXT}\n\n  \r\n{TEXT}".encode()

@@ -20,7 +20,7 @@ from t5accel.api import open_backend
 from t5accel.batch.answers import Answer, Answerer
 from t5accel.batch.output import REJECTS, Done, Output, ShardRecord
 from t5accel.batch.rows import KINDS, Unfit, kind_of, read_range
-from t5accel.checkpoints import BUNDLED
+from t5accel.checkpoints import BUNDLED, require_tokenizer
 from t5accel.checks import as_count
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.contract import WEIGHTS
@@ -156,6 +156,7 @@ class Model:
         """What answers texts, and what it is: the manifest's facts, by which the same model is known again."""
         if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
             raise InputError(f"precision is {self.precision!r}, which runs in torch: give fp32, fp16, int8 or int4.")
+        require_tokenizer(self.name)
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
         answerer = Answerer(
             backend, tokenizer, beams=settings.beams, max_new_tokens=settings.max_new_tokens,

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
+from t5accel.checkpoints import require_tokenizer
 from t5accel.errors import InputError
 from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.machine import cpu_threads
@@ -328,6 +329,7 @@ def opened(settings: Settings) -> FastAPI:
             into ``key_value_mb``.
         ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `api.open_backend`.
     """
+    require_tokenizer(settings.model)
     log.info("opening %s", settings.public_name)
     backend, tokenizer, what = open_backend(
         settings.model, precision=settings.precision, threads=settings.threads, progress=settings.log_format == "text"

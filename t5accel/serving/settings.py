@@ -36,7 +36,7 @@ class Settings(BaseSettings):
     model: str = Field("mini", description="mini, mini-d1, mini-d1p, a folder, or a hub id.")
     precision: str | None = Field(
         None,
-        description="fp32, fp16, bf16 (in torch, in static batches), int8 or int4. Default: fp32; an export runs in its own.",
+        description="fp32, fp16, bf16 (torch, static batches), int8 or int4. Default: fp32; an export runs in its own.",
     )
     prefix: str = Field("", description="Text in front of every source whose request has no prefix field.")
     threads: int | None = Field(

@@ -294,18 +294,17 @@ class TokenizerFile:
 def tokenizer_of(folder: str | os.PathLike[str]) -> Any:
     """The tokenizer in the folder of a model or export; without transformers, where there is a ``tokenizer.json``.
 
-    Marian's and ByT5's have none, and are transformers' own. Those of NLLB and mBART write the source's language in
+    Other files, such as Marian's, are read by transformers. Tokenizers of NLLB and mBART write the source's language in
     front of texts, as the file was saved: give their ``src_lang`` before that.
 
     Raises:
         ModelUnavailableError: there is none, or it is damaged.
     """
-    if not os.path.isfile(Path(folder) / "tokenizer.json") and os.path.isfile(Path(folder) / "tokenizer_config.json"):
-        from transformers import AutoTokenizer  # ByT5's is no file but code, Marian's two of sentencepiece
+    if os.path.isdir(folder) and not os.path.isfile(Path(folder) / "tokenizer.json"):
+        from t5accel.checkpoints import load_tokenizer
 
-        from t5accel.checkpoints import load_pretrained
-
-        return load_pretrained(AutoTokenizer.from_pretrained, folder)
+        if (tokenizer := load_tokenizer(folder)) is not None:
+            return tokenizer
     return TokenizerFile(folder)
 
 

@@ -28,12 +28,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.checkpoints import BUNDLED, data_folder, hub_snapshot, load_t5
-from t5accel.errors import ExportError, InputError
+from t5accel.checkpoints import BUNDLED, data_folder, has_weights, hub_file, hub_id, hub_resolves, hub_snapshot, load_t5
+from t5accel.checks import read_json_object
+from t5accel.errors import ExportError, InputError, ModelUnavailableError, first_line
 from t5accel.graphs.build.builder import OPSET
-from t5accel.graphs.contract import MANIFEST, as_folder
+from t5accel.graphs.contract import ENCODER, MANIFEST, as_folder
 from t5accel.graphs.export.logit_check import check_export
-from t5accel.graphs.export.manifest import FORMAT, Manifest, describe_file, read_manifest
+from t5accel.graphs.export.manifest import FORMAT, WRITTEN, Manifest, describe_file, read_manifest
 from t5accel.graphs.export.staging import clear_remnants, locked, reason
 from t5accel.graphs.export.t5 import FP32, export_t5, model_weights, save_tokenizer, source_hash
 from t5accel.graphs.numbers.convert import convert_export
@@ -165,6 +166,63 @@ def checked_export(
         if progress:
             _say(f"{label} is kept in {recipe.name}, too. Its quality was not measured: t5accel quantize does that.")
         return folder, hashes.remember(folder, convert_export(in_fp32, folder, recipe, overwrite=True))
+
+
+def given_export(model: Any) -> Path | None:
+    """The folder of the export that a name stands for: that folder, or a hub repository's; else ``None``.
+
+    An export on the hub is downloaded once, the files that its manifest names and no others. The hub is not asked about
+    what is in its cache.
+
+    Raises:
+        ModelUnavailableError: the hub does not send the whole export.
+
+    >>> given_export("mini") is None
+    True
+    """
+    if not isinstance(model, str | os.PathLike):
+        return None
+    folder = Path(model)
+    if os.path.isfile(folder / MANIFEST) and (os.path.isfile(folder / ENCODER) or not has_weights(folder)):
+        return folder
+    repository = hub_id(os.fspath(model))
+    return _hub_export(repository) if repository else None
+
+
+def _hub_export(repository: str) -> Path | None:
+    folder = hub_snapshot(repository)
+    if folder is None or not (folder / MANIFEST).is_file():
+        if folder and has_weights(folder):
+            return None
+        if (manifest := hub_file(repository, MANIFEST)) is None:
+            return None
+        folder = manifest.parent
+    try:
+        content = read_json_object(folder / MANIFEST, ExportError)
+        names = {*content["files"], MANIFEST} if {"format", "layout"} <= content.keys() else set()
+    except (ExportError, LookupError, TypeError):
+        names = set()
+    if not names:  # a manifest of something else
+        return None
+    if foreign := names - WRITTEN:
+        raise ModelUnavailableError(f"{repository} lists {min(foreign)!r:.80}, which is no file of an export.")
+
+    def missing() -> list[str]:
+        return [name for name in sorted(names) if not (folder / name).is_file()]
+
+    if missing() and hub_resolves():
+        from huggingface_hub import constants, snapshot_download
+
+        only = {"revision": folder.name, "allow_patterns": sorted(names)}  # of the commit of that manifest
+        try:
+            snapshot_download(repository, cache_dir=constants.HF_HUB_CACHE, **only)
+        except Exception as error:
+            raise ModelUnavailableError(f"{repository} cannot be downloaded: {first_line(error)}.") from error
+    if lacking := missing():
+        raise ModelUnavailableError(
+            f"The export {repository} lacks {lacking[0]} in the hub's cache, and it cannot be had from the hub."
+        )
+    return folder
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:

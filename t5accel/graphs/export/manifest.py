@@ -48,7 +48,7 @@ OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "co
 WRITTEN = {ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS, MANIFEST, "config.json", "generation_config.json",
            "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
            "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm", "vocab.json", "target_vocab.json",
-           "merges.txt"}  # fmt: skip
+           "merges.txt", "vocab.txt", "tokenizer.model"}  # fmt: skip
 
 
 @dataclass(frozen=True)

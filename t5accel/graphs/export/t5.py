@@ -19,7 +19,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.rules import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.families.family import Family
-from t5accel.families.registry import family_of
+from t5accel.families.registry import family_of_model
 from t5accel.graphs.build.builder import OPSET
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
 from t5accel.graphs.build.step import step_graph
@@ -147,7 +147,7 @@ def model_weights(model: PreTrainedModel, family: Family | None = None) -> T5Wei
     Raises:
         NotT5Error, InputError: as of `t5_weights`.
     """
-    found = family_of(getattr(model, "config", None), type(model).__name__)
+    found = family_of_model(model)
     return t5_weights(model) if found.is_relative else bart_like_weights(model, family or found)
 
 
