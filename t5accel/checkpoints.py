@@ -306,7 +306,7 @@ def require_tokenizer(name: str | os.PathLike[str]) -> None:
         raise InputError(
             f"{name} has random weights and no tokenizer, so it reads no text: give mini, or another model."
         )
-    if os.path.isdir(name) and not _has_tokenizer(Path(name)):
+    if os.path.isfile(Path(name) / "config.json") and not _has_tokenizer(Path(name)):
         raise InputError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained().")
 
 
