@@ -65,7 +65,7 @@ def data_folder() -> Path:
     )
 
 
-def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
     Beside T5s these are models of the families in `families.registry`: BART, mBART, Marian, M2M100 (NLLB) and Pegasus.

@@ -109,6 +109,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         if generation_config is not None:
             self.generation_config = copy.deepcopy(generation_config)
+        self.tokenizer: Any
         self.backend, self.encoder, self.tokenizer = backend, AcceleratedEncoder(backend), tokenizer
         self.eval()
         # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
