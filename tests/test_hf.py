@@ -780,7 +780,8 @@ def test_what_transformers_itself_refuses(pair, batch) -> None:
 def test_what_forward_cannot_be_given(pair) -> None:
     ids, model = decoder_ids(2, 3), pair[1]
     call, hidden = partial(model, input_ids=ids, decoder_input_ids=ids), torch.zeros(2, 3, 32)
-    refused(model, "input_ids", None, match="nothing to decode")
+    refused(model, "input_ids", None, match="nothing to encode")
+    refused(model, "input_ids", ids, match="nothing to decode")
     refused(partial(model, decoder_input_ids=ids), "input_ids", None, match="nothing to encode")
     refused(call, "output_attentions", True)
     refused(call, "use_cash", True)
