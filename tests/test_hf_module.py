@@ -27,7 +27,6 @@ from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
 from t5accel.families.lively import random_model
 from t5accel.families.registry import BEYOND_T5
-from t5accel.graphs.export.t5 import export_t5
 from t5accel.parity import assert_varied, parity
 
 SIZES = dict(
@@ -78,7 +77,7 @@ def test_outputs_that_config_json_asks_for(tiny_t5, batch, name: str) -> None:
     config = copy.deepcopy(own.config)
     config._attn_implementation = "eager"
     setattr(config, name, True)
-    ours = AcceleratedT5(TorchEager(own), config)
+    ours = AcceleratedT5(TorchEager(own), config, own.generation_config)
     assert torch.equal(ours.generate(**batch, **SHORT), reference(own, batch, **SHORT))
     ids = decoder_ids(6, 3)
     assert ours(**batch, decoder_input_ids=ids).logits.shape == (6, 3, 300)
@@ -107,6 +106,13 @@ def labelled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**batch, "labels": labels}
 
 
+class Unset(SimpleNamespace):
+    """Arguments of which all others are left out."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 @pytest.mark.parametrize("generates", [True, False])
 def test_a_prediction_step_of_trainer(tiny_t5, batch, generates: bool) -> None:
     """transformers' own step, on a Trainer that needs no package of accelerate."""
@@ -119,8 +125,7 @@ def test_a_prediction_step_of_trainer(tiny_t5, batch, generates: bool) -> None:
             _prepare_inputs=lambda inputs: inputs, compute_loss_func=None, model_accepts_loss_kwargs=False,
             compute_loss_context_manager=torch.no_grad, _get_num_items_in_batch=lambda *_: None,
             _gen_kwargs={"max_length": 9}, accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-            args=SimpleNamespace(predict_with_generate=generates, prediction_loss_only=False, device="cpu", past_index=-1,
-                                 average_tokens_across_devices=False, n_gpu=0),
+            args=Unset(predict_with_generate=generates, device="cpu", past_index=-1, n_gpu=0),
         )  # fmt: skip
         given = labelled(batch)
         given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=given["labels"])
@@ -429,7 +434,7 @@ def test_close(tiny_t5, static, batch, tmp_path: Path) -> None:
         partial(static.generate, **batch), partial(static, **batch, decoder_input_ids=decoder_ids(6, 1)),
         partial(static.encoder, **batch), partial(static.save_pretrained, tmp_path / "new"), static.num_parameters,
         lambda: static.device, partial(greedy, backend, batch["input_ids"], max_new_tokens=2),
-        partial(static, past_key_values=state, decoder_input_ids=decoder_ids(6, 1)), partial(pickle.dumps, backend),
+        partial(backend.step, state.state, decoder_ids(6, 1)[:, None].numpy()), partial(pickle.dumps, backend),
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(InputError, match="closed"):
