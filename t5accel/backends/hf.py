@@ -10,13 +10,14 @@ import copy
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GenerationMixin, PretrainedConfig
 from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -26,7 +27,16 @@ from transformers.generation import (
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
-from t5accel.backends.hf_cache import AcceleratedEncoder, DecoderCache, EncodedBatch, as_cache, as_encoded, refuse
+from t5accel.backends.hf_cache import (
+    AcceleratedEncoder,
+    DecoderCache,
+    EncodedBatch,
+    as_cache,
+    as_encoded,
+    refuse,
+    refuse_text,
+)
+from t5accel.backends.hf_module import WeightlessModule
 from t5accel.checkpoints import load_pretrained
 from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
@@ -46,20 +56,28 @@ _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache t
 _NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
                "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
 _MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
+_SHIFT_THE_SOURCE = ("bart", "mbart")  # where forward() has no decoder ids, as transformers does
 _PLAIN_CRITERIA = {MaxLengthCriteria, EosTokenCriteria}  # when plain greedy search stops
+_UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_HOW_WEIGHTS_ARE_CUT = ("max_shard_size", "safe_serialization", "save_peft_format", "save_original_format")
 _FILES = ("config.json", "generation_config.json")
 _TOKENIZERS = ("tokenizer.json", "spiece.model", "tokenizer_config.json")  # ByT5 has the last one alone
 
 
-class AcceleratedT5(PreTrainedModel, GenerationMixin):
+class AcceleratedT5(WeightlessModule, GenerationMixin):
     """A `Backend` as a transformers model, for inference.
 
     ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
-    beams, sampling, prompt lookup, an assistant; with any logits processor, stopping criterion and streamer. Tensors go
-    in and come out on the CPU; the weights are the backend's, on its device.
+    beams, sampling, prompt lookup, an assistant; with any logits processor, stopping criterion and streamer. Tensors
+    may lie on any device and come out there; the weights are the backend's. Use it in a ``with`` block, or call
+    ``close()``, to free them before the object is gone.
 
     Masks are transformers': without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of
-    5.x takes it for text. Give one.
+    5.x takes it for text. Give one. A row whose mask is all zero gets an answer that means nothing, and changes no
+    other row.
+
+    What the configurations ask for and no backend has is left out: ``output_attentions``, ``output_hidden_states``, and
+    ``use_cache=False``, with a warning. Asked for in a call, the first two are refused.
 
     Args:
         backend: any runtime that satisfies `Backend`.
@@ -110,19 +128,22 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         if generation_config is not None:
             self.generation_config = copy.deepcopy(generation_config)
         self.tokenizer: Any
+        for settings in (self.config, self.generation_config):
+            for name in ("output_attentions", "output_hidden_states"):
+                if getattr(settings, name, None):  # a pipeline would hand it on, as if it had been asked for
+                    setattr(settings, name, False)
+        if self.generation_config.use_cache is False:
+            self.generation_config.use_cache = True
+            warnings.warn(
+                "use_cache=False in the model's configuration is ignored: tokens are equal with the cache, and come "
+                "sooner. generate(use_cache=False) decodes without it.",
+                stacklevel=2,
+            )
         self.backend, self.encoder, self.tokenizer = backend, AcceleratedEncoder(backend), tokenizer
         self.eval()
         # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
         name = type(self).__name__
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(f"t5accel {name}", name)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
 
     def get_encoder(self, modality: str | None = None) -> AcceleratedEncoder:
         return self.encoder
@@ -138,14 +159,14 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-        **unsupported: Any,
+        **kwargs: Any,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
         """Logits of the next token at each position, as transformers' own T5 gives them.
 
         Args:
             input_ids, attention_mask: (B, S), the source.
             decoder_input_ids: (R, T), with ``past_key_values`` only the tokens that it has not read; if omitted, the
-                labels shifted to the right.
+                labels shifted to the right, or for BART and mBART the source.
             decoder_attention_mask: (R, P + T), 0 for padding on the left.
             encoder_outputs: what ``encoder`` returned, in place of the source.
             past_key_values: what an earlier call returned, in place of the source, which it knows. Changed in place.
@@ -158,19 +179,20 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         Raises:
             InputError: see the class.
         """
-        if unsupported:
-            refuse(unsupported)
-        if decoder_input_ids is None:
-            if labels is None:
-                raise InputError("There is nothing to decode: give decoder_input_ids or labels, or use generate().")
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        refuse(kwargs)
         if past_key_values is None:
             if encoder_outputs is None:
                 encoder_outputs = self.encoder(input_ids, attention_mask)
             cache = as_encoded(encoder_outputs).start(self.backend, attention_mask)
         else:
             cache = as_cache(past_key_values, self.backend)
+        if decoder_input_ids is None:
+            shifted = input_ids if labels is None and self.config.model_type in _SHIFT_THE_SOURCE else labels
+            if shifted is None:
+                raise InputError("There is nothing to decode: give decoder_input_ids or labels, or use generate().")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
         logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
+        logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
         if labels is not None:
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         is_cached = self.config.use_cache if use_cache is None else use_cache
@@ -191,7 +213,13 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own ``generate``: (B, S) ``input_ids``, or ``encoder_outputs``, and all its options."""
-        if inputs is None and kwargs.get("input_ids") is None and kwargs.get("encoder_outputs") is None:
+        given = kwargs.get("input_ids") if inputs is None else inputs
+        refuse_text(given)
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise InputError(
+                f"input_ids must be a tensor (B, S) of token ids, got {type(given).__name__}: give torch.tensor(…)."
+            )
+        if given is None and kwargs.get("encoder_outputs") is None:
             refuse({name: kwargs.get(name) for name in _NOT_SERVED})
             raise InputError("There is nothing to answer: give input_ids (B, S), or encoder_outputs.")
         return super().generate(inputs, *args, **kwargs)
@@ -206,7 +234,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         encoder_outputs: EncodedBatch | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **_: Any,
+        **kwargs: Any,  # by this name transformers takes the arguments of forward() as well, such as Trainer's labels
     ) -> dict[str, Any]:
         """The arguments of the next ``forward``: the tokens that the cache has not read, or all where there is none."""
         if past_key_values is None:
@@ -237,7 +265,7 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
         encoded = (model_kwargs or {}).get("encoder_outputs")
         if inputs is None and encoded is not None:
             # Only their number is read. transformers makes them by the shape of hidden states, which a backend keeps.
-            return torch.full((len(as_encoded(encoded).rows), 1), -100)
+            return torch.full((len(as_encoded(encoded).rows), 1), -100, device=self.device)
         return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
 
     def _expand_inputs_for_generation(
@@ -277,7 +305,8 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
                 generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
             )  # fmt: skip
         steps = greedy_steps(self.backend, request, model_kwargs["past_key_values"].state)
-        return torch.from_numpy(Steps(request.prefix, self.backend.pad_token_id, steps).generated().sequences)
+        tokens = Steps(request.prefix, self.backend.pad_token_id, steps).generated().sequences
+        return torch.from_numpy(tokens).to(input_ids.device)
 
     def _plainly_greedy(
         self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any]
@@ -303,27 +332,13 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             least = max(least, shortest.prompt_length_to_skip + shortest.min_new_tokens - read)
         if longest < 1 or longest + read - 1 > getattr(self.backend, "positions", math.inf):
             return None
-        check_vocabulary(prefix.numpy(), self.backend.vocab_size, "decoder_input_ids")
+        begun = prefix.cpu().numpy()
+        check_vocabulary(begun, self.backend.vocab_size, "decoder_input_ids")
         ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
-        return Request(ids, mask, prefix.numpy(), longest, max(0, min(least, longest)), next(iter(ends)))
+        return Request(ids, mask, begun, longest, max(0, min(least, longest)), next(iter(ends)))
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> None:
         raise InputError("Continuous batching needs transformers' own paged attention: give generate() a batch.")
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        moved = fn(torch.empty(0))  # to(), cuda(), half() … come here with what they would do to a weight
-        if (moved.device, moved.dtype) != (self.device, self.dtype):
-            raise InputError(
-                f"This model takes and gives {self.dtype} on the {self.device} and holds no weights to move: choose "
-                "device and precision where its backend is made."
-            )
-        return super()._apply(fn, *args, **kwargs)
-
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        raise InputError(
-            "The weights of this model are its backend's, and a state_dict would be empty: use save_pretrained(), "
-            "which copies the export, or the state_dict() of transformers' own model."
-        )
 
     @classmethod
     def from_pretrained(
@@ -372,19 +387,33 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
             return cls(backend, model.config, model.generation_config)
         return cls.from_pretrained(backend.folder, backend=lambda _: backend)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **unsupported: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Copy the export that the backend came from, with this model's configuration and defaults.
 
         The folder appears whole or not at all: its files are written beside it and it is renamed at the end.
 
         Args:
             save_directory: a folder that is new or empty, and not inside the export.
+            is_main_process: with ``False`` nothing is written.
+            push_to_hub: upload it as well, to ``repo_id`` or else a repository of the folder's name.
+            kwargs: of `push_to_hub`. How transformers cuts weights into files means nothing here and is ignored.
 
         Raises:
-            InputError: the backend came from no folder, or ``save_directory`` is no such folder.
+            InputError: the backend came from no folder, ``save_directory`` is no such folder, or an argument would
+                change what is saved, such as ``state_dict`` or ``variant``.
             ExportError: the disk is full, or refuses.
         """
-        refuse({name: value for name, value in unsupported.items() if name != "safe_serialization"})
+        upload = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs}
+        refuse({name: value for name, value in kwargs.items() if name not in _HOW_WEIGHTS_ARE_CUT})
+        if not is_main_process:
+            return
         source, target = getattr(self.backend, "folder", None), Path(save_directory).absolute()
         if source is None:
             raise InputError(
@@ -406,3 +435,5 @@ class AcceleratedT5(PreTrainedModel, GenerationMixin):
                 replace(manifest, **asked).write(folder)
             if target.exists():
                 target.rmdir()  # fails if somebody has put a file there since
+        if push_to_hub:
+            self.push_to_hub(upload.pop("repo_id", target.name), **upload)

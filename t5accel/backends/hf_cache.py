@@ -7,6 +7,7 @@ the backend's methods.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +17,11 @@ import transformers
 
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.decoding.backend import Backend, right_aligned
+from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.request import check_positions
 from t5accel.errors import InputError
 
-_CROPS_BY_COUNT = int(transformers.__version__.split(".")[0]) >= 5  # there crop(0) drops nothing, on 4.57 all
+_V5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class EncodedBatch:
                 "in equally many rows that follow each other (repeat_interleave). Encode the batch that is wanted."
             )
         if attention_mask is not None:
-            mask = as_integers(attention_mask, "attention_mask", rank=2)
+            mask = as_mask(attention_mask, "attention_mask")
             if not np.array_equal(mask, encoded.mask[rows]):
                 raise InputError("attention_mask is not that of the encoder_outputs: give the same, or none.")
         return DecoderCache(encoded, sources, rows_per_source)
@@ -104,14 +106,25 @@ class AcceleratedEncoder:
         refuse({**unsupported, "return_dict=False": return_dict is False})
         if input_ids is None:
             raise InputError("There is nothing to encode: give input_ids (B, S), or encoder_outputs of get_encoder().")
+        refuse_text(input_ids)
         ids = as_integers(input_ids, "input_ids", rank=2)
-        mask = np.ones_like(ids) if attention_mask is None else attention_mask
+        mask = np.ones_like(ids) if attention_mask is None else as_mask(attention_mask, "attention_mask")
         entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)
-        ids, mask = as_batch(ids, mask, vocab_size=entries)
+        masked = ~mask.any(axis=1) if self._hides_whole_rows() else np.zeros(len(mask), bool)
+        ids, mask = as_batch(ids, np.where(masked[:, None], 1, mask), vocab_size=entries)
+        mask[masked] = 0
         encoded = Encoded(self.backend, self.backend.encode(ids, mask), ids, mask)
         return EncodedBatch(encoded, np.arange(len(ids)))
 
     __call__ = forward
+
+    def _hides_whole_rows(self) -> bool:
+        """Whether a row without a single token gets what transformers gives it: attention to all positions alike."""
+        is_own = hasattr(self.backend, "model")  # transformers' own, in torch
+        # Without tokens a cache has nothing to keep. On 5.x models with absolute positions attend to nothing there.
+        return not isinstance(self.backend, EncoderCache) and (
+            is_own or not _V5 or not hasattr(self.backend, "positions")
+        )
 
 
 class DecoderCache:
@@ -204,7 +217,7 @@ class DecoderCache:
         Raises:
             InputError: more than the last step has to go, and the tokens before are unknown.
         """
-        if length == 0 and _CROPS_BY_COUNT:
+        if length == 0 and _V5:  # where it drops nothing; on 4.57 all
             return
         length = max(0, self.length + length) if length < 0 else length
         dropped = self.length - length
@@ -238,7 +251,7 @@ class DecoderCache:
 
     def _padding(self, mask: torch.Tensor, count: int) -> np.ndarray | None:
         """(R, 1): how many of the new positions are padding; ``None`` where none is."""
-        checked = as_integers(mask, "decoder_attention_mask", rank=2)
+        checked = as_mask(mask, "decoder_attention_mask")
         rows = self.shape[0] * self.shape[1]
         if checked.shape != (rows, self.length + count):
             raise InputError(
@@ -281,6 +294,35 @@ def as_cache(past_key_values: Any, backend: Backend) -> DecoderCache:
     if past_key_values.backend is not backend:
         raise InputError("These past_key_values are of another model: give what this one returned.")
     return past_key_values
+
+
+def as_mask(mask: Any, name: str) -> np.ndarray:
+    """A mask as int64 (R, n); floats of 0 and 1 are taken as transformers does. Raises ``InputError``.
+
+    >>> as_mask(torch.tensor([[1.0, 0.0]]), "attention_mask")
+    array([[1, 0]])
+    """
+    if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+        floats, mask = mask, mask.long()
+        if not torch.equal(mask.to(floats.dtype), floats):
+            raise InputError(f"{name} must hold 0 (padding) and 1 (token) only, got other numbers.")
+    return as_integers(mask, name, rank=2)
+
+
+def refuse_text(input_ids: Any) -> None:
+    """Raise an `InputError` for text, or a tokenizer's whole answer, in place of token ids.
+
+    >>> refuse_text(torch.tensor([[5, 6, 1]]))
+    """
+    first = input_ids[0] if isinstance(input_ids, list | tuple) and input_ids else input_ids
+    if isinstance(input_ids, Mapping):
+        raise InputError(f"input_ids must be token ids, got a {type(input_ids).__name__}: unpack it, as in (**batch).")
+    if isinstance(first, str):
+        raise InputError(
+            "input_ids must be token ids, got text. Tokenize it first:\n"
+            '    batch = model.tokenizer(texts, return_tensors="pt", padding=True)\n'
+            "    tokens = model.generate(**batch)"
+        )
 
 
 def refuse(arguments: dict[str, Any]) -> None:

@@ -269,6 +269,15 @@ class OrtNumpy:
         return _reopened, (type(self), self.folder.absolute(), self.settings, self.max_source_tokens,
                            self.manifest.files, self.rules)  # fmt: skip
 
+    def close(self) -> None:
+        """Free sessions, weights and buffers. Later use raises ``InputError``; closing again is allowed."""
+        self.__dict__ = {"is_closed": True}
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__.get("is_closed"):
+            raise InputError("This backend is closed: open the export again.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # How tensors are held, and handed to the sessions: here as numpy arrays. What the siblings replace.
 
     def _open_decoder(self) -> None:
