@@ -4,6 +4,7 @@ Importing the package loads nothing heavy; the names below are fetched from thei
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -11,8 +12,17 @@ _WHERE = {"accelerate": "t5accel.api", "load_t5": "t5accel.checkpoints", "T5Dims
 
 __all__ = ["T5Dims", "__version__", "accelerate", "load_t5"]
 
+if TYPE_CHECKING:  # what editors and type checkers read
+    from t5accel.api import accelerate
+    from t5accel.checkpoints import load_t5
+    from t5accel.t5.sizes import T5Dims
+else:
 
-def __getattr__(name: str) -> object:
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
-    raise AttributeError(f"module 't5accel' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    def __getattr__(name: str) -> object:
+        if name in _WHERE:
+            return getattr(import_module(_WHERE[name]), name)
+        raise AttributeError(f"module 't5accel' has no attribute {name!r}; it offers {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

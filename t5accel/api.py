@@ -22,6 +22,7 @@ from t5accel.t5.sizes import T5_LIKE
 from t5accel.text.text_to_text import tokenizer_of
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from t5accel.backends.hf import AcceleratedT5
@@ -31,15 +32,18 @@ if TYPE_CHECKING:
 TUNED_FOR = {"latency": {}, "throughput": {"int8": "int8-dynamic"}}
 # Largest difference of logits, as a share of the largest one: two ways of adding up differ by that at most.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+# torch's types, and their names in transformers' ``dtype=``.
+FLOATS = {f"{prefix}{floats}": name for prefix in ("", "torch.")
+          for floats, name in (("float32", "fp32"), ("float16", "fp16"), ("bfloat16", "bf16"))}  # fmt: skip
 RUNTIMES = ("onnx", "openvino", "torch", "tensorrt")
 
 
 def accelerate(
     model: PreTrainedModel | str | os.PathLike[str],
     *,
-    precision: str | Recipe = "fp32",
+    precision: str | Recipe | torch.dtype = "fp32",
     tuned_for: str = "latency",
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     runtime: str | None = None,
     threads: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -54,13 +58,13 @@ def accelerate(
             `export.export_t5`, or a model object, of a family that `families.registry` has. A hub id may be that of an
             export, which is downloaded once. What is no export yet is exported once, into the user's cache
             (`graphs.export.cache`; ``t5accel cache list``).
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
-            `recipes.Recipe`. What a recipe costs in quality is not measured here: `quantize.quantize` lets a model pass
-            only if it loses no more than allowed (``t5accel quantize``). A folder that holds an export runs in the
-            precision that it has.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, a
+            `recipes.Recipe`, or a type of torch such as ``torch.float16``. What a recipe costs in quality is not
+            measured here: `quantize.quantize` lets a model pass only if it loses no more than allowed (``t5accel
+            quantize``). A folder that holds an export runs in the precision that it has.
         tuned_for: ``"latency"``, for batches of few rows, or ``"throughput"``, for many: another way of computing with
             8 bits is faster there.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``, also as a ``torch.device``. It is the first GPU that the process sees.
         runtime: ``"onnx"``, ``"torch"`` or, for ``device="cuda"``, ``"tensorrt"``; by default the one that suits: on a
             GPU torch with captured steps for floats, else ONNX Runtime, which alone runs integers and given exports.
             ``"openvino"`` is ONNX Runtime with an encoder that is faster for large batches in fp32
@@ -89,8 +93,9 @@ def accelerate(
     """
     from t5accel.backends.hf import AcceleratedT5
 
+    device = _as_device(device)
     settings = SessionSettings(threads=threads, device=device, openvino=runtime == "openvino")
-    recipe = tuned(as_recipe(precision), tuned_for)
+    recipe = tuned(as_recipe(FLOATS.get(str(precision), precision)), tuned_for)
     is_path = isinstance(model, str | os.PathLike)
     if not is_path:
         family_of_model(model)
@@ -142,7 +147,8 @@ def open_backend(
     """
     from t5accel.backends.ort.static import OrtStatic
 
-    recipe = as_recipe("fp32" if precision is None else precision)
+    recipe = as_recipe("fp32" if precision is None else FLOATS.get(str(precision), precision))
+    device = _as_device(device)
     folder = given_export(model)
     chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
     manifest = None if folder is None else _in_precision(folder, None if precision is None else recipe)
@@ -160,6 +166,17 @@ def open_backend(
     settings = SessionSettings(threads=threads, openvino=runtime == "openvino")
     backend = OrtStatic(folder, manifest=manifest, settings=settings)
     return backend, tokenizer, f"ONNX Runtime, {manifest.recipe['name']}"
+
+
+def _as_device(device: Any) -> Any:
+    """``"cpu"`` or ``"cuda"`` where that is meant; other values are for `SessionSettings` to refuse."""
+    kind, _, number = str(device).partition(":")
+    if kind == "cuda" and number.isdigit() and int(number):
+        raise InputError(
+            f"device must be the first GPU, got {str(device)!r}: set CUDA_VISIBLE_DEVICES={number} before Python "
+            "starts, and give device='cuda'."
+        )
+    return kind if kind in ("cpu", "cuda") and number in ("", "0") else device
 
 
 def _runtime(runtime: str | None, device: str, recipe: Recipe, *, is_export: bool) -> str:

@@ -65,7 +65,7 @@ def data_folder() -> Path:
     )
 
 
-def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
     Beside T5s these are models of the families in `families.registry`: BART, mBART, Marian, M2M100 (NLLB) and Pegasus.
@@ -306,7 +306,7 @@ def require_tokenizer(name: str | os.PathLike[str]) -> None:
         raise InputError(
             f"{name} has random weights and no tokenizer, so it reads no text: give mini, or another model."
         )
-    if os.path.isdir(name) and not _has_tokenizer(Path(name)):
+    if os.path.isfile(Path(name) / "config.json") and not _has_tokenizer(Path(name)):
         raise InputError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained().")
 
 

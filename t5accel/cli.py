@@ -155,7 +155,7 @@ def run(
     from t5accel.decoding.rules import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
-    from t5accel.tasks import prefix_hint
+    from t5accel.tasks import prefix_hint, prefixes_of
     from t5accel.text.languages import Languages
     from t5accel.text.text_to_text import text_to_text
 
@@ -191,9 +191,9 @@ def run(
 
     answer = text_to_text(tokenizer, generate, prefix=prefix, src_lang=src_lang, **shown)
     texts, seconds, is_hinted = 0, 0.0, False
-    name = backend.manifest.source["name"] if hasattr(backend, "manifest") else model
+    prefixes = prefixes_of(backend, model)
     for line in _lines() if text == "-" else [text]:
-        if line.strip() and not is_hinted and (hint := prefix_hint(name, prefix + line)):
+        if line.strip() and not is_hinted and (hint := prefix_hint(prefix + line, prefixes)):
             typer.echo(f"t5accel: {hint}", err=True)
             is_hinted = True
         started = time.perf_counter()

@@ -10,10 +10,11 @@ import json
 import random
 import re
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t5accel.checkpoints import BUNDLED, data_folder
-from t5accel.checks import as_count
+from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -30,27 +31,51 @@ UNANSWERABLE = "unanswerable"  # what a model writes when the context does not h
 LENGTH_BUCKETS = {"3-5": (3, 5), "6-8": (6, 8), "9-14": (9, 14)}  # words of an English source, ends included
 
 PREFIXES = (TRANSLATE, SUMMARIZE, QUESTION)  # of the bundled models
+_LIKE_A_PREFIX = re.compile(r"\s*[\w ]{1,50}: ")  # as a user's own model may have it
 
 _TEXT_FIELDS = {"translation": ("source",), "summaries": ("source",), "questions": ("question", "context")}
 _LIST_FIELD = {"translation": "references", "summaries": "references", "questions": "answers"}
 
 
-def prefix_hint(model: str, text: str) -> str:
-    """What to tell a user of a bundled model whose text has no prefix; empty otherwise.
+def prefixes_of(backend: Any, model: str) -> tuple[str, ...]:
+    """The prefixes that a model was trained with: the bundled ones', or those of ``task_specific_params``.
 
     Args:
-        model: the name of the model, as an export's manifest has it.
-        text: with its prefix, if it has one.
+        backend: with the ``folder`` of an export or a ``model`` of transformers.
+        model: its name, where the backend has no manifest.
 
-    >>> prefix_hint("mini", "translate English to French: I am tired."), prefix_hint("my/t5", "I am tired.")
-    ('', '')
-    >>> prefix_hint("mini", "I am tired.")[:60]
-    'mini expects a prefix before each text: --prefix "translate '
+    >>> from types import SimpleNamespace
+    >>> prefixes_of(SimpleNamespace(), "mini")
+    ('translate English to French: ', 'summarize: ', 'question: ')
     """
-    if model not in BUNDLED or text.lstrip().startswith(PREFIXES):
+    if (backend.manifest.source["name"] if hasattr(backend, "manifest") else model) in BUNDLED:
+        return PREFIXES
+    if hasattr(backend, "model"):
+        params = getattr(backend.model.config, "task_specific_params", None)
+    else:
+        folder = getattr(backend, "folder", None)
+        config = Path(folder) / "config.json" if folder else None
+        params = (
+            read_json_object(config, InputError).get("task_specific_params") if config and config.exists() else None
+        )
+    found = (
+        [task.get("prefix") for task in params.values() if isinstance(task, dict)] if isinstance(params, dict) else []
+    )
+    return tuple(prefix for prefix in found if prefix and isinstance(prefix, str))
+
+
+def prefix_hint(text: str, prefixes: tuple[str, ...]) -> str:
+    """What to tell a user whose text has none of the prefixes that its model knows, nor another; else nothing.
+
+    >>> prefix_hint("translate English to French: I am tired.", PREFIXES), prefix_hint("fix: He go.", PREFIXES)
+    ('', '')
+    >>> prefix_hint("I am tired.", ("summarize: ",))
+    'This model expects a prefix before each text: --prefix "summarize: ".'
+    """
+    if not prefixes or text.lstrip().startswith(prefixes) or _LIKE_A_PREFIX.match(text):
         return ""
-    choices = ", ".join(f'"{prefix}"' for prefix in PREFIXES)
-    return f"{model} expects a prefix before each text: --prefix {choices.replace(', ', ' or ')}."
+    choices = " or ".join(f'"{prefix}"' for prefix in prefixes)
+    return f"This model expects a prefix before each text: --prefix {choices}."
 
 
 def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:

@@ -83,6 +83,9 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(partial(accelerate, progress=False), "model", "no such model", match="", error=UnknownModelError)
     call = partial(accelerate, tiny_t5())
     refused(call, "device", "tpu", match="device is 'tpu'")
+    refused(call, "device", "cuda:1", torch.device("cuda", 1), match="must be the first GPU.*CUDA_VISIBLE_DEVICES=1")
+    refused(call, "device", "cpu:1", "cuda:x", None, torch.device("meta"), match="^device is ")
+    refused(call, "precision", torch.int8, torch.float64, None, match="^precision is ")
     refused(call, "threads", 0, match="threads is 0")
     refused(call, "runtime", "onyx", match="runtime is 'onyx'; give one of onnx, openvino, torch, tensorrt")
     refused(call, "runtime", "tensorrt", match="for device='cuda'")
@@ -98,12 +101,20 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(accelerate, "model", tmp_path / "export", match=damaged, error=ExportError)
 
 
+def test_device_and_precision_as_torch_names_them(tiny_t5) -> None:
+    for precision, device in ((torch.float32, torch.device("cpu")), ("float32", torch.device("cpu", 0))):
+        assert accelerate(tiny_t5(), device=device, precision=precision, progress=False).dtype == torch.float32
+    for precision in (torch.float16, torch.bfloat16):
+        assert accelerate(tiny_t5(), precision=precision, progress=False).dtype == precision
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0), torch.device("cuda")])
 @pytest.mark.parametrize("runtime", [None, "onnx", "torch", "tensorrt"])
-def test_without_a_gpu_one_sentence_says_so_and_nothing_is_exported(tiny_t5, monkeypatch, runtime) -> None:
+def test_without_a_gpu_one_sentence_says_so_and_nothing_is_exported(tiny_t5, monkeypatch, runtime, device) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = len(list_exports())
     with pytest.raises(MissingPackageError, match="^device='cuda'"):
-        accelerate(tiny_t5(seed=9), device="cuda", runtime=runtime)
+        accelerate(tiny_t5(seed=9), device=device, runtime=runtime)
     assert len(list_exports()) == before
 
 

@@ -6,6 +6,7 @@ Tokenizers are made on the spot, of transformers' own classes; models are tiny a
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from test_encoder_cache import in_threads
 from typer.testing import CliRunner
 
 from t5accel.api import open_backend
+from t5accel.backends.hf import AcceleratedT5
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.batch.job import Model, Settings
@@ -43,6 +45,7 @@ from t5accel.families.registry import BEYOND_T5
 from t5accel.serving.app import Service, make_app
 from t5accel.serving.scheduler import Scheduler
 from t5accel.serving.settings import Settings as ServerSettings
+from t5accel.tasks import prefixes_of
 from t5accel.text.languages import Languages
 from t5accel.text.text_to_text import TokenizerFile, decode, text_to_text, tokenizer_of
 
@@ -308,6 +311,19 @@ def test_transformers_own_search_is_told_as_well(make) -> None:
             made.model.generation_config.no_repeat_ngram_size = None
 
 
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="transformers 5.x dropped this pipeline")
+def test_transformers_pipeline_of_an_accelerated_model_translates(make) -> None:
+    made = make("nllb")
+    served = AcceleratedT5(TorchEager(made.model), made.model.config, made.model.generation_config)
+    found = []
+    for model in (made.model, served):
+        (tokenizer,) = readers(made)[:1]
+        pipe = transformers.pipeline("translation", model, tokenizer=tokenizer, device="cpu")
+        found.append([pipe(TEXTS, src_lang=made.other, tgt_lang=language, max_new_tokens=LONGEST)
+                      for language in (made.own, made.other)])  # fmt: skip
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
 @pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 @pytest.mark.parametrize("kind", ["nllb", "mbart", "m2m100"])
 def test_run_and_batch_take_the_names(make, kind: str, tmp_path: Path) -> None:
@@ -359,8 +375,6 @@ def call(*arguments: Any, text: str | None = None) -> Any:
 @pytest.fixture(scope="module")
 def special(mini, tmp_path_factory) -> tuple[Any, Any, Path, str]:
     """The bundled model with a word of an answer as a special token, where it lies, and what it answers to `ASKED`."""
-    import copy
-
     model, tokenizer = mini[0], copy.deepcopy(mini[1])
     tokens = model.generate(**tokenizer([ASKED], return_tensors="pt"), max_new_tokens=20)[0].tolist()
     tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(tokens[2])]})
@@ -431,6 +445,20 @@ def test_a_prefix_stands_in_front_and_its_absence_is_mentioned_once(exported_min
     answer = text_to_text(TokenizerFile(exported_mini), lambda ids, mask: ids, prefix=prefix)
     assert answer([text, "No."]) == [prefix + text, prefix + "No."]
     refused(partial(text_to_text, TokenizerFile(exported_mini), lambda ids, mask: ids), "prefix", None, 5, ["a"])
+
+
+@pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
+def test_the_hint_names_the_prefixes_of_the_configuration(mini, tmp_path: Path) -> None:
+    model, prefix = copy.deepcopy(mini[0]), "translate English to French: "
+    model.config.task_specific_params = {"a": {"prefix": prefix}, "b": {"num_beams": 2}, "c": {"prefix": None}}
+    model.save_pretrained(tmp_path)
+    mini[1].save_pretrained(tmp_path)
+    backend, _, _ = open_backend(tmp_path, progress=False)
+    assert prefixes_of(backend, str(tmp_path)) == (prefix,) == prefixes_of(TorchEager(model), "own")
+    for text, hinted in (("I am tired.", True), (prefix + "I am tired.", False), ("fix: He go.", False)):
+        result = call("run", text, "--model", tmp_path)
+        assert result.exit_code == 0 and (f'--prefix "{prefix}".' in result.stderr) is hinted, result.stderr
+    assert prefixes_of(TorchEager(mini[0]), "own") == ()
 
 
 # Requests to the server

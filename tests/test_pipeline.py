@@ -13,6 +13,8 @@ import torch
 import transformers
 from refused import refused
 
+from t5accel.backends.hf import AcceleratedT5
+from t5accel.backends.torch_eager import TorchEager
 from t5accel.tasks import SUMMARIZE, TRANSLATE, rows, source_text
 from t5accel.text.pipeline import text2text
 
@@ -80,6 +82,42 @@ def test_only_the_prefix_that_is_given(mini) -> None:
     model.config.prefix = SUMMARIZE
     model.config.task_specific_params = {"summarization": {"prefix": SUMMARIZE}}
     assert text2text(model, mini[1], text, **SHORT) == text2text(*mini, text, **SHORT)
+
+
+NEWS = ["The library opens on Monday. It has new books. All people may come.", "Tom sold his old car in May."]
+
+
+def test_a_task_brings_its_prefix_and_options(mini) -> None:
+    model = copy.deepcopy(mini[0])
+    model.config.task_specific_params = {
+        "summarization": dict(prefix=SUMMARIZE, num_beams=2, max_length=14, min_length=3, early_stopping=True),
+        "other": dict(max_length=6),
+    }
+    options = dict(num_beams=2, max_length=14, min_length=3, early_stopping=True)
+    expected = text2text(*mini, NEWS, prefix=SUMMARIZE, **options)
+    assert text2text(model, mini[1], NEWS, task="summarization") == expected != text2text(*mini, NEWS, **options)
+    assert model.config.task_specific_params["summarization"]["prefix"] == SUMMARIZE
+    # What is given counts more.
+    given = text2text(model, mini[1], NEWS, task="summarization", prefix=TRANSLATE, num_beams=1, max_new_tokens=9)
+    assert given == text2text(*mini, NEWS, prefix=TRANSLATE, num_beams=1, max_new_tokens=9, min_length=3)
+    assert text2text(model, mini[1], NEWS, task="other") == text2text(*mini, NEWS, max_length=6)
+    refused(partial(text2text, model, mini[1], "a"), "task", "summaries", "", match="summarization, other")
+    refused(partial(text2text, *mini, "a"), "task", "summarization", match="names no tasks")
+
+
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="transformers 5.x dropped these pipelines")
+def test_the_pipelines_of_an_accelerated_model_take_the_prefix_of_their_task(mini) -> None:
+    tasks = {
+        "summarization": dict(prefix=SUMMARIZE, num_beams=2, max_length=14, min_length=3, early_stopping=True),
+        "translation_en_to_fr": dict(prefix=TRANSLATE, num_beams=1, max_length=20),
+    }
+    own, config = copy.deepcopy(mini[0]), copy.deepcopy(mini[0].config)
+    own.config.task_specific_params = config.task_specific_params = tasks
+    model = AcceleratedT5(TorchEager(mini[0]), config, mini[0].generation_config, mini[1])
+    for task, key in (("summarization", "summary_text"), ("translation_en_to_fr", "translation_text")):
+        expected = [one[key] for one in transformers.pipeline(task, copy.deepcopy(own), tokenizer=mini[1])(NEWS)]
+        assert [one[key] for one in transformers.pipeline(task, model, tokenizer=mini[1])(NEWS)] == expected
+        assert text2text(own, mini[1], NEWS, task=task) == expected
 
 
 def test_more_than_ids_comes_back(mini) -> None:
@@ -153,7 +191,7 @@ def test_what_is_refused(mini) -> None:
     refused(call, "texts", [], (), iter([]), None, 5, b"Yes.", ["Yes.", None], [5], [["Yes."]], {}, match="Give a text")
     refused(call, "texts", "\ud800", ["Oui.", b"\xff".decode("utf-8", "surrogateescape")], match="surrogate")
     refused(call, "batch_size", 0, -1, None, 2.0, "8", True)
-    refused(call, "prefix", None, 5, b"summarize: ")
+    refused(call, "prefix", 5, b"summarize: ")
     refused(call, "tokenizer", None)
     refused(call, "model", None, "mini", SimpleNamespace(device="cpu"), match="has no generate")
     refused(call, "model", copy.deepcopy(mini[0]).train(), match="training mode")

@@ -1,10 +1,14 @@
 """Every number of the README comes from a recorded result."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from t5accel.cli import app
@@ -23,6 +27,39 @@ def test_tables_are_drawn_from_their_files() -> None:
     for path, text in shown:
         record = json.loads((ROOT / path).read_text(encoding="utf-8"))
         assert text == board(record["rows"], record["machine"]), f"draw the table of {path} again"
+
+
+@pytest.fixture
+def snippets(tmp_path: Path) -> list[str]:
+    """README's Python, a file for each block."""
+    for number, text in enumerate(re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)):
+        (tmp_path / f"block_{number}.py").write_text(text, encoding="utf-8")
+    found = sorted(map(str, tmp_path.iterdir()))
+    assert len(found) >= 5
+    return found
+
+
+def checked(command: list[str], folder: Path) -> None:
+    pytest.importorskip(command[0])
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mypy_accepts_the_python_that_is_shown(snippets: list[str], tmp_path: Path) -> None:
+    """torch and transformers are not followed: that takes minutes."""
+    config = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\nscripts_are_modules = True\n"
+    config += "[mypy-torch.*,transformers.*,onnxruntime.*,numpy.*]\nfollow_imports = skip\n"
+    (tmp_path / "mypy.ini").write_text(config)
+    checked(["mypy", "--config-file", "mypy.ini", *snippets], tmp_path)
+
+
+@pytest.mark.long
+def test_pyright_accepts_the_python_that_is_shown(snippets: list[str], tmp_path: Path) -> None:
+    """By basedpyright, whose wheel has all that it needs, by Pyright's own rules."""
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "include": snippets}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    checked(["basedpyright", "--pythonpath", sys.executable, "--level", "error"], tmp_path)
 
 
 def test_what_a_gpu_reaches_is_told_as_it_was_recorded() -> None:

@@ -127,6 +127,7 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         super().__init__(config)
         if generation_config is not None:
             self.generation_config = copy.deepcopy(generation_config)
+        self.tokenizer: Any
         for settings in (self.config, self.generation_config):
             for name in ("output_attentions", "output_hidden_states"):
                 if getattr(settings, name, None):  # a pipeline would hand it on, as if it had been asked for
@@ -179,18 +180,17 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
             InputError: see the class.
         """
         refuse(kwargs)
-        refuse_text(input_ids)
-        if decoder_input_ids is None:
-            shifted = input_ids if labels is None and self.config.model_type in _SHIFT_THE_SOURCE else labels
-            if shifted is None:
-                raise InputError("There is nothing to decode: give decoder_input_ids or labels, or use generate().")
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
         if past_key_values is None:
             if encoder_outputs is None:
                 encoder_outputs = self.encoder(input_ids, attention_mask)
             cache = as_encoded(encoder_outputs).start(self.backend, attention_mask)
         else:
             cache = as_cache(past_key_values, self.backend)
+        if decoder_input_ids is None:
+            shifted = input_ids if labels is None and self.config.model_type in _SHIFT_THE_SOURCE else labels
+            if shifted is None:
+                raise InputError("There is nothing to decode: give decoder_input_ids or labels, or use generate().")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
         logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
         logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
         if labels is not None:

@@ -106,6 +106,7 @@ class AcceleratedEncoder:
         refuse({**unsupported, "return_dict=False": return_dict is False})
         if input_ids is None:
             raise InputError("There is nothing to encode: give input_ids (B, S), or encoder_outputs of get_encoder().")
+        refuse_text(input_ids)
         ids = as_integers(input_ids, "input_ids", rank=2)
         mask = np.ones_like(ids) if attention_mask is None else as_mask(attention_mask, "attention_mask")
         entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)

@@ -12,6 +12,7 @@ from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.graphs.contract import WEIGHTS
 from t5accel.t5.narrow import resize
+from t5accel.t5.sizes import T5_LIKE
 
 _INFERENCE_ONLY = "An accelerated model is for inference only: train transformers' own model, then accelerate that."
 
@@ -66,6 +67,9 @@ class WeightlessModule(PreTrainedModel):
                 own = AutoModelForSeq2SeqLM.from_config(self.config)
             if widths := getattr(self.config, "layer_widths", None):
                 resize(own, widths)
+            dims = getattr(self.backend, "dims", None)
+            if dims and not dims.tied and self.config.model_type in T5_LIKE:  # 5.x ties whatever is configured
+                own.lm_head.weight = torch.nn.Parameter(torch.empty_like(own.lm_head.weight))
         return own.num_parameters(exclude_embeddings=exclude_embeddings)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
@@ -103,16 +107,16 @@ class WeightlessModule(PreTrainedModel):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # to(), cuda(), half() … come here with what they would do to a weight.
-        weight = next(self.parameters()).data
+        weight, failure = next(self.parameters()).data, None
         try:
             moved = fn(weight)
-        except (AssertionError, RuntimeError) as error:  # torch's words for a device that is not there
-            raise InputError(f"This model cannot be moved from the {self.device}: {error}") from error
-        if (moved.device, moved.dtype) != (weight.device, weight.dtype):
+        except (AssertionError, RuntimeError) as error:  # the device is not there
+            moved, failure = None, error
+        if moved is None or (moved.device, moved.dtype) != (weight.device, weight.dtype):
             raise InputError(
-                f"This model runs in {self.dtype} on the {self.device} and holds no weights to move: choose device and "
-                "precision where its backend is made, as in accelerate(…, device='cuda', precision='fp16')."
-            )
+                f"This model runs in {self.dtype} on {self.device} and holds no weights to move: choose device and "
+                "precision where it is made, as in accelerate(…, device='cuda', precision='fp16')."
+            ) from failure
         return super()._apply(fn, *args, **kwargs)
 
     def state_dict(self, *_: Any, **__: Any) -> Any:

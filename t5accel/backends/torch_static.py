@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,13 +108,18 @@ class TorchStatic:
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
-        self.rules = rules_of(model)
+        self.rules, self._made_with = rules_of(model), dict(compile=compile, kernel=kernel)
         for name, token in special_tokens(model).items():
             setattr(self, name, token)
         self.captured = 0
         self._step = self._compiled() if compile else self.decoder.advance
         self._free: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
         self._encoders: dict[tuple[int, int], EncoderSlot] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied by its model: the copy captures and compiles for itself."""
+        again = partial(type(self), buckets=self.buckets, graphs=self.graphs, **self._made_with)
+        return again, (self.model,)
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:

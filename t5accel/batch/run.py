@@ -18,8 +18,7 @@ from t5accel.batch.answers import Answerer
 from t5accel.batch.job import FORMAT, Model, Settings, Shard, do_shard, shards, sources
 from t5accel.batch.output import Done, Output, ShardRecord, some
 from t5accel.batch.rows import read_range
-from t5accel.checkpoints import BUNDLED
-from t5accel.tasks import prefix_hint
+from t5accel.tasks import prefix_hint, prefixes_of
 
 DEFAULT, MINI = Settings(), Model()
 
@@ -58,8 +57,8 @@ def run(
         model, settings: who answers, and what is asked.
         engine: who does the shards; `cluster.shards.on_ray` is another one. All write the same files, and any goes on
             with what another began.
-        progress: a bar on standard error, with tokens per second and the time that is left, and a hint where a bundled
-            model gets a text without a prefix.
+        progress: a bar on standard error, with tokens per second and the time that is left, and a hint where a
+            model gets a text without the prefix that it expects.
 
     Returns:
         What was done now, and what had been done before. Shards whose files are missing or altered are done again, and
@@ -88,6 +87,7 @@ def run(
     found = sources(os.fspath(given), output.folder)
     planned = [*shards(found, settings)]
     answerer, what = model.open(settings)
+    prefixes = prefixes_of(answerer.backend, what["name"]) if progress else ()
     asked = asdict(settings)
     if settings.beams is None:
         asked["beams"] = answerer.beams  # the model's own number
@@ -102,7 +102,7 @@ def run(
             what_of = f"In {output.folder} files are missing, altered or not recorded: {some(lost)}."
             print(f"{what_of} Their rows are answered again.", file=sys.stderr)
         pending = [shard for shard in planned if shard.output not in records]
-        if progress and pending and (hint := _first_hint(pending[0], settings, what["name"])):
+        if progress and pending and (hint := _first_hint(pending[0], settings, prefixes)):
             print(f"t5accel: {hint}", file=sys.stderr)
         before, done = sum((record.done for record in records.values()), Done()), Done()
         with Progress(rows, before.answered + before.rejected, shown=progress) as bar:
@@ -117,13 +117,13 @@ def run(
     return done, before
 
 
-def _first_hint(shard: Shard, settings: Settings, model: str) -> str:
-    """What to say of the first row whose prefix is missing; an unreadable shard says so itself, later."""
-    if model not in BUNDLED:
+def _first_hint(shard: Shard, settings: Settings, prefixes: tuple[str, ...]) -> str:
+    """What to say of the first row without a prefix; an unreadable shard says so itself, later."""
+    if not prefixes:
         return ""
     shard.source.check()
     rows = read_range(shard.source.path, shard.offset, shard.rows).texts(settings.column, settings.into)
-    hints = (prefix_hint(model, settings.prefix + row) for row in rows if isinstance(row, str))
+    hints = (prefix_hint(settings.prefix + row, prefixes) for row in rows if isinstance(row, str))
     return next(filter(None, hints), "")
 
 

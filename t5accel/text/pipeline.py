@@ -21,7 +21,8 @@ def text2text(
     texts: str | Iterable[str],
     *,
     batch_size: int = 8,
-    prefix: str = "",
+    prefix: str | None = None,
+    task: str | None = None,
     **generate_options: Any,
 ) -> Any:
     """What ``model.generate`` answers to ``texts``: a list in their order, or one str for one str.
@@ -32,12 +33,14 @@ def text2text(
         model: has ``generate`` and a ``device``, and is in evaluation mode (dropout would make the answers random).
         tokenizer: a transformers tokenizer with a padding token.
         batch_size: at most so many texts at a time.
-        prefix: goes before each text, such as ``"summarize: "``; none is taken from the model's configuration.
+        prefix: goes before each text, such as ``"summarize: "``. By default that of ``task``, or nothing.
+        task: a key of the configuration's ``task_specific_params``, such as ``"summarization"``: its prefix and options
+            are used where none are given, as transformers' pipeline of this task does.
         generate_options: passed on to ``generate``, such as ``max_new_tokens`` and ``num_beams``.
 
     Raises:
-        InputError: no texts, no tokenizer, a batch size below 1, a model in training mode, or options that ask for more
-            than one answer to a text.
+        InputError: no texts, no tokenizer, a batch size below 1, a model in training mode, a task that the
+            configuration does not name, or options that ask for more than one answer to a text.
 
     >>> from t5accel.checkpoints import load_t5
     >>> model, tokenizer = load_t5("mini")
@@ -50,12 +53,20 @@ def text2text(
     given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else []
     if not given or not all(isinstance(text, str) for text in given):
         raise InputError(f"Give a text, or a list of at least one; {texts!r} was given.")
-    if not isinstance(prefix, str):
+    if prefix is not None and not isinstance(prefix, str):
         raise InputError(f"prefix is {prefix!r}; give the text that goes before each of the others.")
     if not hasattr(model, "generate"):
         raise InputError(f"{type(model).__name__} has no generate(): give a model of transformers or optimum.")
     if getattr(model, "training", False):
         raise InputError("The model is in training mode, where dropout makes answers random: call model.eval() first.")
+
+    if task is not None:
+        own = _options_of(model, task)
+        own_prefix = own.pop("prefix", "")
+        prefix = own_prefix if prefix is None else prefix
+        if "max_new_tokens" in generate_options:
+            own.pop("max_length", None)  # which transformers would warn of
+        generate_options = {**own, **generate_options}
 
     def generate_ids(input_ids: Any, attention_mask: Any) -> Any:
         ids, mask = (torch.as_tensor(array, device=model.device) for array in (input_ids, attention_mask))
@@ -68,10 +79,18 @@ def text2text(
             )
         return answers
 
-    answer = text_to_text(tokenizer, generate_ids)
+    answer = text_to_text(tokenizer, generate_ids, prefix=prefix or "")
     longest_first = sorted(range(len(given)), key=lambda number: len(given[number]), reverse=True)
     answers: dict[int, str] = {}
     for start in range(0, len(given), batch_size):
         numbers = longest_first[start : start + batch_size]
-        answers.update(zip(numbers, answer([prefix + given[number] for number in numbers]), strict=True))
+        answers.update(zip(numbers, answer([given[number] for number in numbers]), strict=True))
     return answers[0] if isinstance(texts, str) else [answers[number] for number in range(len(given))]
+
+
+def _options_of(model: Any, task: str) -> dict[str, Any]:
+    known = getattr(model.config, "task_specific_params", None) or {}
+    if task not in known:
+        named = f"one of {', '.join(known)}" if known else "a prefix, for this model's configuration names no tasks"
+        raise InputError(f"task must be a key of the model's task_specific_params, got {task!r:.80}. Give {named}.")
+    return dict(known[task])

@@ -16,7 +16,6 @@ import numpy as np
 
 from t5accel.checks import as_count, as_integers, read_json_object
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError, first_line
-from t5accel.text.languages import Languages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,8 +62,12 @@ def text_to_text(
         raise InputError(f"generate_ids is {generate_ids!r}; give a function of input_ids and attention_mask.")
     if not isinstance(prefix, str):
         raise InputError(f"prefix must be a text, got {prefix!r:.80}. Give what goes before each text.")
-    languages = Languages(tokenizer)
-    language = None if src_lang is None else languages.source(src_lang)
+    language = None
+    if src_lang is not None:
+        from t5accel.text.languages import Languages
+
+        languages = Languages(tokenizer)
+        language = languages.source(src_lang)
 
     def generate(texts: list[str]) -> list[str]:
         given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
