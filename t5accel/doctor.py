@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from t5accel import machine
 from t5accel.checkpoints import BUNDLED, data_folder
-from t5accel.errors import T5AccelError
+from t5accel.errors import T5AccelError, install
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def _package(module: str, distribution: str, needed_for: str, extra: str = "", *
             return Check(distribution, True, metadata.version(distribution), needed_for)
         except metadata.PackageNotFoundError:
             return Check(distribution, True, "present", needed_for)
-    remedy = f"pip install 't5accel[{extra}]'" if extra else f"pip install {distribution}"
+    remedy = install(extra) if extra else f"pip install {distribution}"
     return Check(distribution, False if required else None, "missing", needed_for, remedy)
 
 
@@ -56,7 +56,7 @@ def _onnxruntime() -> Check:
         remedy = f"pip uninstall {' '.join(installed)}, then install one: they overwrite each other's files"
         return Check("onnxruntime", False, "both onnxruntime and onnxruntime-gpu", needed_for, remedy)
     if not installed:
-        remedy = "pip install 't5accel[cpu]' (or [gpu])"
+        remedy = f"{install('cpu')} (or [gpu])"
         return Check("onnxruntime", None, "missing", needed_for, remedy)
     return Check("onnxruntime", True, f"{installed[0]} {metadata.version(installed[0])}", needed_for)
 
@@ -125,8 +125,8 @@ def diagnose() -> list[Check]:
 def report(checks: list[Check]) -> str:
     """A plain-text table: a mark, what was found, what it is for, and what to do where something is amiss.
 
-    >>> print(report([Check("matplotlib", None, "missing", "plots", "pip install 't5accel[course]'")]))
-    - matplotlib   missing   for plots; to get it: pip install 't5accel[course]'
+    >>> print(report([Check("matplotlib", None, "missing", "plots", "pip install matplotlib")]))
+    - matplotlib   missing   for plots; to get it: pip install matplotlib
     """
     width, found = (max(len(getattr(check, name)) for check in checks) for name in ("name", "found"))
     marks = {True: "+", False: "!", None: "-"}

@@ -15,7 +15,7 @@ from t5accel.demo import reading
 from t5accel.demo.at_home import AtHome
 from t5accel.demo.menu import menu
 from t5accel.demo.race import Way
-from t5accel.errors import InputError, ModelUnavailableError
+from t5accel.errors import InputError, ModelUnavailableError, install
 from t5accel.mini.reader import train_wordpiece
 from t5accel.study.bert import random_bert
 from t5accel.study.spans import answers, read, torch_run
@@ -254,4 +254,4 @@ def test_without_gradio_one_sentence_says_what_to_install(monkeypatch) -> None:
 
     monkeypatch.setitem(__import__("sys").modules, "gradio", None)
     result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 2 and "pip install 't5accel[demo]'" in result.output
+    assert result.exit_code == 2 and install("demo") in result.output

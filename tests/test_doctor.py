@@ -7,7 +7,7 @@ import pytest
 
 from t5accel import doctor
 from t5accel.doctor import Check, diagnose, report
-from t5accel.errors import ModelUnavailableError
+from t5accel.errors import ModelUnavailableError, install
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_what_is_required_and_missing_is_wrong_what_is_optional_is_not(installed
         "torch", False, "missing", "everything", "pip install torch"
     )
     check = doctor._package("datasets", "datasets", "tasks.load()", "course")
-    assert check.ok is None and check.remedy == "pip install 't5accel[course]'"
+    assert check.ok is None and check.remedy == install("course")
 
 
 def test_a_module_without_metadata_counts_as_present(installed, monkeypatch):
@@ -66,7 +66,7 @@ def test_transformers_must_be_of_a_supported_line(installed, version, ok):
 
 def test_one_onnxruntime_is_right_two_are_wrong_and_none_is_optional(installed):
     installed()
-    assert doctor._onnxruntime().ok is None and "t5accel[cpu]" in doctor._onnxruntime().remedy
+    assert doctor._onnxruntime().ok is None and install("cpu") in doctor._onnxruntime().remedy
     for name in ("onnxruntime", "onnxruntime_gpu"):
         installed(**{name: "1.23.2"})
         assert doctor._onnxruntime().ok and doctor._onnxruntime().found == f"{name.replace('_', '-')} 1.23.2"

@@ -18,7 +18,7 @@ from t5accel.demo.at_home import AtHome
 from t5accel.demo.menu import Task, menu
 from t5accel.demo.race import Lane, Way, difference, race, way, ways_of
 from t5accel.demo.reading import ROUNDS, Answer, OpenRung, ask, bundled
-from t5accel.errors import InputError, MissingPackageError, T5AccelError
+from t5accel.errors import InputError, MissingPackageError, T5AccelError, install
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -313,5 +313,5 @@ def _gradio() -> Any:
     try:
         import gradio
     except ImportError as error:
-        raise MissingPackageError(f"{error.name} is missing: pip install 't5accel[demo]'.") from error
+        raise MissingPackageError(f"{error.name} is missing: {install('demo')}.") from error
     return gradio
