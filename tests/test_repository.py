@@ -293,6 +293,19 @@ def test_the_two_runtimes_exclude_each_other() -> None:
 
 # ------------------------------------------------------------------------------------- commands that documents mention
 
+
+def test_what_windows_users_type_is_what_make_runs() -> None:
+    table = (ROOT / "docs/WORKSHOP.md").read_text(encoding="utf-8").split("### On Windows\n")[1].split("\n## ")[0]
+    told = re.findall(r"^\| `make ([a-z]+)` \| `(.*)` \|$", table, re.MULTILINE)
+    assert {"translate", "course", "lab", "test"} <= {target for target, _ in told}
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    for target, command in told:
+        answer = subprocess.run(["make", "-n", target], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert command.replace("\\Scripts\\", "/bin/") in answer.stdout.splitlines(), target
+    (extras,) = re.findall(r'-m pip install -c requirements/constraints.txt -e "\.\[(.*?)\]"`', table)
+    assert f"EXTRAS := {extras}\n" in MAKEFILE
+
+
 TARGETS = dict(re.findall(r"^([a-z][a-z0-9-]*):.*?(?:## (.*))?$", MAKEFILE, re.MULTILINE))
 
 
