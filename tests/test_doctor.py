@@ -36,6 +36,23 @@ def test_this_installation_is_sound():
         assert check.found and check.needed_for and (check.ok or check.remedy or check.name == "GPU")
 
 
+def test_what_a_report_of_a_fault_needs_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
+    found = {check.name: check.found for check in diagnose()}
+    assert found["t5accel"] == metadata.version("t5accel") and found["cache"] == str(tmp_path / "cache" / "exports")
+    assert found["processor"].startswith(f"{doctor.machine.cpu_threads()} threads, ")
+    assert {"fastapi", "uvicorn", "openvino", "pyarrow", "ray", "node"} <= found.keys()
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert doctor._cache().ok is False and "T5ACCEL_CACHE" in doctor._cache().remedy
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    assert doctor._node().ok is None and "Node.js" in doctor._node().remedy
+
+
+def test_the_lines_of_a_report_read_as_sentences(installed):
+    installed()
+    assert doctor._gpu().needed_for == "the GPU notebooks, which show recorded results without one"
+
+
 def test_what_is_required_and_missing_is_wrong_what_is_optional_is_not(installed):
     installed()
     assert doctor._package("torch", "torch", "everything", required=True) == Check(
