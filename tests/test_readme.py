@@ -3,7 +3,12 @@
 import json
 import re
 import shlex
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
@@ -73,7 +78,7 @@ def test_the_workshop_lists_every_notebook_with_its_recorded_seconds() -> None:
 def test_the_workshop_names_targets_and_commands_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"`make ([\w-]+)", WORKSHOP))
-    assert targets >= {"test", "wheelhouse"}
+    assert targets >= {"translate", "wheelhouse"}
     assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"`t5accel (\w+)", WORKSHOP)) <= commands
@@ -106,3 +111,44 @@ def test_a_t5_of_ones_own_is_quantised_run_and_distilled_by_the_commands_shown(
     assert answer.stdout.strip() in " ".join(README.split())
     assert distilled.stdout.startswith("Wrote student/model\nwhole model: loss ") and "bleu" in distilled.stdout
     assert re.search(r"Warning: The student scores bleu 0\.\d\d: below 5 points", distilled.stderr)
+
+
+def alike(shown: Any, found: Any) -> bool:
+    """Whether a printed answer has the fields and texts that are shown; times, counts and ids are of one run."""
+    if isinstance(shown, dict):
+        return all(
+            name in found and (name in ("id", "created") or alike(value, found[name])) for name, value in shown.items()
+        )
+    if isinstance(shown, list):
+        return len(shown) == len(found) and all(map(alike, shown, found))
+    return isinstance(found, float) if isinstance(shown, float) else shown == found
+
+
+def test_the_server_answers_the_requests_shown_with_the_answers_shown(cache_of_its_own) -> None:
+    """Word for word, but for the port."""
+    part = README.split("## As a server\n")[1].split("\n## ")[0]
+    (command,) = re.findall(r"^```bash\n(t5accel serve .*)$", part, re.MULTILINE)
+    (client,) = re.findall(r"^<!-- a client -->\n```console\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program, *arguments = shlex.split(command, comments=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", program, *arguments, "--port", str(port)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    try:
+        until = time.monotonic() + 60
+        while subprocess.run(["curl", "-s", f"localhost:{port}/health/ready"], stdout=subprocess.DEVNULL).returncode:
+            assert server.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        requests = re.findall(r"^\$ (.*?[^\\])\n(.*?\n)(?=\$ |\Z)", client, re.MULTILINE | re.DOTALL)
+        assert len(requests) == client.count("$ ") == 4
+        for request, shown in requests:
+            asked = request.replace("localhost:8000/", f"localhost:{port}/")
+            assert asked != request
+            found = subprocess.run(asked, shell=True, capture_output=True, text=True, check=True).stdout
+            shown, found = (text.strip().removeprefix("data: ") for text in (shown, found))
+            assert alike(json.loads(shown), json.loads(found)), f"{request}\n{found}"
+    finally:
+        server.terminate()
+        server.wait(30)
