@@ -44,7 +44,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DELETE_ON_ERROR:
 .SUFFIXES:
 .PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
-	test-triton test-ray test-ray-long release-check lab bench peers serving gpu-bundle lint format site web \
+	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site web \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -70,6 +70,9 @@ test-long: .venv/.stamp ## Run the tests that take too long for every landing
 
 lab: .venv/.stamp ## Open JupyterLab on the notebooks
 	@$(VENV) -m jupyter lab notebooks/
+
+demo: build/demo/.stamp ## Serve the page that compares ways of running a model, in an environment of its own
+	@build/demo/bin/python -m t5accel demo
 
 bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in build/bench.json and build/engine.json
 	@mkdir -p build

@@ -118,7 +118,7 @@ def many(count: int, folder: Path) -> Iterator[Row]:
             file.write(json.dumps({"id": place, "text": text}, ensure_ascii=False) + "\n")
     options = [f"--{name}={value}" for name, value in SHORT.items()]
     options += [f"--max-new-tokens={SHORT_ANSWER}", f"--shard-rows={MANY_ROWS}"]
-    command = [sys.executable, "-m", "t5accel", "batch", str(given), str(out), *options]
+    command = [sys.executable, "-m", "t5accel", "batch", str(given), "--out", str(out), *options]
     began = perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     said = process.stdout.read()

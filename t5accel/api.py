@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.contract import MANIFEST
-from t5accel.graphs.export.cache import checked_export, checked_manifest
+from t5accel.families.registry import family_of_model
+from t5accel.graphs.export.cache import checked_export, checked_manifest, given_export
 from t5accel.graphs.export.logit_check import backend_logits
 from t5accel.graphs.export.logit_check import check_logits as compare_logits
 from t5accel.graphs.export.manifest import Manifest
@@ -51,8 +51,9 @@ def accelerate(
 
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
-            `export.export_t5`, or a model object, of a family that `families.registry` has. What is no export yet is
-            exported once, into the user's cache (`graphs.export.cache`; ``t5accel cache list``).
+            `export.export_t5`, or a model object, of a family that `families.registry` has. A hub id may be that of an
+            export, which is downloaded once. What is no export yet is exported once, into the user's cache
+            (`graphs.export.cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, or a
             `recipes.Recipe`. What a recipe costs in quality is not measured here: `quantize.quantize` lets a model pass
             only if it loses no more than allowed (``t5accel quantize``). A folder that holds an export runs in the
@@ -91,19 +92,18 @@ def accelerate(
     settings = SessionSettings(threads=threads, device=device, openvino=runtime == "openvino")
     recipe = tuned(as_recipe(precision), tuned_for)
     is_path = isinstance(model, str | os.PathLike)
-    if not is_path and not hasattr(model, "state_dict"):
-        raise InputError(f"model is {model!r}; give a name, a folder or a model.")
-    is_export = is_path and (Path(model) / MANIFEST).is_file()
-    chosen = _runtime(runtime, device, recipe, is_export=is_export)
+    if not is_path:
+        family_of_model(model)
+    folder = given_export(model)
+    chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
     if device == "cuda":
         _require_gpu()
     if chosen == "torch":
         if max_source_tokens is not None:
             raise InputError("max_source_tokens is not for torch: leave it out, or give runtime='onnx'.")
         return _in_torch(model, recipe, settings, tokenizer, check_logits=check_logits)
-    if is_export:
-        folder = Path(model)
-        manifest = _in_precision(folder, recipe)
+    if folder is not None:
+        manifest = _in_precision(folder, None if recipe.name == "fp32" else recipe)
     else:
         folder, manifest = checked_export(
             model, precision=recipe, tokenizer=tokenizer, progress=progress, check_logits=check_logits
@@ -119,15 +119,16 @@ def accelerate(
 
 
 def open_backend(
-    model: str | os.PathLike[str], *, precision: str | Recipe = "fp32", runtime: str | None = None,
-    threads: int | None = None, progress: bool = True,
+    model: str | os.PathLike[str], *, precision: str | Recipe | None = None, runtime: str | None = None,
+    device: str = "cpu", threads: int | None = None, progress: bool = True,
 ) -> tuple[Backend, Any, str]:  # fmt: skip
-    """A backend for our own loops, its tokenizer, and both in words: `accelerate` on a CPU without ``generate()``.
+    """A backend for our own loops, its tokenizer, and both in words: `accelerate` without ``generate()``.
 
     Where the export is there, neither torch nor transformers is imported: the start takes a tenth of the time.
 
     Args:
-        model, precision, runtime, threads, progress: as of `accelerate`; all runtimes that need no GPU.
+        model, runtime, device, threads, progress: as of `accelerate`.
+        precision: by default fp32, or that of a given export; an export in another precision is refused.
 
     Returns:
         The backend; its tokenizer, or ``None``; and what runs it, such as ``"ONNX Runtime, int8"``.
@@ -141,15 +142,18 @@ def open_backend(
     """
     from t5accel.backends.ort.static import OrtStatic
 
-    recipe = as_recipe(precision)
-    is_export = (Path(model) / MANIFEST).is_file()
-    if _runtime(runtime, "cpu", recipe, is_export=is_export) == "torch":
-        accelerated = accelerate(model, precision=recipe, runtime=runtime, threads=threads, progress=progress)
-        return accelerated.backend, accelerated.tokenizer, f"torch with cache, {recipe.name}"
-    folder = Path(model)
-    if is_export:
-        manifest = _in_precision(folder, recipe)
-    else:
+    recipe = as_recipe("fp32" if precision is None else precision)
+    folder = given_export(model)
+    chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
+    manifest = None if folder is None else _in_precision(folder, None if precision is None else recipe)
+    if chosen == "torch" or device != "cpu":
+        accelerated = accelerate(
+            model, precision=recipe, runtime=runtime, device=device, threads=threads, progress=progress
+        )
+        what = {"torch": "torch with cache", "onnx": "ONNX Runtime", "tensorrt": "TensorRT"}[chosen]
+        what += f", {manifest.recipe['name'] if manifest else recipe.name}" + f", {device}" * (device != "cpu")
+        return accelerated.backend, accelerated.tokenizer, what
+    if manifest is None:
         folder, manifest = checked_export(model, precision=recipe, progress=progress)
     has_tokenizer = "tokenizer_config.json" in manifest.files or "tokenizer.json" in manifest.files
     tokenizer = tokenizer_of(folder) if has_tokenizer else None
@@ -198,11 +202,11 @@ def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
     return RECIPES.get(TUNED_FOR[tuned_for].get(recipe.name, ""), recipe)
 
 
-def _in_precision(folder: Path, recipe: Recipe) -> Manifest:
-    """The manifest of a given export, if that is of the precision that was asked for, or nobody asked for one."""
+def _in_precision(folder: Path, recipe: Recipe | None) -> Manifest:
+    """The manifest of a given export, if it is in the precision that was asked for; ``None`` asks for none."""
     manifest = checked_manifest(folder)
     there = manifest.recipe["name"]
-    if recipe.name not in ("fp32", there):
+    if recipe is not None and recipe.name != there:
         raise InputError(
             f"{folder} is an export in {there}, and precision is {recipe.name!r}: give the model or its name, "
             "or convert the export in fp32 (t5accel.graphs.numbers.quantize, t5accel.graphs.numbers.fp16)."

@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from t5accel.checks import check_file, read_json_object
-from t5accel.errors import ModelUnavailableError, T5AccelError, UnknownModelError
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.families.lively import random_model
-from t5accel.families.registry import SIZES, family_of
+from t5accel.families.registry import SIZES, family_of, no_head
+from t5accel.graphs.contract import MANIFEST
 from t5accel.t5.lively import RANDOM_SIZES, kind_of, random_t5
 from t5accel.t5.narrow import load_narrow
 from t5accel.t5.sizes import CLASS_PREFIXES
@@ -34,6 +35,16 @@ BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"
 HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # whole, or in shards with an index
+# Files of which a tokenizer of these families can be made; ByT5's has the second one alone.
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer_config.json",), ("spiece.model",), ("sentencepiece.bpe.model",),
+               ("tokenizer.model",), ("source.spm",), ("vocab.json", "merges.txt"))  # fmt: skip
+# What a folder holds in place of a model, or beside one.
+_INSTEAD = {
+    "adapter_config.json": "{} holds an adapter: load it with peft, merge it into its model with merge_and_unload(), "
+    "save that with save_pretrained(), and give that folder.",
+    MANIFEST: "{} is an export, which holds no weights for PyTorch: give the model that it was made from.",
+}
+_HEADLESS = re.compile(r"\w+For(?!Conditional)\w+|\w+EncoderModel")  # classes without a language-model head
 MAX_LAYERS = 1000  # of a stack; the largest published ones have some fifty
 _COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
 
@@ -88,11 +99,20 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
         return random_t5(RANDOM_SIZES[size], seed=seed, kind=kind_of(size)), None
     if os.path.isdir(text):  # unlike Path.is_dir(), it answers False to a name that is too long
         return _load_folder(Path(text))
-    hub_id = HUB_ALIASES.get(text, text)
-    if _HUB_ID.fullmatch(hub_id):
-        return _load_hub(hub_id)
+    if repository := hub_id(text):
+        return _load_hub(repository)
     kinds = "not bundled, not random, not a folder, not a hub id"
     raise UnknownModelError(f"No model {text!r}: {kinds}. {allowed_names()}")
+
+
+def hub_id(name: str) -> str | None:
+    """The repository on the hub that a name stands for; ``None`` if it is bundled, random, or a folder.
+
+    >>> hub_id("t5-small"), hub_id("mini")
+    ('google-t5/t5-small', None)
+    """
+    full = HUB_ALIASES.get(name, name)
+    return full if _HUB_ID.fullmatch(full) and not os.path.isdir(name) else None
 
 
 def hub_snapshot(name: str) -> Path | None:
@@ -101,18 +121,20 @@ def hub_snapshot(name: str) -> Path | None:
     >>> hub_snapshot("mini") is None and hub_snapshot("no-such/model") is None
     True
     """
-    hub_id = HUB_ALIASES.get(name, name)
-    if name in BUNDLED or name.startswith("random:") or os.path.isdir(name) or not _HUB_ID.fullmatch(hub_id):
-        return None
+    repository = hub_id(name)
+    snapshot = repository and _hub_commit(repository)
+    return snapshot if snapshot and (snapshot / "config.json").is_file() else None
+
+
+def _hub_commit(repository: str) -> Path | None:
+    """Where the hub's cache keeps what it has of a repository's current commit."""
     from huggingface_hub import constants
 
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+    kept = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
     try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        return kept / "snapshots" / (kept / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
-    snapshot = repository / "snapshots" / commit
-    return snapshot if (snapshot / "config.json").is_file() else None
 
 
 def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:
@@ -136,28 +158,54 @@ def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTr
 
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    for name, sentence in _INSTEAD.items():
+        if (folder / name).is_file() and not (name == MANIFEST and has_weights(folder)):
+            raise ModelUnavailableError(sentence.format(folder))
     read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
     return _from_pretrained(str(folder))
 
 
-def _load_hub(hub_id: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     try:
-        return _from_pretrained(hub_id, local_files_only=not _hub_resolves())
+        return _from_pretrained(repository, local_files_only=not hub_resolves())
     except T5AccelError:
         raise
     except OSError as error:
+        _refuse_instead(repository)
         raise ModelUnavailableError(
-            f"{hub_id!r} is no folder here, and could not be had from the model hub (no network, or no such model). "
-            "Offline, load_t5('mini') and load_t5('random:t5-small') work, as does what was downloaded before."
+            f"{repository!r} is no folder here, and could not be had from the model hub (no network, or no such "
+            "model). Offline, load_t5('mini') and load_t5('random:t5-small') work, as does what was downloaded before."
         ) from error
     except Exception as error:  # reached, and broken or too new for the installed transformers
-        raise ModelUnavailableError(f"{hub_id!r} cannot be loaded: {error}") from error
+        _refuse_instead(repository)
+        raise ModelUnavailableError(f"{repository!r} cannot be loaded: {error}") from error
 
 
-def _hub_resolves() -> bool:
+def _refuse_instead(repository: str) -> None:
+    for name, sentence in _INSTEAD.items():
+        if _hub_commit(repository) and hub_file(repository, name):  # a commit is known: the hub has answered
+            raise ModelUnavailableError(sentence.format(repository))
+
+
+def hub_file(repository: str, name: str) -> Path | None:
+    """A file of a repository in the hub's cache, downloaded if need be; ``None`` where it cannot be had."""
+    if not hub_resolves():
+        return None
+    from huggingface_hub import constants, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, name, cache_dir=constants.HF_HUB_CACHE))
+    except Exception:  # whatever the reason: loading the model says it, or there is no such file
+        return None
+
+
+def hub_resolves() -> bool:
+    """Whether the hub may be asked, and its address is known here."""
     # Without a network the hub's client retries for half a minute and logs each try: ask for its address first.
     from huggingface_hub import constants
 
+    if constants.HF_HUB_OFFLINE:
+        return False
     if getproxies():
         return True
     try:
@@ -209,11 +257,11 @@ def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLik
 def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     config = load_pretrained(AutoConfig.from_pretrained, where, **options)
     family_of(config, where)
-    if os.path.isdir(where) and not any(path for pattern in _WEIGHTS for path in Path(where).glob(pattern)):
+    if os.path.isdir(where) and not has_weights(Path(where)):
         raise ModelUnavailableError(
             f"{where} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
             "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
@@ -231,6 +279,8 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     with _no_loading_bar():
         model, report = load_pretrained(load, where, dtype=torch.float32, output_loading_info=True, **options)
     missing, unread = (sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
+    if (missing or unread) and (kind := _HEADLESS.search(str(config.architectures))):
+        raise NotT5Error(no_head(f"{where}, a {kind[0]},", config))
     if missing:  # transformers fills them with random numbers and goes on
         raise ModelUnavailableError(f"{where} is incomplete: it lacks {len(missing)} weights, such as {missing[0]}.")
     if unread := [name for name in unread if not name.endswith(_COMPUTED)]:  # and drops these
@@ -238,12 +288,59 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
             f"{where} holds {len(unread)} weights that a {type(model).__name__} does not have, such as {unread[0]}: "
             "merge adapters into the model first, or save it without them."
         )
-    has_tokenizer = not Path(where).is_dir() or any(
-        (Path(where) / name).is_file()
-        for name in ("tokenizer.json", "spiece.model", "tokenizer_config.json", "source.spm")
-    )
-    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, where, **options) if has_tokenizer else None
+    tokenizer = load_tokenizer(where, **options)
     return model.eval(), tokenizer
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights for PyTorch."""
+    return any(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
+def require_tokenizer(name: str | os.PathLike[str]) -> None:
+    """Raise ``InputError`` for a model that is here without a tokenizer, before it is loaded or exported.
+
+    >>> require_tokenizer("mini")
+    """
+    if name.startswith("random:"):
+        raise InputError(
+            f"{name} has random weights and no tokenizer, so it reads no text: give mini, or another model."
+        )
+    if os.path.isfile(Path(name) / "config.json") and not _has_tokenizer(Path(name)):
+        raise InputError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained().")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    if any(all((folder / name).is_file() for name in files) for files in _TOKENIZERS):
+        return True
+    config = folder / "config.json"
+    named = config.is_file() and read_json_object(config, ModelUnavailableError).get("tokenizer_class")
+    return named == "ByT5Tokenizer" or bool(named and (folder / "vocab.txt").is_file())
+
+
+def load_tokenizer(where: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of transformers in a folder or at a hub id; ``None`` for a folder without the files of one.
+
+    Raises:
+        ModelUnavailableError: its files are damaged, or those that hold its vocabulary are missing.
+
+    >>> load_tokenizer(data_folder() / "mini-t5").eos_token
+    '</s>'
+    """
+    folder = Path(where) if os.path.isdir(where) else hub_snapshot(os.fspath(where))
+    if os.path.isdir(where) and not _has_tokenizer(folder):
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, where, **options)
+    names = set(tokenizer.vocab_files_names.values()) - {"tokenizer_config.json"}
+    if names and folder and not any((folder / name).is_file() for name in names | {"tokenizer.model"}):
+        # transformers 5 makes one with an empty vocabulary, for which every word is unknown.
+        raise ModelUnavailableError(
+            f"{where} lacks the vocabulary of its {type(tokenizer).__name__}, {' or '.join(sorted(names))}. Save the "
+            "tokenizer there with tokenizer.save_pretrained(), or name its class in tokenizer_config.json."
+        )
+    return tokenizer
 
 
 @contextmanager

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+
+from t5accel.cli_options import (
+    Device,
+    DeviceOption,
+    ModelOption,
+    PrecisionOption,
+    RuntimeOption,
+    ThreadsOption,
+    kept,
+    status,
+)
 
 training = typer.Typer()
 
@@ -26,29 +38,36 @@ EvalOption = Annotated[
 MetricOption = Annotated[
     str | None, typer.Option(help="loss, bleu, chrf, rougeL or exact_match, on --eval. Default: loss.")
 ]
-BatchOption = Annotated[int, typer.Option(help="Of a step: padded tokens of sources and targets together.")]
+BatchOption = Annotated[int, typer.Option(help="Padded tokens of a step, sources and targets together.")]
 LongestOption = Annotated[int, typer.Option(help="The most tokens that a source or a target may have.")]
-OutOption = Annotated[Path, typer.Option(help="Folder for checkpoints, log and the finished model.")]
-StepsOption = Annotated[int, typer.Option(help="May be raised later; the run goes on.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Default: all cores that this process may use.")]
+OutOption = Annotated[
+    Path, typer.Option(help="The folder for the finished model, the log, and a checkpoint of a few times its size.")
+]
+StepsOption = Annotated[int, typer.Option(help="Training steps. Give more later, and the run goes on.")]
+SeedOption = Annotated[int, typer.Option(help="The seed of everything random.")]
+KEPT = "A checkpoint that was saved is kept in {}; the same command goes on from it."
 
 
 @training.command()
 def train(
-    pairs: Annotated[Path, typer.Option(help="UTF-8, one 'English<TAB>French' pair a line.")],
+    pairs: Annotated[Path, typer.Option(help="A UTF-8 file with one 'English<TAB>French' pair a line.")],
     out: OutOption,
     steps: Annotated[
-        int | None, typer.Option(help="May be raised later; the run goes on. Default: 6500, 4500, 6600, 8300 by stage.")
+        int | None,
+        typer.Option(help="Training steps. Give more later, and the run goes on. Default: 6500, 4500, 6600, 8300."),
     ] = None,
     stage: Annotated[
         int, typer.Option(min=1, max=4, help="2: learn whose fact is asked for; 3: grow, longer sentences; 4: go on.")
     ] = 1,
-    start: Annotated[str | None, typer.Option(help="mini, a folder, or a hub id: what the stage before made.")] = None,
-    seed: int = 0,
-    device: DeviceOption = "cpu",
+    start: Annotated[
+        str | None, typer.Option(help="The model of the stage before: mini, a folder, or a hub id.")
+    ] = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.CPU,
     threads: ThreadsOption = None,
-    prolong: Annotated[bool, typer.Option(help="Go back to before the learning rate fell, then on.")] = False,
+    prolong: Annotated[
+        bool, typer.Option(help="Go back to the state before the learning rate fell, then train on.")
+    ] = False,
 ) -> None:
     """Reproduce the bundled model; interrupted, the same command goes on."""
     import torch
@@ -63,25 +82,31 @@ def train(
     if prolong:
         training.read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
         go_back(out)
-    typer.echo(f"Wrote {training.reproduce(pairs, out, config, stage=stage, start=start, device=device)}")
+    with kept(KEPT.format(out)):
+        made = training.reproduce(pairs, out, config, stage=stage, start=start, device=device.value)
+    typer.echo(f"Wrote {made}")
 
 
 @training.command()
 def distill(
-    teacher: Annotated[str, typer.Option(help="A folder, a hub id, or mini.")],
+    teacher: Annotated[str, typer.Option(help="The model to learn from: a folder, a hub id, or mini.")],
     data: DataOption,
     out: OutOption,
     weight: WeightOption = None,
     eval_: EvalOption = None,
     metric: MetricOption = None,
-    decoder_layers: Annotated[int, typer.Option(help="Of the student; it begins with as many of its teacher's.")] = 1,
-    layers: Annotated[str | None, typer.Option(help="Which ones, as in 0,3. Default: spread evenly.")] = None,
-    loss: Annotated[str, typer.Option(help="labels, logits, hidden or sequence.")] = "logits",
+    decoder_layers: Annotated[
+        int, typer.Option(help="Decoder layers of the student, which begin as copies of its teacher's.")
+    ] = 1,
+    layers: Annotated[
+        str | None, typer.Option(help="The teacher's layers to copy, as in 0,3. Default: spread evenly.")
+    ] = None,
+    loss: Annotated[str, typer.Option(help="What is learnt: labels, logits, hidden or sequence.")] = "logits",
     steps: StepsOption = 2000,
     batch_tokens: BatchOption = 5000,
     longest: LongestOption = 512,
-    seed: int = 0,
-    device: DeviceOption = "cpu",
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.CPU,
     threads: ThreadsOption = None,
 ) -> None:
     """Train a student, with fewer decoder layers, to write what its teacher writes; interrupted, it goes on."""
@@ -97,24 +122,27 @@ def distill(
 
     torch.set_num_threads(threads or machine.cpu_threads())
     require_place(out / "model")
+    status(f"Loading {teacher} …")
     model, tokenizer = _with_tokenizer(teacher)
     chosen = _numbers(layers) if layers else layer_map(T5Dims.of(model).decoder_layers, decoder_layers)
     config = DistillConfig(layers=chosen, loss=loss, steps=steps, seed=seed)
-    require_device(device)
+    require_device(device.value)
     shrink_decoder(model, chosen)  # layers that there are not are refused before the teacher writes
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
-    if loss == "sequence":
-        own = own.written_by(_beams(teacher, model, tokenizer, device, own.most), out / "teacher.jsonl")
-    student = run(
-        model, tokenizer, own.mixture(batch_tokens, by_teacher=loss == "sequence"), out, config,
-        validate=own.validate, device=device,
-    )  # fmt: skip
+    with kept(KEPT.format(out)):
+        if loss == "sequence":
+            answers = _beams(teacher, model, tokenizer, device.value, own.most)
+            own = own.written_by(answers, out / "teacher.jsonl")
+        student = run(
+            model, tokenizer, own.mixture(batch_tokens, by_teacher=loss == "sequence"), out, config,
+            validate=own.validate, device=device.value,
+        )  # fmt: skip
     own.keep(student, tokenizer, out / "model", model, teacher_name=teacher, how="distilled", settings=asdict(config))
 
 
 @training.command()
 def prune(
-    model: Annotated[str, typer.Option(help="A folder, a hub id, or mini.")],
+    model: Annotated[str, typer.Option(help="The model to prune: a folder, a hub id, or mini.")],
     data: DataOption,
     out: OutOption,
     weight: WeightOption = None,
@@ -123,16 +151,18 @@ def prune(
     heads: Annotated[float, typer.Option(help="The share of all attention heads that is removed.")] = 0.25,
     neurons: Annotated[float, typer.Option(help="The share of all feed-forward neurons that is removed.")] = 0.5,
     importance: Annotated[str, typer.Option(help="magnitude, taylor or movement.")] = "taylor",
-    steps: Annotated[int, typer.Option(help="Of training, while ever more is removed; 0: none.")] = 1000,
-    loss: Annotated[str, typer.Option(help="labels, logits or hidden: from the teacher.")] = "logits",
-    teacher: Annotated[str | None, typer.Option(help="Default: the whole model.")] = None,
+    steps: Annotated[int, typer.Option(help="Training steps, during which ever more is removed; 0: none.")] = 1000,
+    loss: Annotated[
+        str, typer.Option(help="What is learnt: labels, or the teacher's logits or hidden states (hidden).")
+    ] = "logits",
+    teacher: Annotated[str | None, typer.Option(help="The model to learn from. Default: the whole model.")] = None,
     batch_tokens: BatchOption = 5000,
     longest: LongestOption = 512,
-    seed: int = 0,
-    device: DeviceOption = "cpu",
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.CPU,
     threads: ThreadsOption = None,
 ) -> None:
-    """Remove heads and neurons for good, and train what is left; interrupted, it goes on."""
+    """Remove heads and neurons for good, and train the smaller model; interrupted, it goes on."""
     import torch
 
     from t5accel import machine
@@ -146,12 +176,15 @@ def prune(
         training=replace(PruneConfig().training, loss=loss, seed=seed),
     )  # fmt: skip
     require_place(out / "model")
+    status(f"Loading {model} …")
     whole, tokenizer = _with_tokenizer(model)
     of = None if teacher is None else _with_tokenizer(teacher)[0]
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
-    student = run(
-        whole, tokenizer, own.mixture(batch_tokens), out, config, teacher=of, validate=own.validate, device=device
-    )
+    with kept(KEPT.format(out)) if steps else nullcontext():
+        student = run(
+            whole, tokenizer, own.mixture(batch_tokens), out, config, teacher=of, validate=own.validate,
+            device=device.value,
+        )  # fmt: skip
     own.keep(student, tokenizer, out / "model", whole, teacher_name=model, how="pruned", settings=asdict(config))
 
 
@@ -207,6 +240,7 @@ class _UserRows:
 
         typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=_command(), **facts)}")
         for name, model in (("whole model", whole), ("student", student)) if self.validate else ():
+            status(f"Scoring the {name} …")
             scores = self.validate(model)
             typer.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in scores.items()))
             _warn(floor_warning(scores, f"The {name}"))
@@ -272,36 +306,80 @@ def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
 
 @training.command()
 def evaluate(
-    model: Annotated[str, typer.Option(help="mini, a folder, or a hub id.")] = "mini",
-    pairs: Annotated[Path | None, typer.Option(help="Score what is held out of this file, too.")] = None,
+    model: ModelOption = "mini",
+    data: Annotated[
+        Path | None, typer.Option(help='Score these rows, {"source": …, "target": …}, not the bundled sets.')
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="With --data: bleu, chrf, rougeL or exact_match. Default: all of them.")
+    ] = None,
+    pairs: Annotated[Path | None, typer.Option(help="Score the sentences held out of this file, too.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Rows per length bucket or half. Default: all.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the bundled sets in each length bucket or half. Default: all.")
+    ] = None,
+    precision: PrecisionOption = None,
+    runtime: RuntimeOption = None,
+    device: DeviceOption = Device.CPU,
+    threads: ThreadsOption = None,
+    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy search.")] = 1,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most tokens of an answer. Default: 64; with --data, twice the longest target's."),
+    ] = None,
 ) -> None:
-    """Score a model on the bundled evaluation sets, greedily."""
+    """Score a model or an export, on the bundled evaluation sets or on rows of yours."""
     from json import dumps
 
     from t5accel import quality
+    from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
-    from t5accel.backends.torch_eager import TorchEager
-    from t5accel.checkpoints import load_t5
+    from t5accel.checkpoints import require_tokenizer
+    from t5accel.errors import InputError
+    from t5accel.lab.scoring import row_scores, scored_rows
+    from t5accel.metrics import ROW_SCORES, floor_warning
     from t5accel.text.text_to_text import text_to_text
 
+    if data and (pairs or limit is not None):
+        raise InputError("--data scores its rows alone. Leave --pairs and --limit out.")
+    if metric and not data:
+        raise InputError("--metric is for the rows of --data: the bundled sets have their own. Leave it out.")
+    metrics = metric or [*ROW_SCORES]
+    examples = scored_rows(data, metrics) if data else []
     held_out_quality = _mini("validate", "--pairs").held_out_quality if pairs else None
-    t5, tokenizer = load_t5(model)
-    backend = TorchEager(t5)
-    generate = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=64, num_beams=1))
-    held_out, held_out_long = held_out_quality(generate, pairs) if held_out_quality else (None, None)
-    report = quality.evaluate(generate, limit=limit)
-    typer.echo(report)
-    _warn(report.warning)
-    for part, scores in (("all", held_out), ("9-20 words", held_out_long)):
-        if scores:
-            typer.echo(
-                f"held-out     {part:11s} {scores.sentences:4d}  BLEU {scores.bleu:5.1f}  chrF {scores.chrf:5.1f}"
-            )
+    if pairs:
+        _mini("pairs", "--pairs").read_pairs(pairs)  # a missing file is reported before the model is loaded
+    require_tokenizer(model)
+    status(f"Loading {model} …")
+    backend, tokenizer, what = open_backend(
+        model, precision=precision and precision.value, runtime=runtime and runtime.value, device=device.value,
+        threads=threads,
+    )  # fmt: skip
+    if tokenizer is None:
+        raise InputError(f"{model} has no tokenizer: save one beside it, scores are of texts.")
+    document: dict[str, Any] = {"model": model, "runs_on": what}
+    if data:
+        scores = row_scores(
+            backend, tokenizer, examples, metrics, max_new_tokens=max_new_tokens, beams=beams, progress=True
+        )
+        typer.echo(f"{len(examples)} rows: " + ", ".join(f"{name} {score:.2f}" for name, score in scores.items()))
+        _warn(floor_warning(scores, "The model"))
+        document |= {"data": str(data), "rows": len(examples), **scores}
+    else:
+        generate = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=max_new_tokens or 64, num_beams=beams))
+        held_out, held_out_long = held_out_quality(generate, pairs) if held_out_quality else (None, None)
+        report = quality.evaluate(generate, limit=limit, progress=True)
+        typer.echo(report)
+        _warn(report.warning)
+        document |= report.to_json()
+        for name, part, found in (
+            ("held_out", "all", held_out), ("held_out_long", "9-20 words", held_out_long),
+        ):  # fmt: skip
+            document[name] = found.to_json() if found else None
+            if found:
+                typer.echo(
+                    f"held-out     {part:11s} {found.sentences:4d}  BLEU {found.bleu:5.1f}  chrF {found.chrf:5.1f}"
+                )
     if json:
         json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"model": model, **report.to_json()}
-        for name, scores in (("held_out", held_out), ("held_out_long", held_out_long)):
-            document[name] = scores.to_json() if scores else None
         json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

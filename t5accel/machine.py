@@ -193,6 +193,15 @@ def peak_memory_bytes() -> int | None:
     return getattr(psutil.Process().memory_info(), "peak_wset", None) if psutil else None
 
 
+def watches_stderr() -> bool:
+    """Whether somebody sees a progress bar: on a terminal or in a notebook, not in a file or a pipe.
+
+    >>> watches_stderr() in (True, False)
+    True
+    """
+    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+
+
 def _best_s(run: Callable[[], Any]) -> float:
     run()  # the first call touches fresh pages and starts threads
     return min(timeit.repeat(run, number=1, repeat=9))

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from t5accel import tasks
+from tqdm import tqdm
+
+from t5accel import machine, tasks
 from t5accel.checks import as_count
 from t5accel.errors import InputError
 from t5accel.metrics import bleu, chrf, exact_match, f1, floor_warning, rouge, sacrebleu_score
@@ -135,7 +137,7 @@ MAIN_SCORES = ("bleu", "rougeL", "exact_match")  # of each set the one that stan
 
 def evaluate(
     generate: Callable[[list[str]], list[str]], *, names: Sequence[str] = tasks.NAMES, batch_size: int = 32,
-    limit: int | None = None,
+    limit: int | None = None, progress: bool = False,
 ) -> QualityReport:  # fmt: skip
     """Run ``generate`` over the bundled evaluation sets and score what it writes.
 
@@ -143,6 +145,7 @@ def evaluate(
         generate: from up to ``batch_size`` texts, T5's prefix included, to as many texts.
         names: which sets, some of `tasks.NAMES`.
         limit: only the first ``limit`` rows of each length bucket (translation) or half; recorded in the report.
+        progress: show a bar on standard error.
 
     Raises:
         InputError: bad arguments, or ``generate`` returned another number of texts, or something that is no text.
@@ -156,10 +159,12 @@ def evaluate(
     batch_size = as_count(batch_size, "batch_size", at_least=1)
     sets = {name: tasks.rows(name, limit=limit) for name in names}  # every argument is checked before the slow part
     parts: dict[str, Any] = dict.fromkeys(tasks.NAMES)
-    for name, rows in sets.items():
-        texts = _generated(generate, [tasks.source_text(name, row) for row in rows], batch_size)
-        score = {"translation": _translation, "summaries": _summaries, "questions": _questions}[name]
-        parts[name] = score(_Scored(rows, texts, [tasks.references(name, row) for row in rows]))
+    hidden = not (progress and machine.watches_stderr())
+    with tqdm(total=sum(map(len, sets.values())), desc="scoring", unit="text", disable=hidden) as bar:
+        for name, rows in sets.items():
+            texts = _generated(generate, [tasks.source_text(name, row) for row in rows], batch_size, bar)
+            score = {"translation": _translation, "summaries": _summaries, "questions": _questions}[name]
+            parts[name] = score(_Scored(rows, texts, [tasks.references(name, row) for row in rows]))
     return QualityReport(**parts, limit=limit)
 
 
@@ -208,7 +213,7 @@ def _questions(scored: _Scored) -> QuestionQuality:
     )  # fmt: skip
 
 
-def _generated(generate: Callable[[list[str]], list[str]], sources: list[str], batch_size: int) -> list[str]:
+def _generated(generate: Callable[[list[str]], list[str]], sources: list[str], batch_size: int, bar: Any) -> list[str]:
     texts: list[str] = []
     for start in range(0, len(sources), batch_size):
         batch = sources[start : start + batch_size]
@@ -218,4 +223,5 @@ def _generated(generate: Callable[[list[str]], list[str]], sources: list[str], b
         if len(answer) != len(batch):
             raise InputError(f"generate returned {len(answer)} texts for {len(batch)} sources: one each is needed")
         texts += answer
+        bar.update(len(batch))
     return texts

@@ -12,7 +12,7 @@ import re
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from t5accel.checkpoints import data_folder
+from t5accel.checkpoints import BUNDLED, data_folder
 from t5accel.checks import as_count
 from t5accel.errors import InputError, MissingPackageError
 
@@ -29,8 +29,28 @@ UNANSWERABLE = "unanswerable"  # what a model writes when the context does not h
 
 LENGTH_BUCKETS = {"3-5": (3, 5), "6-8": (6, 8), "9-14": (9, 14)}  # words of an English source, ends included
 
+PREFIXES = (TRANSLATE, SUMMARIZE, QUESTION)  # of the bundled models
+
 _TEXT_FIELDS = {"translation": ("source",), "summaries": ("source",), "questions": ("question", "context")}
 _LIST_FIELD = {"translation": "references", "summaries": "references", "questions": "answers"}
+
+
+def prefix_hint(model: str, text: str) -> str:
+    """What to tell a user of a bundled model whose text has no prefix; empty otherwise.
+
+    Args:
+        model: the name of the model, as an export's manifest has it.
+        text: with its prefix, if it has one.
+
+    >>> prefix_hint("mini", "translate English to French: I am tired."), prefix_hint("my/t5", "I am tired.")
+    ('', '')
+    >>> prefix_hint("mini", "I am tired.")[:60]
+    'mini expects a prefix before each text: --prefix "translate '
+    """
+    if model not in BUNDLED or text.lstrip().startswith(PREFIXES):
+        return ""
+    choices = ", ".join(f'"{prefix}"' for prefix in PREFIXES)
+    return f"{model} expects a prefix before each text: --prefix {choices.replace(', ', ' or ')}."
 
 
 def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:

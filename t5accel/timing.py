@@ -246,7 +246,12 @@ class Comparison:
 
 
 def compare(
-    reference: Candidate, *others: Candidate, warmup: int = 1, rounds: int = 5, synchronize: Callable | None = None
+    reference: Candidate,
+    *others: Candidate,
+    warmup: int = 1,
+    rounds: int = 5,
+    synchronize: Callable | None = None,
+    on_sample: Callable[[str], Any] | None = None,
 ) -> Comparison:
     """Time the candidates interleaved in this process and divide within each round.
 
@@ -282,6 +287,8 @@ def compare(
             candidate._sample(synchronize)
         for turn in range(rounds):
             for candidate in candidates if turn % 2 == 0 else candidates[::-1]:
+                if on_sample is not None:
+                    on_sample(candidate.name)
                 samples[candidate.name].append(candidate._sample(synchronize))
     latencies = {name: Latency(tuple(seconds)) for name, seconds in samples.items()}
     ratios = {name: Ratio.of([*map(operator.truediv, samples[names[0]], samples[name])]) for name in names[1:]}

@@ -152,7 +152,8 @@ def test_longer_sources_than_stated_are_refused(tiny_t5) -> None:
         accelerated.generate(input_ids=torch.full((1, 5), 7), max_new_tokens=2)
 
 
-def test_it_shows_that_it_exports(tiny_t5, capfd) -> None:
+def test_it_shows_that_it_exports(tiny_t5, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
     accelerate(tiny_t5(seed=5))
     assert "exporting T5ForConditionalGeneration" in capfd.readouterr().err
     accelerate(tiny_t5(seed=5))

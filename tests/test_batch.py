@@ -798,7 +798,8 @@ def test_ten_times_the_rows_take_no_more_memory(tmp_path: Path, exported_mini: P
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_answers_says_so_and_goes_on(tmp_path: Path, exported_mini: Path) -> None:
+def test_the_command_answers_says_so_and_goes_on(tmp_path: Path, exported_mini: Path, monkeypatch) -> None:
+    monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
     path = write_lines(tmp_path / "in.jsonl", [{"source": "I am tired."}, {"source": None}])
     command = [
         "batch",

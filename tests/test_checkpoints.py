@@ -28,12 +28,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
 from safetensors.torch import load_file, save_file
+from tokenizers import ByteLevelBPETokenizer
 
 from t5accel import accelerate, checkpoints
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checkpoints import HUB_ALIASES, data_folder, load_t5
 from t5accel.decoding.greedy import greedy
-from t5accel.errors import ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.graphs.export.t5 import export_t5
 from t5accel.parity import assert_varied
 from t5accel.students.gates import Gates
@@ -250,6 +251,52 @@ def test_a_folder_without_a_tokenizer(saved: Path, tiny_t5) -> None:
     model, tokenizer = load_t5(saved)
     assert tokenizer is None and not model.training and '"d_model": 32' in (saved / "config.json").read_text()
     np.testing.assert_array_equal(logits_of(model), logits_of(tiny_t5()))
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Vocabularies without a ``tokenizer.json``: of byte pairs, of sentencepiece, and of whole words."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"the house number {number} is small" for number in range(300)))
+    pairs = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    pairs.train([str(text)], vocab_size=330, special_tokens=special, show_progress=False)
+    pairs.save_model(str(folder))
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    options = dict(vocab_size=60, hard_vocab_limit=False, minloglevel=2, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    trainer.train(input=str(text), model_prefix=str(folder / "pieces"), **options)
+    (folder / "vocab.txt").write_text("\n".join("[PAD] [UNK] [CLS] [SEP] [MASK] the house".split()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind, files, named",
+    [("bart", ["merges.txt", "vocab.json"], {}),
+     ("t5", ["merges.txt", "vocab.json"], {"tokenizer_class": "RobertaTokenizer"}),  # CodeT5's
+     ("t5", ["spiece.model"], {}), ("t5", ["tokenizer.model"], {}), ("mbart", ["sentencepiece.bpe.model"], {}),
+     ("bart", ["vocab.txt"], {"tokenizer_class": "BertTokenizer"}), ("t5", [], {"tokenizer_class": "ByT5Tokenizer"})],
+)  # fmt: skip
+def test_a_tokenizer_by_its_vocabulary_files_alone(
+    vocabularies: Path, tmp_path: Path, kind: str, files: list[str], named: dict[str, str]
+) -> None:
+    """The same ids as by transformers, from whichever files of a vocabulary transformers reads."""
+    rewrite(tmp_path / "config.json", model_type=kind, **named)
+    for name in files:
+        shutil.copy(vocabularies / ("pieces.model" if name.endswith(".model") else name), tmp_path / name)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("the house", return_tensors="np")["input_ids"]
+    for ours in (checkpoints.load_tokenizer(tmp_path), tokenizer_of(tmp_path)):
+        np.testing.assert_array_equal(ours(["the house"], return_tensors="np")["input_ids"], theirs)
+
+
+@pytest.mark.parametrize("files", [["merges.txt", "vocab.json"], ["tokenizer_config.json"]])
+def test_a_tokenizer_without_its_vocabulary_is_refused(saved: Path, vocabularies: Path, files: list[str]) -> None:
+    """transformers 5 makes a T5Tokenizer of nothing, which knows no word."""
+    for name in files:
+        content = (vocabularies / name).read_bytes() if (vocabularies / name).exists() else b"{}"
+        (saved / name).write_bytes(content)
+    with pytest.raises(ModelUnavailableError, match="spiece.model" if V5 else "cannot be loaded"):
+        load_t5(saved)
 
 
 def test_half_precision_folders_load_as_fp32(tiny_t5, tmp_path: Path) -> None:
@@ -518,6 +565,110 @@ def test_every_loader_of_transformers_is_called_through_our_door() -> None:
         and ast.unparse(node.func).startswith("Auto")
     }  # fmt: skip
     assert not calls, "load_pretrained(AutoTokenizer.from_pretrained, folder) runs no code beside the files"
+
+
+# What is no model, or another one
+
+
+def small(kind: str) -> Any:
+    sizes = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    sizes |= dict(d_model=16, d_kv=8, d_ff=16, num_heads=2, num_layers=1, n_embd=16, n_layer=1, n_head=2)
+    sizes |= {f"{stack}_{what}": 2 for stack in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    model = getattr(transformers, kind)
+    return model(model.config_class(**sizes))
+
+
+class Holder(torch.nn.Module):
+    """As a training framework's: it has the model, and no configuration."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+
+CLASSES = {
+    "T5ForSequenceClassification": "T5ForConditionalGeneration", "T5EncoderModel": "T5ForConditionalGeneration",
+    "BartForQuestionAnswering": "BartForConditionalGeneration", "BartForCausalLM": "BartForConditionalGeneration",
+    "GPT2LMHeadModel": "a decoder without an encoder", "BertModel": "an encoder without a decoder",
+}  # fmt: skip
+DOORS_FOR_OBJECTS: dict[str, Callable[[Any, Path], Any]] = {
+    "accelerate": lambda model, folder: accelerate(model, progress=False),
+    "accelerate in torch": lambda model, folder: accelerate(model, precision="bf16"),
+    "export": lambda model, folder: export_t5(model, folder / "export"),
+    "torch": lambda model, folder: TorchEager(model),
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_class_that_cannot_generate_is_refused_by_the_one_that_can(tmp_path: Path, kind: str) -> None:
+    model = small(kind)
+    for door in DOORS_FOR_OBJECTS.values():
+        with pytest.raises(NotT5Error, match=rf"{kind} .*{CLASSES[kind]}"):
+            door(model, tmp_path)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(NotT5Error, match=rf"{tmp_path}.*{CLASSES[kind]}"):
+        load_t5(tmp_path / "model")
+
+
+WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "DataParallel": (torch.nn.DataParallel, r"give its \.module"),
+    "torch.compile": (torch.compile, r"give its \._orig_mod"),
+    "a framework's module": (Holder, r"give its \.model"),
+    "a pipeline or a trainer": (lambda model: type("Pipeline", (), {"model": model})(), r"give its \.model"),
+    "shards": (lambda model: type("FSDPT5ForConditionalGeneration", (Holder,), {})(model), "in shards"),
+    "an adapter": (
+        lambda model: type("PeftModel", (Holder,), {"merge_and_unload": 1})(model), r"merge_and_unload\(\) returns"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_a_wrapped_model_is_refused_by_where_the_model_is(tiny_t5, tmp_path: Path, wrapped: str) -> None:
+    wrap, advice = WRAPPED[wrapped]
+    for door in DOORS_FOR_OBJECTS.values():
+        with pytest.raises(NotT5Error, match=advice):
+            door(wrap(tiny_t5()), tmp_path)
+
+
+@pytest.mark.parametrize("junk", [None, 5, b"mini", ["mini"], {}, transformers.T5Config(), TorchEager], ids=str)
+def test_what_is_no_model_is_refused_by_its_class_alone(tmp_path: Path, junk: Any) -> None:
+    for door in DOORS_FOR_OBJECTS.values():
+        with pytest.raises(InputError, match=f"got an object of class {type(junk).__name__}\\.$"):
+            door(junk, tmp_path)
+
+
+def test_an_accelerated_model_needs_no_acceleration(exported_mini, tmp_path: Path) -> None:
+    model = accelerate(exported_mini)
+    for door in DOORS_FOR_OBJECTS.values():
+        with pytest.raises(InputError, match="accelerated already"):
+            door(model, tmp_path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_is_refused_also_beside_weights(saved: Path, tmp_path: Path, whole: bool) -> None:
+    """transformers loads the weights without it, unless peft is installed."""
+    (saved / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    if not whole:
+        (saved / "config.json").unlink()
+    for door in (load_t5, accelerate):
+        with pytest.raises(ModelUnavailableError, match=r"holds an adapter: .*merge_and_unload\(\)"):
+            door(saved)
+
+
+def test_an_adapter_on_the_hub_is_refused_as_one(offline: None, asked: list[Any], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoints, "hub_resolves", lambda: True)
+
+    def download(_: str, name: str, **__: Any) -> str:
+        if name != "adapter_config.json":
+            raise FileNotFoundError(name)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    refs = tmp_path / "models--nobody--adapter" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("1" * 40)  # the hub has answered that there is no config.json
+    with pytest.raises(ModelUnavailableError, match="nobody/adapter holds an adapter"):
+        load_t5("nobody/adapter")
 
 
 def test_a_folder_of_another_kind(tmp_path: Path) -> None:

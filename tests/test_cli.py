@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ import t5accel.mini.validate as validate
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.static import OrtStatic
 from t5accel.cli import app
+from t5accel.cli_options import ExportPrecision, IntegerPrecision, Precision
 from t5accel.cli_serving import serving as serving_commands
 from t5accel.cli_training import training as training_commands
 from t5accel.decoding.greedy import greedy
@@ -33,6 +36,7 @@ from t5accel.doctor import Check
 from t5accel.errors import InputError
 from t5accel.graphs.export.manifest import read_manifest
 from t5accel.graphs.numbers.quantize import quantize_export
+from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab.advise import Advice, Need
 from t5accel.lab.bench import Forced
 from t5accel.lab.course import NotebookError, NotebookRun
@@ -84,8 +88,33 @@ def test_these_are_the_commands():
 def test_every_command_explains_itself_and_its_options(command):
     result = call(command, "--help")
     assert result.exit_code == 0 and "Usage" in result.stdout
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
+    plain = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).split())
     assert CALLBACKS[command].__doc__.split(":")[0].split(",")[0] in plain
+
+
+def test_the_version_is_told_and_h_is_help():
+    assert call("--version").stdout == f"t5accel {t5accel.__version__}\n"
+    for words in ([], ["run"], ["cache"], ["cache", "clear"]):
+        assert call(*words, "-h").stdout == call(*words, "--help").stdout
+
+
+def test_a_shell_completes_commands_options_and_values(monkeypatch):
+    for words, index, found in (
+        ("eva", 1, "evaluate"),
+        ("run --dev", 2, "--device"),
+        ("run --precision in", 3, "int8"),
+    ):
+        monkeypatch.setenv("_T5ACCEL_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", f"t5accel {words}")
+        monkeypatch.setenv("COMP_CWORD", str(index))
+        result = CliRunner().invoke(app, [], prog_name="t5accel")
+        assert found in result.stdout.split(), result.output
+
+
+def test_the_choices_of_precision_are_the_recipes():
+    assert [*map(str, Precision)] == [*RECIPES]
+    assert {*ExportPrecision} == RECIPES.keys() - {"bf16"}
+    assert {*IntegerPrecision} == {name for name, recipe in RECIPES.items() if recipe.integers}
 
 
 def test_without_arguments_the_help_is_shown():
@@ -94,26 +123,53 @@ def test_without_arguments_the_help_is_shown():
     assert all(command in result.output for command in COMMANDS)
 
 
-def test_usage_errors():
-    for line in ("runn", "run", "train", *(f"bench --{option} many" for option in COUNTS)):
-        assert call(*line.split()).exit_code == 2
+NOT_BELOW_ONE = (
+    "run x",
+    "bench",
+    "advise",
+    "evaluate",
+    "batch in --out out",
+    "triton --out x",
+    "train --pairs a --out b",
+)
+
+
+def test_usage_errors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bad = ("run x --precision int9", "run x --beams 0", "run x --max-new-tokens 0", "evaluate --limit 0", "export",
+           "export --model mini --out x --precision bf16", "triton --out x --precision bf16",
+           "load http://a --clients 0",
+           "quantize --model mini --out x --eval x --max-loss 1 --precision fp16")  # fmt: skip
+    for line in ("runn", "run", "train", *bad, *(f"bench --{option} many" for option in COUNTS),
+                 *(f"{command} --threads 0" for command in NOT_BELOW_ONE)):  # fmt: skip
+        assert call(*line.split()).exit_code == 2, line
+    assert not os.listdir(tmp_path)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "run x --model nope": "Allowed: 'mini', ", "run x --model random:t5-tiny": "random:t5-small",
-    "export nope x": "'nope'", "export mini x --external-threshold-bytes -1": "external_threshold_bytes is -1",
+    "run x --model nope": "Allowed: 'mini', ", "bench --model random:t5-tiny --json x": "random:t5-small",
+    "export --model nope --out x": "'nope'",
+    "export --model mini --out x --external-threshold-bytes -1": "--external-threshold-bytes is -1",
     "bench --technique magic --json x": "'magic'", "bench --quality-limit -1 --json x": "limit is -1",
     "bench --model nope --threads 1 --json x": "'nope'",
-    **{f"bench --{name} {n} --json x": f"{name.replace('-', '_')} is {n}; give" for name in COUNTS for n in (0, -3)},
-    "advise --task poems": "task is 'poems'; give one of translation", "advise --matters speed": "matters is 'speed'",
+    **{f"bench --{name} {n} --json x": f"--{name} is {n}; give" for name in COUNTS[:-1] for n in (0, -3)},
+    "advise --task poems": "--task is 'poems'; give one of translation", "advise --matters speed": "matters is 'speed'",
     "advise --batch 0": "batch is 0", "advise --max-loss little": "--max-loss is 'little'",
-    "advise --max-loss chrf=1": "max_loss", "advise --model nope": "'nope'",
+    "advise --max-loss chrf=1": "--max-loss is", "advise --model nope": "'nope'",
     "advise --results nowhere.json": "No results at", "course --notebooks . --out x": "No numbered notebook",
-    "train --pairs pairs.tsv --out x --threads 1": "pairs.tsv", "train --pairs a --out b": "tatoeba.org",
-    "evaluate --model nope": "'nope'", "evaluate --limit 0": "limit is 0",
-    "evaluate --pairs missing.tsv --json x": "tatoeba.org",
+    "train --pairs pairs.tsv --out x --threads 1": "pairs.tsv",
+    "train --pairs a --out b": "t5accel: No translation pairs at a. Give a UTF-8 file",
+    "evaluate --model nope": "'nope'", "evaluate --pairs missing.tsv --json x": "tatoeba.org",
+    "evaluate --metric bleu": "--metric is for the rows of --data", "evaluate --data x --limit 1": "Leave --pairs",
+    "evaluate --data missing.jsonl": "missing.jsonl", "evaluate --data x --metric luck": "--metric is 'luck'",
+    "batch in.jsonl": "Give --out FOLDER", "batch in.jsonl one --out two": "Give --out FOLDER",
+    "batch in.jsonl --out x --address a": "Give --engine ray",
+    "load 127.0.0.1:8123 --rate 5": "url must begin with http://, got '127.0.0.1:8123'",
+    "load http://127.0.0.1:1": "--rate and --clients",
+    "load http://127.0.0.1:1 --rate 20 --seconds -1": "--seconds is -1.0",
+    "demo --port 1": "gradio is missing. Gradio needs transformers 5: run `make demo`",
 }  # fmt: skip
 
 
@@ -140,13 +196,12 @@ def test_the_package_runs_as_a_module_in_a_process_of_its_own(tmp_path):
 def test_the_answer_alone_is_on_standard_output_and_its_length_is_bounded():
     result = call("run", TEXT, "--max-new-tokens", 1)
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
-    assert said(result)[-1].startswith("(1 tokens in ")
+    assert said(result)[-1].startswith("(1 token in ")
 
 
 def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp_path, tiny_t5):
     assert "config.json" in refused("run", TEXT, "--model", tmp_path)
     assert call("run", TEXT).exit_code == 0
-    assert "max_new_tokens is 0" in refused("run", TEXT, "--max-new-tokens", 0)
     tiny_t5().save_pretrained(tmp_path / "mute")
     for _ in range(2):
         result = call("run", TEXT, "--model", tmp_path / "mute")
@@ -173,11 +228,16 @@ def test_every_precision_and_runtime_answers_and_the_fast_engine_is_the_default(
             assert re.fullmatch(r"\(5 tokens in \d+ ms, " + re.escape(what) + r"\)", said(result)[-1])
         assert len(said(result)) == 1, "the second time it just answers"
     assert "'int8' runs on onnx, not on torch" in refused("run", TEXT, "--runtime", "torch", "--precision", "int8")
-    assert "precision is 'int2'" in refused("run", TEXT, "--precision", "int2")
     listed = call("cache", "list").stdout
     assert "(mini)" in listed and re.search(rf"3 exports, \d+ MB, in {tmp_path}", listed)
-    assert call("cache", "clear").stdout.startswith("3 exports deleted, ")
-    assert call("cache", "list").stdout.startswith("0 exports, 0 MB")
+    names = [path.name for path in (tmp_path / "exports").iterdir() if (path / "manifest.json").is_file()]
+    assert "Give names, or --yes for all" in refused("cache", "clear")
+    assert "no export 'nothing'" in refused("cache", "clear", names[0], "nothing")
+    assert call("cache", "list").stdout.endswith(listed.splitlines()[-1] + "\n"), "nothing was deleted"
+    assert call("cache", "clear", names[0]).stdout.startswith("Deleted: 1 export, ")
+    assert names[0] not in call("cache", "list").stdout and names[1] in call("cache", "list").stdout
+    assert call("cache", "clear", "--yes").stdout.startswith("Deleted: 2 exports, ")
+    assert call("cache", "list").stdout.startswith("0 exports, 0 MB") and call("cache", "clear").exit_code == 0
 
 
 def test_a_warm_run_needs_neither_torch_nor_transformers(tmp_path):
@@ -192,6 +252,43 @@ def test_a_warm_run_needs_neither_torch_nor_transformers(tmp_path):
     assert done.stdout.splitlines() == ["Je suis fatigué.", "[]"], done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("(5 tokens in ")
+
+
+def test_an_export_runs_in_its_own_precision_and_in_no_other(exported_mini, tmp_path, answer):
+    quantize_export(exported_mini, tmp_path / "int8", "int8")
+    for folder, own, other in ((tmp_path / "int8", "int8", "fp32"), (exported_mini, "fp32", "int8")):
+        for options in ((), ("--precision", own)):
+            result = call("run", TEXT, "--model", folder, *options)
+            assert result.stdout == f"{answer}\n" and said(result)[-1].endswith(f"ONNX Runtime, {own})")
+        refusal = f"is an export in {own}, and precision is '{other}'"
+        assert refusal in refused("run", TEXT, "--model", folder, "--precision", other)
+        (tmp_path / "in.txt").write_text(TEXT)
+        batch = ("batch", tmp_path / "in.txt", "--out", tmp_path / f"out-{own}", "--model", folder)
+        assert refusal in refused(*batch, "--precision", other) and call(*batch).exit_code == 0
+
+
+def test_threads_reach_the_engine(monkeypatch):
+    seen = []
+    monkeypatch.setattr(OrtStatic, "__init__", lambda self, *_, settings, **__: seen.append(settings.threads) or 1 / 0)
+    call("run", TEXT, "--threads", 3)
+    assert seen == [3]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["run", TEXT, "--model"], ["batch", "texts.txt", "out", "--model"], ["serve", "--port", 0, "--model"],
+     ["quantize", "--eval", "rows.jsonl", "--max-loss", 1, "--out", "new", "--model"],
+      ["triton", "--out", "models", "--name", "mute", "--model"]],
+)  # fmt: skip
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, tiny_t5, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.txt").write_text(TEXT)
+    Path("rows.jsonl").write_text(json.dumps({"source": TEXT, "target": "x"}))
+    tiny_t5().save_pretrained("mute")
+    for name in ("load_t5", "export_t5"):
+        monkeypatch.setattr(f"t5accel.graphs.export.cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
+    for model in ("random:t5-small", "mute"):
+        assert f"{model} has " in refused(*command, model) and "no tokenizer" in refused(*command, model)
 
 
 @pytest.mark.parametrize("options", [(), ("--stream",)])
@@ -239,7 +336,7 @@ def test_words_are_printed_as_they_come(monkeypatch):
         (PermissionError(13, "Permission denied", "a/file"), 2, "a/file: Permission denied."),
         (OSError(28, "No space left on device"), 2, "No space left on device."),
         (OSError("torn"), 2, "unexpected OSError: torn"), (RuntimeError(), 1, "RuntimeError: nothing more is known"),
-        (InputError("of two\nlines"), 2, "of two lines"), (KeyboardInterrupt(), 130, "interrupted. Nothing is half"),
+        (InputError("of two\nlines"), 2, "of two lines"), (KeyboardInterrupt(), 130, "t5accel: interrupted."),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
@@ -282,6 +379,34 @@ def test_no_command_shows_a_warning_and_filters_are_put_back(monkeypatch):
     assert warnings.filters == before and warnings.showwarning is shows
 
 
+def test_an_interrupted_command_says_what_it_has_kept(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("t5accel.batch.run.run", interrupt)
+    monkeypatch.setattr("t5accel.api.open_backend", interrupt)
+    (tmp_path / "in.txt").write_text(TEXT)
+    result = call("batch", tmp_path / "in.txt", "--out", "answers")
+    assert (result.exit_code, said(result)) == (
+        130, ["t5accel: interrupted. Finished files of answers are kept in answers; the same command goes on."],
+    )  # fmt: skip
+    result = call("run", TEXT)
+    assert (result.exit_code, said(result)) == (130, ["t5accel: interrupted."])
+
+
+def test_progress_is_for_those_who_watch_and_not_for_files(tmp_path, monkeypatch, dev):
+    options = ("evaluate", "--data", dev, "--metric", "exact_match")
+    assert call(*options).exit_code == 0 and call(*options).stderr == ""
+    monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
+    result = call(*options)
+    assert result.stdout == "30 rows: exact_match 100.00\n"
+    assert (
+        result.stderr.startswith("Loading mini …\n") and "scoring: 100%" in result.stderr and "30/30" in result.stderr
+    )
+    result = call("export", "--model", "mini", "--out", tmp_path / "out", "--precision", "int8")
+    assert all(text in result.stderr for text in ("Loading mini …", "exporting mini", "Converting to int8 …"))
+
+
 def test_an_interrupted_process_says_so_in_a_sentence(tmp_path):
     command = [sys.executable, "-m", "t5accel", "run", "-"]
     assert call("run", TEXT).exit_code == 0
@@ -301,20 +426,35 @@ def test_an_interrupted_process_says_so_in_a_sentence(tmp_path):
 
 
 def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
-    result = call("export", "mini", tmp_path / "one", "--external-threshold-bytes", 0)
+    result = call("export", "--model", "mini", "--out", tmp_path / "one", "--external-threshold-bytes", 0)
     assert result.exit_code == 0 and re.search("45 MB in [89] files, fp32", result.stdout)  # one less on 5.x
-    assert (tmp_path / "one" / "weights.data").is_file() and "exporting mini" in result.stderr
-    assert call("export", "mini", tmp_path / "portable", "--no-step").exit_code == 0
+    assert (tmp_path / "one" / "weights.data").is_file() and result.stderr == ""
+    assert call("export", "--model", "mini", "--out", tmp_path / "portable", "--no-step").exit_code == 0
     graphs = [{path.name for path in (tmp_path / name).glob("*.onnx")} for name in ("one", "portable")]
     assert graphs[0] - graphs[1] == {"decoder_step.onnx"} and not (tmp_path / "portable" / "weights.data").is_file()
     assert call("run", TEXT, "--model", tmp_path / "one").exit_code == 0
     (tmp_path / "one" / "manifest.json").write_text("{}")
-    assert "--overwrite" in refused("export", "mini", tmp_path / "one")
-    assert call("export", "mini", tmp_path / "one", "--overwrite").exit_code == 0
+    assert "--overwrite" in refused("export", "--model", "mini", "--out", tmp_path / "one")
+    assert call("export", "--model", "mini", "--out", tmp_path / "one", "--overwrite").exit_code == 0
+    before = (tmp_path / "one" / "manifest.json").read_bytes()
+    assert call("export", "--model", "mini", "--out", tmp_path / "one").exit_code == 0, "the same export is kept"
+    assert (tmp_path / "one" / "manifest.json").read_bytes() == before
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "letter.txt").write_text("a letter")
-    assert "no export" in refused("export", "mini", tmp_path / "two", "--overwrite")
+    assert "no export" in refused("export", "--model", "mini", "--out", tmp_path / "two", "--overwrite")
     assert [path.name for path in (tmp_path / "two").iterdir()] == ["letter.txt"]
+
+
+def test_export_refuses_before_it_loads(tmp_path, monkeypatch, exported_mini):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "letter.txt").write_text("a letter")
+    monkeypatch.setattr("t5accel.graphs.export.t5.load_t5", lambda name: pytest.fail("loaded for nothing"))
+    for precision in ("fp32", "int8"):
+        options = ("export", "--model", "mini-d1", "--precision", precision, "--out")
+        assert "so it is kept" in refused(*options, tmp_path / "letters", "--overwrite")
+        assert "holds another export" in refused(*options, exported_mini)
+    assert "holds another export" in refused("export", "--model", "mini", "--precision", "int8", "--out", exported_mini)
+    assert "is an export already" in refused("export", "--model", exported_mini, "--out", tmp_path / "again")
 
 
 # --- quantize ---------------------------------------------------------------------------------------------------------
@@ -337,7 +477,7 @@ def dev(tmp_path, exported_mini):
 
 def test_a_model_passes_the_gate_on_the_users_rows_and_runs(tmp_path, exported_mini, dev):
     out = tmp_path / "int8"
-    result = call("quantize", exported_mini, out, "--eval", dev, *INT4, "--max-loss", 80)
+    result = call("quantize", "--model", exported_mini, "--out", out, "--eval", dev, *INT4, "--max-loss", 80)
     first, second = result.stdout.splitlines()
     assert result.exit_code == 0 and re.fullmatch(rf"{re.escape(str(out))}: \d+ MB, int4", first)
     score = text_quality(dev, "exact_match", threads=1)(out)["exact_match"]
@@ -353,12 +493,12 @@ def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path
     row = {"source": "translate English to French: I am tired.", "target": "nothing like it at all"}
     (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     options = "--eval", tmp_path / "dev.jsonl", "--metric", "exact_match", "--max-loss", 1, "--threads", 1
-    result = call("quantize", exported_mini, tmp_path / "none", *options)
+    result = call("quantize", "--model", exported_mini, "--out", tmp_path / "none", *options)
     assert result.exit_code == 0 and "in fp32 0.00: loses 0.00" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("Warning: The model in fp32 scores exact_match 0.00")
     rising = iter([40.0, 40.5])
     monkeypatch.setattr("t5accel.lab.scoring.text_quality", lambda *_, **__: lambda _: {"exact_match": next(rising)})
-    result = call("quantize", exported_mini, tmp_path / "more", *options)
+    result = call("quantize", "--model", exported_mini, "--out", tmp_path / "more", *options)
     assert "exact_match 40.50, in fp32 40.00: gains 0.50, a loss of 1 is allowed" in result.stdout
     assert "Warning" not in result.stderr
 
@@ -367,7 +507,18 @@ def test_a_model_that_loses_more_is_refused_in_a_sentence_and_nothing_is_left(tm
     quantize_export(exported_mini, tmp_path / "other", "int4")
     lost = 100 - text_quality(dev, "exact_match", threads=1)(tmp_path / "other")["exact_match"]
     assert lost > 1
-    line = refused("quantize", exported_mini, tmp_path / "above" / "int4", "--eval", dev, *INT4, "--max-loss", 1)
+    line = refused(
+        "quantize",
+        "--model",
+        exported_mini,
+        "--out",
+        tmp_path / "above" / "int4",
+        "--eval",
+        dev,
+        *INT4,
+        "--max-loss",
+        1,
+    )
     assert f"lost exact_match {lost:.3g} (allowed 1). Nothing was written: allow more" in line and "--max-loss" in line
     assert not (tmp_path / "above").exists()
 
@@ -380,22 +531,25 @@ def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monke
         ('{"source": "a", "text": "b"}\n', "line 1: no 'target' among its fields"),
     ):
         wrong.write_text(text)
-        line = refused("quantize", "mini", out, "--eval", wrong, "--max-loss", 1)
+        line = refused("quantize", "--model", "mini", "--out", out, "--eval", wrong, "--max-loss", 1)
         assert what in line and str(wrong) in line
     options = ("--eval", dev, "--max-loss", 1)
     assert "missing.jsonl cannot be read" in refused(
-        "quantize", "mini", out, "--eval", "missing.jsonl", "--max-loss", 1
+        "quantize", "--model", "mini", "--out", out, "--eval", "missing.jsonl", "--max-loss", 1
     )
-    assert "metric is 'luck'; give one of bleu" in refused("quantize", "mini", out, *options, "--metric", "luck")
-    assert "have no integers" in refused("quantize", "mini", out, *options, "--precision", "fp16")
-    assert "precision is 'int2'" in refused("quantize", "mini", out, *options, "--precision", "int2")
+    assert "metric is 'luck'; give one of bleu" in refused(
+        "quantize", "--model", "mini", "--out", out, *options, "--metric", "luck"
+    )
     assert not (tmp_path / "cache").exists()
     tiny_t5().save_pretrained(tmp_path / "mute")
-    assert "mute has no tokenizer" in call("quantize", tmp_path / "mute", out, *options).stderr.splitlines()[-1]
+    assert (
+        "mute has no tokenizer"
+        in call("quantize", "--model", tmp_path / "mute", "--out", out, *options).stderr.splitlines()[-1]
+    )
     out.mkdir()
     (out / "letter.txt").write_text("a letter")
     monkeypatch.setattr("t5accel.lab.scoring._opened", lambda *given: pytest.fail("scored for nothing"))
-    assert "so it is kept" in refused("quantize", exported_mini, out, *options, "--overwrite")
+    assert "so it is kept" in refused("quantize", "--model", exported_mini, "--out", out, *options, "--overwrite")
     assert [path.name for path in out.iterdir()] == ["letter.txt"]
 
 
@@ -423,7 +577,11 @@ def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_p
     )  # fmt: skip
     assert (result.exit_code, result.stdout) == (0, board(ROWS) + "\n")
     names = [technique.name for technique in choose([], model="random:t5-small")]
-    options = dict(rounds=5, threads=6, limit=7, peak_memory=False)
+    options = dict(rounds=5, threads=6, limit=7, peak_memory=False, progress=True)
+    assert said(result) == [
+        "Warning: the rounds of our loop differ widely (column range). Measure again on a quiet machine, or with more "
+        "--rounds."
+    ]
     assert measured == [("random:t5-small", Forced(4, 3, 2), names, options)]
     written = json.loads(rows.read_text(encoding="utf-8"))
     assert written["command"] == "t5accel bench --batch 2" and written["rows"] == ROWS
@@ -446,7 +604,7 @@ def test_bench_measures_several_lengths_into_one_file_and_only_the_techniques_as
 
 def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_path):
     result = call("bench", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
-    assert result.exit_code == 2 and "board.xyz" in result.stderr.splitlines()[0]
+    assert result.exit_code == 2 and "board.xyz" in said(result)[-1]
     assert result.stdout == board(ROWS) + "\n"
     assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"] == ROWS
 
@@ -517,7 +675,7 @@ def test_train_refuses_bad_numbers_and_devices(tmp_path):
     pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
     pairs.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1002)))
     assert "steps is 0" in refused("train", "--pairs", pairs, "--out", out, "--steps", 0)
-    assert "device 'abacus'" in refused("train", "--pairs", pairs, "--out", out, "--device", "abacus")
+    assert call("train", "--pairs", pairs, "--out", out, "--device", "abacus").exit_code == 2
     if not torch.cuda.is_available():
         assert "device 'cuda'" in refused("train", "--pairs", pairs, "--out", out, "--device", "cuda")
     assert call("train", "--pairs", pairs, "--out", out, "--threads", 0).exit_code == 2
@@ -560,6 +718,7 @@ def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path, monkeyp
     calls = []
     monkeypatch.setattr(validate, "held_out_quality", lambda generate, pairs: calls.append(pairs) or held_out)
     file = tmp_path / "new" / "quality.json"
+    (tmp_path / "pairs.tsv").write_text("We sing.\tNous chantons.\n")
     result = call("evaluate", "--limit", 1, "--pairs", tmp_path / "pairs.tsv", "--json", file)
     assert result.exit_code == 0 and calls == [tmp_path / "pairs.tsv"]
     assert result.stdout.startswith("LIMITED")
@@ -569,6 +728,57 @@ def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path, monkeyp
     assert (document["model"], document["limit"], document["held_out"]["bleu"]) == ("mini", 1, 12.34)
     assert document["held_out_long"] == {"sentences": 77, "references": 88, "bleu": 9.87, "chrf": 23.4}
     assert document["translation"]["rows"] == 3 and document["questions"]["all"]["rows"] == 2
+
+
+def test_evaluate_scores_an_export_on_rows_of_the_users(tmp_path, exported_mini, dev):
+    quantize_export(exported_mini, tmp_path / "int4", "int4")
+    expected = text_quality(dev, "exact_match", threads=1)(tmp_path / "int4")["exact_match"]
+    assert expected < 100
+    file, options = tmp_path / "scores.json", ("--data", dev, "--metric", "exact_match", "--threads", 1)
+    for folder, score in ((exported_mini, 100.0), (tmp_path / "int4", expected)):
+        result = call("evaluate", "--model", folder, *options, "--json", file)
+        assert result.stdout == f"30 rows: exact_match {score:.2f}\n"
+        document = json.loads(file.read_text(encoding="utf-8"))
+        assert (document["model"], document["rows"], document["exact_match"]) == (str(folder), 30, score)
+    assert "precision is 'int8'" in refused("evaluate", "--model", exported_mini, *options, "--precision", "int8")
+    every = call("evaluate", "--model", exported_mini, "--data", dev).stdout
+    assert re.fullmatch(r"30 rows: bleu \S+, chrf \S+, rougeL \S+, exact_match 100.00\n", every)
+
+
+# --- batch, load, demo ------------------------------------------------------------------------------------------------
+
+
+def test_a_strict_batch_ends_with_2_where_a_row_was_rejected(tmp_path, exported_mini):
+    (tmp_path / "in.txt").write_text(f"{TEXT}\n\n")
+    options = ("batch", tmp_path / "in.txt", "--out", tmp_path / "out", "--model", exported_mini)
+    assert call(*options).exit_code == 0
+    for _ in range(2):  # a job that is done is no better
+        result = call(*options, "--strict")
+        assert result.exit_code == 2 and "1 rows were rejected" in said(result)[-1]
+    (tmp_path / "in.txt").write_text(f"{TEXT}\n")
+    assert call("batch", tmp_path / "in.txt", tmp_path / "good", "--model", exported_mini, "--strict").exit_code == 0
+
+
+def test_load_fails_where_no_server_answers():
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{port.getsockname()[1]}"
+        result = call("load", url, "--rate", 20, "--seconds", 0.3)
+    assert result.exit_code == 2 and "no answer" in result.stdout and "nan" not in result.stdout
+    assert said(result) == [
+        f"t5accel: {url} answered no request. Start a server there (t5accel serve), or read its log."
+    ]
+
+
+def test_a_demo_on_a_port_in_use_is_refused_before_a_model_loads(monkeypatch):
+    monkeypatch.setattr("t5accel.demo.page._gradio", lambda: None)
+    monkeypatch.setattr("t5accel.demo.page.way", lambda *given: pytest.fail("loaded for nothing"))
+    monkeypatch.setitem(sys.modules, "starlette.middleware", SimpleNamespace(Middleware=None))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"--port must be free, got {port}" in refused("demo", "--port", port)
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

@@ -681,8 +681,11 @@ def test_settings_of_published_models_neither_warn_nor_stop_it(tiny_t5, tmp_path
 
 
 @pytest.mark.parametrize("threshold", [0, LARGEST_INSIDE])
-def test_progress_goes_to_standard_error(tiny_t5, tmp_path, capfd, threshold: int) -> None:
+def test_progress_goes_to_standard_error(tiny_t5, tmp_path, monkeypatch, capfd, threshold: int) -> None:
     with quiet():
+        export_t5(tiny_t5(), tmp_path / "file", name="tiny", progress=True, external_threshold_bytes=threshold)
+        assert capfd.readouterr() == ("", ""), "a bar is for a terminal"
+        monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
         export_t5(tiny_t5(), tmp_path / "x", name="tiny", progress=True, external_threshold_bytes=threshold)
     out, err = capfd.readouterr()
     assert out == "" and "exporting tiny" in err and "100%" in err

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,21 @@ from tokenizers.processors import TemplateProcessing
 
 import t5accel.checkpoints as checkpoints
 import t5accel.graphs.export.cache as module
-from t5accel.api import accelerate
+from t5accel.api import accelerate, open_backend
 from t5accel.checkpoints import hub_snapshot, load_t5
+from t5accel.decoding.greedy import greedy
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
-from t5accel.graphs.export.cache import cache_folder, cached_export, checked_manifest, clear_exports, list_exports
-from t5accel.graphs.export.manifest import read_manifest
+from t5accel.graphs.export.cache import (
+    cache_folder,
+    cached_export,
+    checked_manifest,
+    clear_exports,
+    given_export,
+    list_exports,
+)
+from t5accel.graphs.export.manifest import read_manifest, write_manifest
+from t5accel.graphs.export.t5 import export_t5
+from t5accel.text.text_to_text import text_to_text
 
 
 @pytest.fixture(autouse=True)
@@ -338,6 +349,137 @@ def test_the_second_accelerate_of_a_published_model_loads_no_weights(tiny_t5, hu
     forbid(monkeypatch)
     monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     assert torch.equal(accelerate("google-t5/t5-small").generate(ids, **options), expected) and hashed == []
+
+
+# --- exports on the hub
+
+
+class Published:
+    """An export as a model that can be saved, for `publish`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def save_pretrained(self, folder: Path) -> None:
+        shutil.copytree(self.folder, folder)
+
+
+class FakeHub:
+    """The hub's two ways of downloading, which keep what they send in a cache of links; and what was asked of them."""
+
+    def __init__(self, hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.hub, self.folder, self.asked = hub, folder, []
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", self.one)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self.all)
+        monkeypatch.setattr(checkpoints.socket, "getaddrinfo", lambda *_: [])
+
+    def send(self, name: str, files: list[str]) -> Path:
+        chosen = self.hub / "chosen"
+        chosen.mkdir(parents=True)
+        for file in files:
+            shutil.copy(self.folder / file, chosen)
+        publish(self.hub, name, Published(chosen), "1" * 40)
+        shutil.rmtree(chosen)
+        return self.hub / f"models--{name.replace('/', '--')}" / "snapshots" / ("1" * 40)
+
+    def one(self, name: str, file: str, *, cache_dir: str) -> str:
+        self.asked.append((name, file))
+        if not (self.folder / file).is_file():
+            raise FileNotFoundError(file)
+        return str(self.send(name, [file]) / file)
+
+    def all(self, name: str, *, revision: str, allow_patterns: list[str], cache_dir: str) -> None:
+        self.asked.append((name, revision, allow_patterns))
+        self.send(name, [file for file in allow_patterns if (self.folder / file).is_file()])
+
+
+@pytest.fixture
+def exported(mini, tmp_path: Path) -> Path:
+    export_t5(mini[0], tmp_path / "own", tokenizer=mini[1], step=True, check_logits=False)
+    return tmp_path / "own"
+
+
+def answers(name: str) -> tuple[list[str], list[str]]:
+    """By `accelerate` and by `open_backend`."""
+    texts = ["translate English to French: I am tired."]
+    model = accelerate(name, progress=False)
+    tokens = model.generate(**model.tokenizer(texts, return_tensors="pt"), max_new_tokens=16)
+    backend, tokenizer, _ = open_backend(name)
+    say = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=16).sequences)
+    return model.tokenizer.batch_decode(tokens, skip_special_tokens=True), say(texts)
+
+
+def test_an_export_in_the_hubs_cache_runs_like_a_folder_and_without_a_network(exported: Path, hub: Path, cache) -> None:
+    publish(hub, "me/my-export", Published(exported), "1" * 40)
+    assert answers("me/my-export") == answers(str(exported)) == (["Je suis fatigué."],) * 2
+    assert not list_exports(), "it is not exported again"
+    (hub / "models--me--my-export" / "snapshots" / ("1" * 40) / "decoder.onnx").unlink()
+    with pytest.raises(ModelUnavailableError, match="me/my-export lacks decoder.onnx"):
+        accelerate("me/my-export")
+
+
+def test_an_altered_export_of_the_hub_is_refused(exported: Path, hub: Path) -> None:
+    publish(hub, "me/my-export", Published(exported), "1" * 40, {"tokenizer.json": "{}"})
+    for door in (accelerate, open_backend):
+        with pytest.raises(ExportError, match=r"tokenizer.json has 2 bytes instead of"):
+            door("me/my-export")
+
+
+def test_an_export_is_downloaded_once_and_only_its_own_files(exported: Path, hub: Path, monkeypatch) -> None:
+    (exported / "evil.py").write_text("raise SystemExit")
+    (exported / "huge.bin").write_text("not for us")
+    fake, name = FakeHub(hub, exported, monkeypatch), "me/my-export"
+    assert answers(name)[1] == ["Je suis fatigué."]
+    files = sorted({*read_manifest(exported).files, "manifest.json"})
+    assert fake.asked == [(name, "manifest.json"), (name, "1" * 40, files)]
+    assert answers(name)[0] == ["Je suis fatigué."] and len(fake.asked) == 2
+
+
+def test_a_download_that_stopped_goes_on(exported: Path, hub: Path, monkeypatch) -> None:
+    fake = FakeHub(hub, exported, monkeypatch)
+    (exported / "decoder.onnx").rename(exported / "elsewhere")
+    with pytest.raises(ModelUnavailableError, match="lacks decoder.onnx"):
+        accelerate("me/my-export")
+    (exported / "elsewhere").rename(exported / "decoder.onnx")
+    assert answers("me/my-export")[0] == ["Je suis fatigué."]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: 1 / 0)
+    (fake.hub / "models--me--my-export" / "snapshots" / ("1" * 40) / "decoder.onnx").unlink()
+    with pytest.raises(ModelUnavailableError, match="cannot be downloaded: ZeroDivisionError"):
+        accelerate("me/my-export")
+
+
+def test_the_hub_is_asked_once_for_a_model_and_never_for_one_that_is_there(tiny_t5, hub, tmp_path, monkeypatch) -> None:
+    publish(hub, "google-t5/t5-small", tiny_t5(), "1" * 40, {"manifest.json": '{"files": ["of somebody else"]}'})
+    fake = FakeHub(hub, tmp_path, monkeypatch)
+    for name in ("mini", "t5-small", "random:t5-small", str(tmp_path), "", tiny_t5(), None):
+        assert given_export(name) is None
+    assert fake.asked == [] and given_export("me/my-model") is None
+    assert fake.asked == [("me/my-model", "manifest.json")]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert given_export("me/my-model") is None and len(fake.asked) == 1
+
+
+def test_a_manifest_that_names_other_files_is_refused(exported: Path, hub: Path, monkeypatch) -> None:
+    content = json.loads((exported / "manifest.json").read_text())
+    content["files"]["*"] = content["files"]["config.json"]
+    write_manifest(exported, content)
+    fake = FakeHub(hub, exported, monkeypatch)
+    with pytest.raises(ModelUnavailableError, match=r"lists '\*', which is no file of an export"):
+        accelerate("me/my-export")
+    assert len(fake.asked) == 1
+
+
+def test_a_model_with_a_manifest_of_something_else_is_a_model(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{}")
+    assert given_export(folder) is None and cached_export(folder)
+
+
+def test_an_export_is_no_model_to_load_and_says_so(exported: Path, hub: Path, monkeypatch) -> None:
+    FakeHub(hub, exported, monkeypatch).send("me/my-export", ["config.json"])  # as transformers asks for it first
+    monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: 1 / 0)
+    for name in (str(exported), "me/my-export"):
+        with pytest.raises(ModelUnavailableError, match=f"{name} is an export"):
+            checkpoints.load_t5(name)
 
 
 def test_the_bundled_model_brings_its_tokenizer() -> None:

@@ -430,7 +430,7 @@ def test_pairs_are_read_tidied_and_further_columns_dropped(tmp_path, pairs_file)
 
 def test_a_missing_file_and_a_folder_say_where_to_obtain_pairs(tmp_path):
     for path in (tmp_path / "missing.tsv", tmp_path):
-        with pytest.raises(FileNotFoundError, match=f"No translation pairs at {path}.*tatoeba.org"):
+        with pytest.raises(InputError, match=f"No translation pairs at {path}.*tatoeba.org"):
             read_pairs(path)
 
 
@@ -688,7 +688,7 @@ def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, p
     assert drawn & sentences == sentences - {source for source, _ in held_out}
     assert found.forbidden == evaluation_sources() and found.curriculum == STUDENTS_MIXTURE
     assert sum(part.weight for part in STUDENTS_MIXTURE[0].parts) == pytest.approx(1.0)
-    with pytest.raises(FileNotFoundError, match="tatoeba.org"):
+    with pytest.raises(InputError, match="tatoeba.org"):
         student_mixture(tmp_path / "missing.tsv")
 
 

@@ -405,10 +405,10 @@ def test_run_and_batch_write_what_generate_does(mini, saved, name: str, threads_
     assert [one.text for one in found] == [text_of(mini, model, text) for text in texts]
     assert all(one.tokens <= 24 for one in found)
     if name == "beams":
-        assert ran(text, "--model", folder, "--num-beams", 1) == text_of(mini, model, text, num_beams=1) != expected
+        assert ran(text, "--model", folder, "--beams", 1) == text_of(mini, model, text, num_beams=1) != expected
         refusal = CliRunner().invoke(app, ["run", text, "--model", str(folder), "--stream"])
-        assert refusal.exit_code == 2 and "give --num-beams 1" in refusal.stderr
-        assert ran(text, "--model", folder, "--stream", "--num-beams", 1) == text_of(mini, model, text, num_beams=1)
+        assert refusal.exit_code == 2 and "give --beams 1" in refusal.stderr
+        assert ran(text, "--model", folder, "--stream", "--beams", 1) == text_of(mini, model, text, num_beams=1)
         assert [one.text for one in Answerer(backend, tokenizer, beams=1, max_new_tokens=24)([text])] != [expected]
 
 
@@ -439,7 +439,7 @@ def test_requests_take_the_model_s_beams_where_they_name_none() -> None:
 def test_a_drawing_model_is_drawn_by_run_and_batch_alone(mini, saved, threads_put_back) -> None:
     folder = saved(asking(mini[0], do_sample=True, temperature=9.0))
     expected = text_of(mini, mini[0], VERY)
-    assert ran(VERY, "--model", folder) != expected == ran(VERY, "--model", folder, "--num-beams", 1)
+    assert ran(VERY, "--model", folder) != expected == ran(VERY, "--model", folder, "--beams", 1)
     with pytest.raises(InputError, match="sets do_sample=True"):
         opened(Settings(model=str(folder)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import re
@@ -34,7 +35,9 @@ import t5accel.serving.server
 from t5accel.cli import app as commands
 from t5accel.errors import InputError
 from t5accel.lab.abuse import KINDS, abuse, fuzz, head, hostile, request, send
+from t5accel.serving import logs, responses
 from t5accel.serving.app import make_app
+from t5accel.serving.guard import HEALTH
 from t5accel.serving.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,6 +155,137 @@ def test_the_page_of_the_interface_knows_the_fields() -> None:
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
 
 
+def test_the_description_says_what_each_route_answers_and_all_its_references_lead_somewhere() -> None:
+    async def ask() -> tuple[Any, ...]:
+        async with served() as (client, _):
+            description = (await client.get("/openapi.json")).json()
+            others = [await client.get(path) for path in ("/", "/version", "/health", "/v1/chat/completions")]
+            return description, *others
+
+    description, about, version, health, missing = asyncio.run(ask())
+    for path, methods in description["paths"].items():
+        for answers in (operation["responses"] for operation in methods.values()):
+            (kind, *_) = answers["200"]["content"].values()
+            assert kind["schema"], path
+            assert (
+                path in HEALTH
+                or answers["401"]["content"]["application/json"]["schema"]["$ref"][-13:] == "ErrorResponse"
+            )
+    for pointer in re.findall(r'"\$ref": "#/([^"]+)"', json.dumps(description)):
+        found = description
+        for name in pointer.split("/"):
+            found = found[name]
+        assert found["properties"]
+    assert description["info"]["version"] == about.json()["version"] == version.json()["version"] == t5accel.__version__
+    assert health.json()["ready"] is True
+    assert missing.status_code == 404 and "POST /v1/completions" in error_of(missing)["message"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_responses_are_as_they_are_described(path: str) -> None:
+    shapes = {"/generate": responses.GenerateResponse, "/v1/completions": responses.CompletionResponse}
+    body = {"/generate": dict(text="hello", do_sample=True), "/v1/completions": dict(prompt=["a", "b"], model="mini")}
+    found = asked(path, **body[path]).json()
+    assert shapes[path].model_validate(found).model_dump() == found
+    event = {"/generate": responses.GenerateEvent, "/v1/completions": responses.CompletionResponse}[path]
+    for one in asked(path, **body[path], stream=True).text.split("\n\n")[:-1]:
+        if one != "data: [DONE]":
+            given = json.loads(one.removeprefix("data: "))
+            assert event.model_validate(given).model_dump(exclude_unset=True) == given
+    refused = asked(path, **body[path], nothing=1).json()
+    assert responses.ErrorResponse.model_validate(refused).model_dump() == refused
+
+
+# What OpenAI's clients send
+
+NEUTRAL = dict(temperature=0, top_p=1, frequency_penalty=0, presence_penalty=0, n=1, best_of=1, logit_bias={},
+               seed=None, stop=None, logprobs=None, echo=False, suffix="", user="somebody", stream=False,
+               stream_options=None)  # fmt: skip
+
+
+@pytest.mark.parametrize("neutral", [
+    NEUTRAL, dict(stop=[]), dict.fromkeys({**NEUTRAL, "max_tokens": 0}),
+    dict(frequency_penalty=0.0, n=2, best_of=2, temperature=1.0, seed=3),
+], ids=str)  # fmt: skip
+def test_values_that_change_nothing_are_taken(neutral: dict[str, Any]) -> None:
+    given = dict(model="mini", prompt="hello")
+    plain = {name: neutral[name] for name in ("n", "temperature", "seed") if neutral.get(name)}
+    found, expected = (asked("/v1/completions", **given, **more) for more in (neutral, plain))
+    assert found.status_code == 200 and found.json()["choices"] == expected.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("frequency_penalty", 0.5, "frequency_penalty must be 0 or null, got 0.5"),
+        ("presence_penalty", -1, "presence_penalty must be 0 or null"),
+        ("echo", True, "echo must be false or null, got true"),
+        ("logprobs", 0, "logprobs must be null, got 0"),
+        ("logit_bias", {"5": 1}, "logit_bias must be {} or null"),
+        ("logit_bias", {str(i): "x" for i in range(50_000)}, "logit_bias must be {} or null"),
+        ("suffix", "end", 'suffix must be "" or null'),
+        ("best_of", 2, "best_of must be n, 1, or null, got 2"),
+        ("top_p", 0.5, "top_p and n need a temperature"),
+        ("prompt", [5, 6], "prompt must be a text .* Token ids are not supported"),
+        ("prompt", [[5, 6], [7]], "Token ids are not supported"),
+        ("stop", "", "stop must be up to 4 texts of 1 to"),
+        ("stop", ["a"] * 5, "stop must be up to 4 texts"),
+        ("stop", ["a" * 300], "stop must be up to 4 texts of 1 to 256"),
+        ("best_of", True, "best_of"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_values_that_would_change_something_are_refused_by_name(name: str, value: Any, match: str) -> None:
+    response = asked("/v1/completions", **{"model": "mini", "prompt": "a", name: value})
+    assert response.status_code == 400 and re.search(match, error_of(response)["message"])
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_stream_of_several_texts_says_which_one_each_piece_is_of(path: str) -> None:
+    texts, is_openai = ["hello", "bye", "hi"], path != "/generate"
+    fields = dict(prompt=texts, model="mini", max_tokens=60) if is_openai else dict(text=texts, max_new_tokens=60)
+    streamed = asked(
+        path,
+        **fields,
+        stream=True,
+        backend=Slow(),
+        **(dict(stream_options={"include_usage": True}) if is_openai else {}),
+    )
+    joined, ends = ["", "", ""], [0, 0, 0]
+    blocks = [block.removeprefix("data: ") for block in streamed.text.split("\n\n")[:-1]]
+    if is_openai:
+        assert blocks.pop() == "[DONE]"
+        assert json.loads(blocks.pop())["usage"]["completion_tokens"] == 180
+    for event in map(json.loads, blocks):
+        one = event["choices"][0] if is_openai else event
+        joined[one["index"]] += one["text"]
+        ends[one["index"]] += bool(one["finish_reason"] if is_openai else "tokens" in one)
+    expected = asked(path, **fields, backend=Slow()).json()
+    assert joined == [choice["text"] for choice in expected["choices"]] if is_openai else (
+        joined == [answer["texts"][0] for answer in expected["answers"]])  # fmt: skip
+    assert ends == [1, 1, 1]
+
+
+@pytest.mark.parametrize("drawn", [{}, dict(do_sample=True, seed=4, min_new_tokens=150)], ids=["greedy", "drawn"])
+def test_an_answer_ends_before_a_stop_text_and_nothing_more_is_computed(drawn: dict[str, Any]) -> None:
+    fields = dict(text="hello", max_new_tokens=150, **drawn)
+    (whole,) = asked(**fields, backend=Slow(0)).json()["answers"][0]["texts"]
+    for place in (1, 40, 90):
+        stop = whole[place : place + 4]
+        answer = asked(**fields, backend=Slow(0), stop=["never", stop]).json()["answers"][0]
+        at = whole.find(stop)
+        assert answer["texts"] == [whole[:at]] and answer["ended"] == [True]
+        assert answer["tokens"] == [at + len(stop)], "it ends with the token that completes the text"
+        events = events_of(asked(**fields, backend=Slow(), stop=stop, stream=True))
+        assert "".join(event["text"] for event in events) == whole[:at] and events[-1]["ended"]
+    for stream in (False, True):
+        unmet = asked(**fields, backend=Slow(0), stop="never", stream=stream)
+        texts = unmet.json()["answers"][0]["texts"] if not stream else [event["text"] for event in events_of(unmet)]
+        assert "".join(texts) == whole
+    refused = asked(text="a", num_beams=2, stop="b")
+    assert refused.status_code == 422 and "stop is for answers without beams" in error_of(refused)["message"]
+
+
 # Refusals
 
 
@@ -170,14 +304,13 @@ def test_the_page_of_the_interface_knows_the_fields() -> None:
         (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
         (dict(text="a", do_sample=True, temperature=-1.0), 422, "temperature is -1.0"),
         (dict(text="a", stream=True, num_beams=2), 422, "stream is for one answer"),
-        (dict(text=["a", "b"], stream=True), 422, "stream is for one text"),
         (dict(text="a", deadline_s=-1.0), 422, "deadline_s is -1"),
         (dict(text="a", beams=4), 400, "beams is not supported"),
     ],
     ids=str,
 )
 def test_bad_values(fields: dict[str, Any], status: int, match: str) -> None:
-    response = asked(**fields, settings=dict(source_tokens=20))
+    response = asked(**fields, settings=dict(max_source_tokens=20))
     assert response.status_code == status and re.search(match, error_of(response)["message"])
 
 
@@ -191,19 +324,19 @@ def test_bodies_that_are_none(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("fields", [
-    dict(), dict(prompt=5), dict(prompt=[]), dict(prompt=["a", "b"], stream=True), dict(prompt="a" * 99),
+    dict(), dict(prompt=5), dict(prompt=[]), dict(prompt="a" * 99),
     dict(prompt="a", max_tokens=0), dict(prompt="a", max_tokens="4"), dict(prompt="a", n=2),
     dict(prompt="a", echo=True), dict(prompt="a", temperature=-1.0), dict(prompt="a", temperature=1.0, top_p=2.0),
     dict(prompt="a", stream_options={}),
 ], ids=str)  # fmt: skip
 def test_bad_values_of_openai_s_clients_are_what_openai_answers(fields: dict[str, Any]) -> None:
-    response = asked("/v1/completions", model="mini", **fields, settings=dict(source_tokens=20))
+    response = asked("/v1/completions", model="mini", **fields, settings=dict(max_source_tokens=20))
     error = error_of(response)
     assert response.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] != "text"
 
 
 def test_a_source_is_cut_only_if_that_is_asked_for() -> None:
-    response = asked(text="a" * 99, truncate=True, settings=dict(source_tokens=20))
+    response = asked(text="a" * 99, truncate=True, settings=dict(max_source_tokens=20))
     assert response.json()["answers"][0]["source_tokens"] == 20
 
 
@@ -307,12 +440,61 @@ def test_texts_are_in_the_log_only_if_that_is_asked_for(caplog) -> None:
     assert "hello there" in caplog.text and "answers: " in caplog.text
 
 
+def test_probes_are_in_the_log_only_for_debugging(caplog) -> None:
+    async def ask() -> None:
+        async with served() as (client, scheduler):
+            for path in (*HEALTH, "/metrics", "/version"):
+                await client.get(path)
+            scheduler.drain(0)
+            await client.get("/health/ready")
+
+    caplog.set_level("INFO", "t5accel")
+    asyncio.run(ask())
+    assert [line.split(" ")[:3] for line in caplog.messages if line.startswith("GET")] == [
+        ["GET", "/version", "200"], ["GET", "/health/ready", "503"]]  # fmt: skip
+    caplog.clear()
+    caplog.set_level("DEBUG", "t5accel")
+    asyncio.run(ask())
+    assert "GET /metrics 200" in caplog.text and "GET /health/live 200" in caplog.text
+
+
+def raises_in_a_thread() -> None:
+    def fail() -> None:
+        raise ValueError("of two\nlines")
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+
+
+def test_every_line_of_the_log_is_an_object(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    settings = Settings(log_level="WARNING", log_format="JSON")
+    logs.configure(settings.log_level, settings.log_format)
+    logging.getLogger("a").warning("one\n%s", "two")
+    logging.getLogger("uvicorn.error").info("not written")
+    raises_in_a_thread()
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["level"], first["logger"], first["message"]) == ("warning", "a", "one\ntwo")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+    assert second["level"] == "critical" and "of two\nlines" in second["exception"]
+
+
+def test_a_line_of_text_has_time_level_logger_and_message(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    logs.configure("info", "text")
+    logging.getLogger("uvicorn.error").info("here")
+    assert re.fullmatch(r"[\d-]+ [\d:,]+ INFO uvicorn\.error here\n", capsys.readouterr().err)
+
+
 class Panic(BaseException):
     """What a tokenizer written in Rust raises when it panics is no ``Exception``."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("where", ["tokenizer", "encoder", "step", "decoder"])
+@pytest.mark.parametrize("where", ["tokenizer", "encoder", "step", "decoder", "decoder, asked for stop texts"])
 def test_whatever_one_text_raises_is_one_answer(where: str, stream: bool, monkeypatch, caplog) -> None:
     class Panicking(Joining):
         def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
@@ -324,7 +506,7 @@ def test_whatever_one_text_raises_is_one_answer(where: str, stream: bool, monkey
             return super().step(*arguments)
 
     def fail(here: str) -> None:
-        if failing and where == here:
+        if failing and where.startswith(here):
             raise Panic("the secret text")
 
     def failing_at(name: str, here: str) -> None:
@@ -337,10 +519,11 @@ def test_whatever_one_text_raises_is_one_answer(where: str, stream: bool, monkey
 
     async def ask() -> tuple[httpx.Response, httpx.Response]:
         async with served(Panicking()) as (client, scheduler):
-            first = await client.post("/generate", json=dict(text="abc", stream=stream))
+            fields = dict(text="abc", stream=stream, **({"stop": "never"} if "stop" in where else {}))
+            first = await client.post("/generate", json=fields)
             failing.clear()
             assert scheduler.is_alive
-            return first, await client.post("/generate", json=dict(text="abc", stream=stream))
+            return first, await client.post("/generate", json=fields)
 
     first, second = asyncio.run(ask())
     assert first.status_code == 500 or "event: error" in first.text
@@ -442,7 +625,7 @@ def test_the_names_by_which_a_server_is_asked(settings: dict[str, Any], host: by
 def test_what_is_refused_before_it_is_tokenised(fields: dict[str, Any], status: int, match: str, monkeypatch) -> None:
     monkeypatch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
     began = time.perf_counter()
-    response = asked(**fields, settings=dict(source_tokens=20, max_queued_tokens=400))
+    response = asked(**fields, settings=dict(max_source_tokens=20, max_queued_tokens=400))
     assert response.status_code == status and re.search(match, error_of(response)["message"])
     assert time.perf_counter() - began < 5
 
@@ -469,7 +652,7 @@ def test_what_is_cut_is_cut_before_it_is_tokenised(monkeypatch) -> None:
     usual, lengths = Letters.__call__, []
     monkeypatch.setattr(Letters, "__call__", lambda self, texts, **options: (
         lengths.extend(map(len, texts)), usual(self, texts, **options))[1])  # fmt: skip
-    assert asked(text="a" * 10**5, truncate=True, settings=dict(source_tokens=20)).status_code == 200
+    assert asked(text="a" * 10**5, truncate=True, settings=dict(max_source_tokens=20)).status_code == 200
     assert lengths == [640]
 
 
@@ -546,6 +729,9 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
         (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
         (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
         (["--deadline-s", "inf"], {}, "deadline_s is .*inf"),
+        (["--log-level", "loud"], {}, "log_level is 'loud'.*'debug', 'info'"),
+        ([], {"T5ACCEL_SOURCE_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_SOURCE_TOKENS"),
+        ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
         (["--key-value-mb", "0"], {}, "key_value_mb is 0"),
         (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
     ],
@@ -587,6 +773,34 @@ def test_a_taken_port_is_one_sentence() -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_a_port_that_is_taken_while_the_model_loads_is_one_sentence(monkeypatch) -> None:
+    """Two servers may bind one port as long as none listens."""
+    settings = Settings(port=0)
+    (first,) = t5accel.serving.server.bound(settings)
+    with first:
+        settings = Settings(port=first.getsockname()[1])
+        second = t5accel.serving.server.bound(settings)
+        first.listen()
+        with pytest.raises(InputError, match=f"port {settings.port} cannot be served: .*in use"):
+            t5accel.serving.server.listen(None, None, settings, second)
+        second[0].close()
+
+
+def test_a_precision_that_cannot_be_served_is_refused_before_a_model_is_opened(monkeypatch) -> None:
+    monkeypatch.setattr(t5accel.serving.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
+    for precision, match in (("int8-dynamic", "depend on who else is being served"), ("int9", "precision .*'int9'")):
+        result = CliRunner().invoke(commands, ["serve", "--precision", precision])
+        assert result.exit_code == 2 and re.search(match, result.stderr)
+
+
+def test_serving_everybody_warns(caplog) -> None:
+    t5accel.serving.server.checked(Settings(host="0.0.0.0", allow_unauthenticated=True), {})
+    t5accel.serving.server.checked(Settings(host="0.0.0.0"), {"T5ACCEL_API_KEY": "geheim"})
+    t5accel.serving.server.checked(Settings(allow_unauthenticated=True), {})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "no API key" in record.getMessage()
+
+
 def test_a_batch_in_which_no_request_fits_is_refused(folder: Path, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_CACHE", str(folder / "cache"))
     with pytest.raises(InputError, match="1 rows, 1 source tokens and 1 new tokens needs .* bytes of keys and values"):
@@ -609,7 +823,7 @@ from t5accel.cli import app
 app()
 """
 LIMITS = dict(
-    rows=6, queue=40, source_tokens=64, new_tokens=4096, body_kb=64, body_s=1, head_s=1, write_s=1, grace_s=20
+    rows=6, queue=40, max_source_tokens=64, max_new_tokens=4096, body_kb=64, body_s=1, head_s=1, write_s=1, grace_s=20
 )
 
 
@@ -702,6 +916,16 @@ def test_the_openai_package_is_served(server: Process) -> None:
     assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError, match="n need a temperature"):
         ask(model="mini", prompt=TEXT, n=2)
+    as_langchain = dict(
+        temperature=0.0, max_tokens=256, top_p=1, frequency_penalty=0, presence_penalty=0, n=1, seed=None
+    )
+    found = ask(model="mini", prompt=[TEXT], **as_langchain, logit_bias={}, stop=["\n", "guez"])
+    assert found.choices[0].text == "Je suis fatigué."
+    both = [TEXT, "translate English to French: Where is my bag?"]
+    texts = ["", ""]
+    for chunk in ask(model="mini", prompt=both, stream=True, stop=" fati"):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["Je suis", "Où est mon sac ?"]
     with pytest.raises(openai.BadRequestError) as refused:
         ask(model="mini", prompt="word " * 100)
     assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
@@ -800,6 +1024,17 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path)
         other.join()
     assert refused and all(answer.startswith(b"HTTP/1.1 503") for answer in refused)
     assert found[0].json()["answers"][0]["tokens"] == [2500]
+    server.end()
+
+
+def test_ctrl_c_ends_a_server_in_good_order_and_its_log_is_json(folder: Path) -> None:
+    server = Process(folder, log_format="json", log_level="debug").ready()
+    assert server.client.post("/generate", json=dict(text=TEXT)).status_code == 200
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait() == 0
+    lines = [json.loads(line) for line in server.log.splitlines()]
+    assert {"t5accel.serving", "uvicorn.error"} <= {line["logger"] for line in lines}
+    assert any(line["message"].startswith("GET /health/ready 200") for line in lines)
     server.end()
 
 
@@ -1047,7 +1282,7 @@ def test_a_soak_at_three_times_what_it_can(folder: Path) -> None:
             "Help me.",
         )
     ]
-    with_room = dict(rows=16, queue=64, new_tokens=64, head_s=60, body_s=60, write_s=60)
+    with_room = dict(rows=16, queue=64, max_new_tokens=64, head_s=60, body_s=60, write_s=60)
     server = Process(folder, **with_room).ready()
     expected = {
         text: server.client.post("/generate", json=dict(text=text)).json()["answers"][0]["texts"] for text in texts

@@ -86,7 +86,19 @@ def test_the_application_around_them() -> None:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     result = call(
-        "triton", folder, "--precision", "int8", "--rows", 8, "--window-ms", 5, "--instances", 2, "--threads", 1
+        "triton",
+        "--out",
+        folder,
+        "--precision",
+        "int8",
+        "--rows",
+        8,
+        "--window-ms",
+        5,
+        "--instances",
+        2,
+        "--threads",
+        1,
     )
     assert result.exit_code == 0 and "mini-in-flight: POST /v2/models/mini-in-flight/generate_stream" in result.stdout
     return folder
@@ -105,7 +117,7 @@ def test_a_repository_has_two_models_and_keeps_other_versions(repository: Path) 
 
 
 def test_what_triton_would_not_understand_is_refused(tmp_path: Path) -> None:
-    assert "version is 0" in refused("triton", tmp_path, "--version", 0)
+    assert "version is 0" in refused("triton", "--out", tmp_path, "--version", 0)
     with pytest.raises(InputError, match="letters, digits"):
         write_repository(tmp_path, "mini", name="a model")
     with pytest.raises(MissingPackageError, match="has no Triton"):

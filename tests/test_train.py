@@ -457,6 +457,6 @@ def test_a_stage_and_what_it_begins_with_belong_together(tmp_path, pairs_file, s
 
 
 def test_without_pairs_nothing_is_written(tmp_path):
-    with pytest.raises(FileNotFoundError, match="tatoeba.org"):
+    with pytest.raises(InputError, match="tatoeba.org"):
         reproduce(tmp_path / "missing.tsv", tmp_path / "out", TOY)
     assert not (tmp_path / "out").exists()

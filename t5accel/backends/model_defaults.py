@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,12 @@ from t5accel.decoding.rules import NONE, Rules, ended
 
 
 def by_defaults(
-    backend: Backend, *, max_new_tokens: int, num_beams: int | None = None
+    backend: Backend,
+    *,
+    max_new_tokens: int,
+    num_beams: int | None = None,
+    forced_bos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A function that answers sources as the model's ``generation_config`` asks: what ``run`` and ``batch`` call.
 
@@ -26,6 +33,7 @@ def by_defaults(
         backend: any, with the `rules` of its model where it has some.
         max_new_tokens: upper bound on the length of an answer.
         num_beams: 1 is greedy search; by default the model's.
+        forced_bos_token_id, decoder_start_token_id: as of `greedy.greedy`.
 
     Returns:
         ``input_ids`` and ``attention_mask``, both (B, S) int64 -> the new tokens (B, L) int64, padded behind their end.
@@ -43,14 +51,17 @@ def by_defaults(
     rules: Rules = getattr(backend, "rules", NONE)
     beams = rules.num_beams if num_beams is None else as_count(num_beams, "num_beams", at_least=1)
     longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
+    first = dict(forced_bos_token_id=forced_bos_token_id, decoder_start_token_id=decoder_start_token_id)
     if not rules.unsupported:
-        if beams == 1:
-            return lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=longest).sequences
-        return lambda ids, mask: beam_search(backend, ids, mask, num_beams=beams, max_new_tokens=longest).sequences
+        search = greedy if beams == 1 else partial(beam_search, num_beams=beams)
+        return lambda ids, mask: search(backend, ids, mask, max_new_tokens=longest, **first).sequences
     from t5accel.backends.hf import AcceleratedT5
 
     generate, ends = AcceleratedT5.around(backend).generate, rules.ends(backend.eos_token_id)
-    options = dict(num_beams=beams, max_new_tokens=longest, num_return_sequences=1, return_dict_in_generate=False)
+    options: dict[str, Any] = dict(
+        num_beams=beams, max_new_tokens=longest, num_return_sequences=1, return_dict_in_generate=False
+    )
+    options |= {name: token for name, token in first.items() if token is not None}
     if num_beams is not None:
         options["do_sample"] = False
 

@@ -18,9 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.decoding.backend import Histories
 from t5accel.decoding.rules import rules_of, special_tokens
-from t5accel.errors import InputError, NotT5Error
-from t5accel.families.registry import family_of
-from t5accel.t5.sizes import T5Dims
+from t5accel.errors import InputError
+from t5accel.families.registry import family_of_model
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
@@ -80,11 +79,7 @@ class TorchEager:
     """
 
     def __init__(self, model: PreTrainedModel, *, use_cache: bool = True):
-        self._family = family_of(getattr(model, "config", None), type(model).__name__)
-        if self._family.is_relative:
-            T5Dims.of(model)  # refuses what has no head
-        elif not hasattr(model, "lm_head") or not hasattr(model.model, "decoder"):
-            raise NotT5Error(f"{type(model).__name__} has no head: give a {self._family.model_class}.")
+        self._family = family_of_model(model)
         self.model, self.use_cache, self.rules = model.eval(), use_cache, rules_of(model)
         for name, token in special_tokens(model).items():
             setattr(self, name, token)

@@ -20,6 +20,7 @@ from t5accel.decoding.backend import Backend
 from t5accel.decoding.request import check_positions
 from t5accel.decoding.rules import NONE, ended
 from t5accel.errors import InputError, JobError, T5AccelError, first_line
+from t5accel.text.languages import Languages
 from t5accel.text.text_to_text import decode, tokenize
 
 CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
@@ -62,9 +63,13 @@ class Answerer:
         max_new_tokens: of an answer.
         max_source_tokens: texts that have more are not answered; ``None``: the model's own limit, or none.
         batch_tokens: of a batch's padded sources, times the beams.
+        src_lang: as of `text_to_text.text_to_text`.
+        tgt_lang, forced_bos_token: as of `languages.Languages.target`.
+        skip_special_tokens: as of `text_to_text.decode`.
 
     Raises:
-        InputError: there is no tokenizer, a bound is wrong, or the model has fewer positions.
+        InputError: there is no tokenizer, it does not know a language or token, a bound is wrong, or the model has
+            fewer positions.
 
     >>> from t5accel.api import open_backend
     >>> answer = Answerer(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
@@ -74,7 +79,8 @@ class Answerer:
 
     def __init__(
         self, backend: Backend, tokenizer: Any, *, beams: int | None = None, max_new_tokens: int = 64,
-        max_source_tokens: int | None = None, batch_tokens: int = 4096,
+        max_source_tokens: int | None = None, batch_tokens: int = 4096, src_lang: str | None = None,
+        tgt_lang: str | None = None, forced_bos_token: str | None = None, skip_special_tokens: bool = True,
     ):  # fmt: skip
         if tokenizer is None:
             raise InputError("This model has no tokenizer (random weights have none): a batch job reads texts.")
@@ -84,7 +90,10 @@ class Answerer:
         self.max_new_tokens = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         self.batch_tokens = as_count(batch_tokens, "batch_tokens", at_least=1)
         check_positions(backend, self.max_new_tokens)
-        self._search = by_defaults(backend, max_new_tokens=self.max_new_tokens, num_beams=beams)
+        self._languages, self._skips = Languages(tokenizer), skip_special_tokens
+        self._language = None if src_lang is None else self._languages.source(src_lang)
+        first = self._languages.target(backend, tgt_lang, forced_bos_token)
+        self._search = by_defaults(backend, max_new_tokens=self.max_new_tokens, num_beams=beams, **first)
         limits = [getattr(backend, "max_source_tokens", None)]
         if max_source_tokens is not None:
             limits.append(as_count(max_source_tokens, "max_source_tokens", at_least=1))
@@ -182,12 +191,15 @@ class Answerer:
                 for place in places:
                     yield from self._ids_or_why(texts, [place])
             return
+        if self._language is not None:
+            ids = self._languages.marked(ids, masks, self._language)
         for place, row, mask in zip(places, ids, masks, strict=True):
             yield place, row[mask.astype(bool)]
 
     def _decoded(self, tokens: np.ndarray) -> list[str | Unfit]:
         try:
-            return [*decode(self.tokenizer, tokens)]
+            ends = self._rules.ends(self.backend.eos_token_id)
+            return [*decode(self.tokenizer, tokens, skip_special_tokens=self._skips, ends=ends)]
         except InputError as error:
             if len(tokens) == 1:
                 return [Unfit(str(error))]

@@ -20,7 +20,7 @@ from t5accel.api import open_backend
 from t5accel.batch.answers import Answer, Answerer
 from t5accel.batch.output import REJECTS, Done, Output, ShardRecord
 from t5accel.batch.rows import KINDS, Unfit, kind_of, read_range
-from t5accel.checkpoints import BUNDLED
+from t5accel.checkpoints import BUNDLED, require_tokenizer
 from t5accel.checks import as_count
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.contract import WEIGHTS
@@ -39,6 +39,7 @@ class Settings:
         prefix: stands in front of every text, as in ``"translate English to French: "``.
         into: the name of the answers' column.
         beams, max_new_tokens, max_source_tokens, batch_tokens: as of `answers.Answerer`.
+        src_lang, tgt_lang, forced_bos_token, skip_special_tokens: likewise.
         shard_rows: of a shard, at most: what a kill may cost. Larger shards leave fewer files, and their batches less
             padding.
 
@@ -57,6 +58,10 @@ class Settings:
     max_source_tokens: int = 512
     batch_tokens: int = 4096
     shard_rows: int = 200
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+    forced_bos_token: str | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.beams is not None:
@@ -134,12 +139,12 @@ class Model:
 
     Attributes:
         name: as of `api.open_backend`.
-        precision: all but bf16, which runs in torch.
+        precision: all but bf16, which runs in torch; by default fp32, or that of an export.
         threads: by default those that this process may really use.
     """
 
     name: str = "mini"
-    precision: str = "fp32"
+    precision: str | None = None
     threads: int | None = None
 
     def absolute(self) -> Model:
@@ -149,12 +154,15 @@ class Model:
 
     def open(self, settings: Settings) -> tuple[Answerer, dict[str, str]]:
         """What answers texts, and what it is: the manifest's facts, by which the same model is known again."""
-        if as_recipe(self.precision).dtype == "bfloat16":
+        if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
             raise InputError(f"precision is {self.precision!r}, which runs in torch: give fp32, fp16, int8 or int4.")
+        require_tokenizer(self.name)
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
         answerer = Answerer(
             backend, tokenizer, beams=settings.beams, max_new_tokens=settings.max_new_tokens,
             max_source_tokens=settings.max_source_tokens, batch_tokens=settings.batch_tokens,
+            src_lang=settings.src_lang, tgt_lang=settings.tgt_lang, forced_bos_token=settings.forced_bos_token,
+            skip_special_tokens=settings.skip_special_tokens,
         )  # fmt: skip
         manifest = backend.manifest
         # Tokenizer and generation settings decide answers, too; graphs and weights are the checkpoint by the recipe.

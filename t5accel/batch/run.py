@@ -13,9 +13,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from t5accel import machine
 from t5accel.batch.answers import Answerer
 from t5accel.batch.job import FORMAT, Model, Settings, Shard, do_shard, shards, sources
 from t5accel.batch.output import Done, Output, ShardRecord, some
+from t5accel.batch.rows import read_range
+from t5accel.checkpoints import BUNDLED
+from t5accel.tasks import prefix_hint
 
 DEFAULT, MINI = Settings(), Model()
 
@@ -54,7 +58,8 @@ def run(
         model, settings: who answers, and what is asked.
         engine: who does the shards; `cluster.shards.on_ray` is another one. All write the same files, and any goes on
             with what another began.
-        progress: a bar on standard error, with tokens per second and the time that is left.
+        progress: a bar on standard error, with tokens per second and the time that is left, and a hint where a bundled
+            model gets a text without a prefix.
 
     Returns:
         What was done now, and what had been done before. Shards whose files are missing or altered are done again, and
@@ -97,6 +102,8 @@ def run(
             what_of = f"In {output.folder} files are missing, altered or not recorded: {some(lost)}."
             print(f"{what_of} Their rows are answered again.", file=sys.stderr)
         pending = [shard for shard in planned if shard.output not in records]
+        if progress and pending and (hint := _first_hint(pending[0], settings, what["name"])):
+            print(f"t5accel: {hint}", file=sys.stderr)
         before, done = sum((record.done for record in records.values()), Done()), Done()
         with Progress(rows, before.answered + before.rejected, shown=progress) as bar:
             work = engine(Job(model, settings, output, what), pending, answerer, bar.add)
@@ -110,11 +117,22 @@ def run(
     return done, before
 
 
+def _first_hint(shard: Shard, settings: Settings, model: str) -> str:
+    """What to say of the first row whose prefix is missing; an unreadable shard says so itself, later."""
+    if model not in BUNDLED:
+        return ""
+    shard.source.check()
+    rows = read_range(shard.source.path, shard.offset, shard.rows).texts(settings.column, settings.into)
+    hints = (prefix_hint(model, settings.prefix + row) for row in rows if isinstance(row, str))
+    return next(filter(None, hints), "")
+
+
 class Progress:
     """A bar of rows, with tokens per second and the time that is left."""
 
     def __init__(self, rows: int, before: int, *, shown: bool):
-        self.bar = tqdm(total=rows, initial=before, unit=" rows", disable=not shown, smoothing=0.1)
+        hidden = not (shown and machine.watches_stderr())
+        self.bar = tqdm(total=rows, initial=before, unit=" rows", disable=hidden, smoothing=0.1)
         self.tokens, self.began = 0, perf_counter()
 
     def add(self, rows: int, tokens: int) -> None:

@@ -8,7 +8,6 @@ sent, the client notices nothing but the time. A stream that has begun ends with
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -20,8 +19,9 @@ from t5accel.cluster.ray_session import connected, cores_for
 from t5accel.cluster.replica import Message, Replica
 from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serving.guard import Guard, Refused, log, refusal
+from t5accel.serving.logs import configure
 from t5accel.serving.metrics import Metrics
-from t5accel.serving.server import LOG, bound, checked, listen, opened
+from t5accel.serving.server import bound, checked, listen, opened
 from t5accel.serving.settings import Settings
 
 TRIES = 3  # a request that takes its replica with it shall not take all of them
@@ -91,7 +91,7 @@ class Front:
     async def _answer(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         work = asyncio.ensure_future(self._answered(scope, body, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
-        limit = READY_S if scope["path"] == "/health/ready" else None
+        limit = READY_S if scope["path"] in ("/health", "/health/ready") else None
         await asyncio.wait({work, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not work.done():
@@ -186,7 +186,7 @@ def serve(settings: Settings) -> None:
         InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serving.server.checked`,
             `bound` and `opened`.
     """
-    logging.basicConfig(level=logging.INFO, format=LOG)
+    configure(settings.log_level, settings.log_format)
     checked(settings)
     threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
     if least > most:

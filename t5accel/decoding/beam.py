@@ -32,6 +32,7 @@ def beam_search(
     num_return_sequences: int = 1,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
 ) -> Generated:
     """Search for the likeliest answers with K beams for each source, and return the best.
 
@@ -55,7 +56,7 @@ def beam_search(
             would not be one of them even if it reached ``max_new_tokens`` without losing any likelihood. By default the
             model's.
         num_return_sequences: N, at most K.
-        decoder_input_ids, forced_bos_token_id: as of `greedy.greedy`; they are not scored.
+        decoder_input_ids, forced_bos_token_id, decoder_start_token_id: as of `greedy.greedy`; they are not scored.
 
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source, best first, then those of the next, and their
@@ -82,7 +83,8 @@ def beam_search(
     """
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("reorder", "keep"),
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
+        decoder_start_token_id=decoder_start_token_id, methods=("reorder", "keep"),
     )  # fmt: skip
     if num_beams is None:
         num_beams = request.rules.num_beams if request.rules.num_beams > 1 else DEFAULT_BEAMS

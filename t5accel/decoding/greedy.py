@@ -25,6 +25,7 @@ def greedy(
     min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
 ) -> Steps:
     """Generate until every row has ended or has ``max_new_tokens``.
 
@@ -42,6 +43,8 @@ def greedy(
             returned sequences (without the start token) and not counted as new.
         forced_bos_token_id: the first new token, where no prefix is given: in NLLB and mBART the language to write. By
             default what the model's own `rules` say; these hold in any case.
+        decoder_start_token_id: what the decoder reads first: in mBART of 25 languages the one to write. By default the
+            model's own.
 
     Returns:
         ``sequences`` (B, L) int64. Rows that end early are padded; they leave the batch as soon as half of it is done.
@@ -62,6 +65,7 @@ def greedy(
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
+        decoder_start_token_id=decoder_start_token_id,
     )  # fmt: skip
     return Steps(request.prefix[:, 1:], backend.pad_token_id, greedy_steps(backend, request))
 

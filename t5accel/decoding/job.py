@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class Job:
         priority: the higher goes first; among equals the first to come.
         deadline_s: from the moment it is submitted until its answer must be complete.
         stream: whether the ticket tells of each token, and not only of the end. Beams cannot.
+        stopping_criterion: called with an answer's tokens after each; ``True`` ends the answer. Not for beams.
+        forced_bos_token_id, decoder_start_token_id: as of `greedy.greedy`.
 
     Raises:
         InputError: a value is wrong, or two of them contradict each other.
@@ -48,6 +51,9 @@ class Job:
     priority: int = 0
     deadline_s: float | None = None
     stream: bool = False
+    stopping_criterion: Callable[[Sequence[int]], bool] | None = None
+    forced_bos_token_id: int | None = None
+    decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_beams", 1), ("num_return_sequences", 1), ("seed", 0)):
@@ -71,6 +77,14 @@ class Job:
             raise InputError(
                 "stream is for one answer without beams: which of several beams wins is not certain before the end."
             )
+        if self.stopping_criterion is not None and self.num_beams > 1:
+            raise InputError("stop is for answers without beams: set num_beams to 1, or leave stop out.")
+
+    @property
+    def bounds(self) -> dict[str, int | None]:
+        """What `Request.checked` checks of it, by name."""
+        names = ("max_new_tokens", "min_new_tokens", "forced_bos_token_id", "decoder_start_token_id")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def rows(self) -> int:
@@ -80,7 +94,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: its tokens, the end token included where there is one, and the score that beams give it."""
+    """One answer: its tokens, the end token included where there is one, and the score that beams give it.
+
+    ``ended`` is whether it ended before its upper bound: by an end token, or by the job's stopping criterion.
+    """
 
     tokens: list[int]
     ended: bool

@@ -37,6 +37,7 @@ def lookup(
     min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
 ) -> Steps:
     """Greedy search that guesses from the source and from what it has written itself.
 
@@ -67,7 +68,8 @@ def lookup(
     answers are as good, and mostly the same.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, forced_bos_token_id: as of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, forced_bos_token_id,
+            decoder_start_token_id: as of `greedy.greedy`.
         max_ngram: the longest n-gram that is searched.
         max_draft: upper bound on the guesses of a row for one call.
         decoder_input_ids: as of `greedy.greedy`; also searched.
@@ -96,7 +98,8 @@ def lookup(
     most = as_count(max_draft, "max_draft", at_least=1)
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("trim", "keep"),
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
+        decoder_start_token_id=decoder_start_token_id, methods=("trim", "keep"),
     )  # fmt: skip
     steps = verified(backend, request, Copier(request, longest, most), Likeliest(backend, request.rules))
     return Steps(request.prefix[:, 1:], backend.pad_token_id, steps)

@@ -7,7 +7,7 @@ handed out as they come they are a stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ class Request:
         min_new_tokens: int | None = None,
         decoder_input_ids: Any = None,
         forced_bos_token_id: int | None = None,
+        decoder_start_token_id: int | None = None,
         methods: Collection[str] = (),
         guesses: bool = False,
     ) -> Request:
@@ -78,7 +79,8 @@ class Request:
         longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
             raise InputError(f"min_new_tokens is {min_new_tokens}, more than max_new_tokens, {longest}.")
-        prefix, ends = _prefix(backend, decoder_input_ids, len(ids)), rules.ends(backend.eos_token_id)
+        start = _start(backend, decoder_start_token_id)
+        prefix, ends = _prefix(backend, decoder_input_ids, len(ids), start), rules.ends(backend.eos_token_id)
         shortest = rules.shortest(min_new_tokens, longest=longest, prefix=prefix.shape[1])
         check_positions(backend, prefix.shape[1] + longest - 1)
         if forced_bos_token_id is not None:
@@ -88,7 +90,7 @@ class Request:
                     f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, and none that ends "
                     f"answers, {', '.join(map(str, ends))}."
                 )
-            rules = replace(rules, forced_bos_token_id=first)
+            rules = rules.with_bos(first)
         return cls(ids, mask, prefix, longest, shortest, ends, rules)
 
     def forbidden(self, length: int) -> Forbidden:
@@ -116,9 +118,17 @@ def check_positions(backend: Backend, decoder_tokens: int) -> None:
         )
 
 
-def _prefix(backend: Backend, decoder_input_ids: Any, batch: int) -> np.ndarray:
+def _start(backend: Backend, given: int | None) -> int:
+    if given is None:
+        return backend.decoder_start_token_id
+    if as_count(given, "decoder_start_token_id", at_least=0) >= backend.vocab_size:
+        raise InputError(f"decoder_start_token_id must be below {backend.vocab_size}, got {given}. Give another token.")
+    return given
+
+
+def _prefix(backend: Backend, decoder_input_ids: Any, batch: int, start_token: int) -> np.ndarray:
     """(B, T) with the start token in front."""
-    start = np.full((batch, 1), backend.decoder_start_token_id, dtype=np.int64)
+    start = np.full((batch, 1), start_token, dtype=np.int64)
     if decoder_input_ids is None:
         return start
     given = as_integers(decoder_input_ids, "decoder_input_ids", rank=2)
@@ -127,7 +137,7 @@ def _prefix(backend: Backend, decoder_input_ids: Any, batch: int) -> np.ndarray:
             f"decoder_input_ids has shape {given.shape}; give one non-empty row for each of {batch} sources."
         )
     check_vocabulary(given, backend.vocab_size, "decoder_input_ids")
-    has_start = (given[:, 0] == backend.decoder_start_token_id).all()
+    has_start = (given[:, 0] == start_token).all()
     return np.array(given, order="C") if has_start else np.concatenate([start, given], axis=1)
 
 

@@ -6,7 +6,7 @@ The rules are those of transformers' logits processors of these names.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +81,10 @@ class Rules:
         ((1,), (1, 25))
         """
         return self.eos_token_ids or (eos_token_id,)
+
+    def with_bos(self, forced_bos_token_id: int | None) -> Rules:
+        """The same with another first token, if one is given."""
+        return self if forced_bos_token_id is None else replace(self, forced_bos_token_id=forced_bos_token_id)
 
     def forbidden(self, ends: tuple[int, ...]) -> int | tuple[int, ...] | None:
         """The tokens that may not be chosen, ``ends`` among them, as backends take them.

@@ -34,7 +34,7 @@ class Part:
     writer: Writer
     owner: Any
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class RunningBatch:
@@ -89,7 +89,7 @@ class RunningBatch:
             self.backend.admit(self._state, source)
         for part in parts:
             part.rows = np.arange(self.rows, self.rows + part.writer.rows)
-            new = np.full(part.writer.rows, self.backend.decoder_start_token_id)
+            new = np.full(part.writer.rows, part.writer.start)
             self._next = np.concatenate([self._next, new])
             self.parts.append(part)
 
@@ -130,7 +130,12 @@ class RunningBatch:
             self.token_steps += 1
             self._next = np.array(found)
             for part in self.parts:
-                part.writer.take(int(found[part.rows[0]]))
+                try:
+                    part.writer.take(int(found[part.rows[0]]))
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # of its stopping criterion; a panic of a Rust library is no Exception
+                    part.error = error
                 self._next[part.rows] = part.writer.tokens[-1]
         else:
             self._advance(self.backend.step(self._state, self._next[:, None, None])[:, 0, -1])
@@ -156,7 +161,9 @@ class RunningBatch:
                     tokens[part.rows], rows = part.writer.advance(logits[part.rows])
                     if rows is not None:
                         order[part.rows] = part.rows[rows]
-            except Exception as error:  # this one's fault alone
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # this one's fault alone
                 part.error = error
         moved = order != np.arange(order.size)
         try:

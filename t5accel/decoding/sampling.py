@@ -27,6 +27,7 @@ def sample(
     min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
     **options: float,
 ) -> Steps:
     """Draw K answers to each source.
@@ -37,8 +38,8 @@ def sample(
     rounding of logits.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id: as
-            of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id,
+            decoder_start_token_id: as of `greedy.greedy`.
         sampling: what is changed in the distribution; by default nothing.
         seed: at least 0.
         num_return_sequences: K.
@@ -64,7 +65,8 @@ def sample(
     rows_per_source = as_count(num_return_sequences, "num_return_sequences", at_least=1)
     request = Request.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id, methods=("keep",),
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
+        decoder_start_token_id=decoder_start_token_id, methods=("keep",),
     )  # fmt: skip
     draws = generators(seed, len(request.ids), rows_per_source)
     given = np.repeat(request.prefix, rows_per_source, axis=0)

@@ -37,6 +37,7 @@ def speculative(
     min_new_tokens: int | None = None,
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
 ) -> Steps:
     """Generate with ``backend``, helped by the guesses of a faster model.
 
@@ -53,8 +54,8 @@ def speculative(
     further one, and keeps of them what was accepted.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id: as
-            of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens, decoder_input_ids, forced_bos_token_id,
+            decoder_start_token_id: as of `greedy.greedy`.
         draft: a backend of a model with the same vocabulary, which guesses; the model of ``backend`` decides.
         sampling: how to draw; ``None`` takes the likeliest token.
         seed: at least 0, of the draws; each row has a generator of its own, made of the seed and its place.
@@ -83,7 +84,8 @@ def speculative(
         raise InputError(f"sampling is {sampling!r}; give a Sampling, or None for the likeliest tokens.")
     bounds: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids,
-        forced_bos_token_id=forced_bos_token_id, methods=("trim", "keep"),
+        forced_bos_token_id=forced_bos_token_id, decoder_start_token_id=decoder_start_token_id,
+        methods=("trim", "keep"),
     )  # fmt: skip
     request = Request.checked(backend, input_ids, attention_mask, **bounds)
     Request.checked(draft, input_ids, attention_mask, guesses=True, **bounds)

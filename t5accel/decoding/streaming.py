@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,9 @@ def stream(
     return start(*bound.args, **bound.kwargs).chunks()
 
 
-def stream_text(tokenizer: Any, chunks: Iterable[list[np.ndarray]]) -> Iterator[str]:
+def stream_text(
+    tokenizer: Any, chunks: Iterable[list[np.ndarray]], *, skip_special_tokens: bool = True, ends: Sequence[int] = ()
+) -> Iterator[str]:
     """The text of a stream of one source, in pieces that are not taken back.
 
     A token's text may change with what comes after it: a space before a full stop goes away, half a character becomes a
@@ -75,6 +77,8 @@ def stream_text(tokenizer: Any, chunks: Iterable[list[np.ndarray]]) -> Iterator[
     Args:
         tokenizer: with transformers' ``batch_decode``, such as `TokenizerFile`.
         chunks: of `stream`, for one source and one answer.
+        skip_special_tokens: whether to leave out special tokens.
+        ends: the tokens that end an answer, which are no part of its text where special tokens are.
 
     Returns:
         Texts, none of them empty; joined they are the decoded whole.
@@ -88,7 +92,7 @@ def stream_text(tokenizer: Any, chunks: Iterable[list[np.ndarray]]) -> Iterator[
     >>> list(stream_text(Letters(), chunks))
     ['to', ' be', ' or']
     """
-    pieces = TextPieces(tokenizer)
+    pieces = TextPieces(tokenizer, skip_special_tokens=skip_special_tokens, ends=ends)
     for chunk in chunks:
         if len(chunk) != 1:
             raise InputError(f"A chunk has the tokens of {len(chunk)} rows: stream the text of one source and answer.")
@@ -102,7 +106,7 @@ class TextPieces:
     """The same for tokens that are handed over as they come, by whoever gets them.
 
     Args:
-        tokenizer: as of `stream_text`.
+        tokenizer, skip_special_tokens, ends: as of `stream_text`.
 
     Raises:
         InputError: it cannot decode.
@@ -114,10 +118,11 @@ class TextPieces:
     ('', 'to', ' b')
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, ends: Sequence[int] = ()):
         if not callable(getattr(tokenizer, "batch_decode", None)):
             raise InputError(f"tokenizer is {tokenizer!r:.80}; give one with batch_decode, such as TokenizerFile.")
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._ends = () if skip_special_tokens else ends
         self._tokens: list[int] = []
         self._done = self._text = ""
 
@@ -125,8 +130,8 @@ class TextPieces:
         """What is certain now and was not before; often nothing."""
         if not tokens:
             return ""
-        self._tokens += tokens
-        (self._text,) = self._tokenizer.batch_decode([self._tokens], skip_special_tokens=True)
+        self._tokens += [token for token in tokens if token not in self._ends]
+        (self._text,) = self._tokenizer.batch_decode([self._tokens], skip_special_tokens=self._skips)
         certain = self._text[: max(self._text.rfind(" "), 0)]
         if len(certain) <= len(self._done) or not certain.startswith(self._done):
             return ""

@@ -29,17 +29,24 @@ class Model(Protocol):
     decoder_start_token_id: int
 
 
+def _rules_and_start(model: Model, job: Job) -> tuple[Rules, int]:
+    """What the model asks of every answer and the token that its decoder reads first, or what the job says of both."""
+    start = model.decoder_start_token_id if job.decoder_start_token_id is None else job.decoder_start_token_id
+    return getattr(model, "rules", NONE).with_bos(job.forced_bos_token_id), start
+
+
 class Greedy:
     """One row that takes the likeliest token; whoever runs the step finds that for all such rows at once."""
 
     rows = 1
 
     def __init__(self, model: Model, job: Job):
-        self._rules: Rules = getattr(model, "rules", NONE)
+        self._rules, self.start = _rules_and_start(model, job)
         self._ends, self._longest = self._rules.ends(model.eos_token_id), job.max_new_tokens
         self._shortest = self._rules.shortest(job.min_new_tokens, longest=self._longest)
+        self._criterion = job.stopping_criterion
         self.tokens: list[int] = []
-        self.is_done = False
+        self.is_done = self._has_ended = False
 
     @property
     def forbidden(self) -> Forbidden:
@@ -50,11 +57,12 @@ class Greedy:
         """The next token, if the model does not force another."""
         forced = self._rules.forced(len(self.tokens), longest=self._longest)
         self.tokens.append(token if forced is None else forced)
-        self.is_done = self.tokens[-1] in self._ends or len(self.tokens) == self._longest
+        self._has_ended = self.tokens[-1] in self._ends or bool(self._criterion and self._criterion(self.tokens))
+        self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def answers(self) -> list[Answer]:
         """Those that are there when it is done."""
-        return [Answer(self.tokens, self.tokens[-1] in self._ends)]
+        return [Answer(self.tokens, self._has_ended)]
 
 
 class Drawn(Greedy):
@@ -70,13 +78,12 @@ class Drawn(Greedy):
         super().__init__(model, job)
         self._sampling: Sampling = job.sampling
         self._generator = generators(job.seed, 1, number + 1)[number]
-        self._start = model.decoder_start_token_id
 
     def draw(self, logits: np.ndarray) -> int:
         """(V,) logits, in which it may write -> the next token."""
         if (forbidden := self.forbidden) is not None:
             logits[np.atleast_1d(forbidden)] = -np.inf
-        history = [[self._start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
+        history = [[self.start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
         odds = probabilities(logits[None], None if history is None else np.array(history), self._sampling)
         self.take(int(draw(odds, self._generator.random())[0]))
         return self.tokens[-1]
@@ -87,7 +94,7 @@ class Searched:
 
     def __init__(self, model: Model, job: Job, continuations: Continuations | None = None):
         self.rows, self._returned = job.num_beams, job.num_return_sequences
-        rules: Rules = getattr(model, "rules", NONE)
+        rules, self.start = _rules_and_start(model, job)
         self._ends, self._pad = rules.ends(model.eos_token_id), model.pad_token_id
         self._beams = Beams(
             1, job.num_beams, vocab_size=model.vocab_size, eos_token_id=model.eos_token_id,

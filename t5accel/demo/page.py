@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -306,6 +307,8 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
         gradio = _gradio()
         from starlette.middleware import Middleware  # Gradio's
 
+        if port is not None:
+            _require_free(port)
         way(*list(ways_of(model).values())[1])
         page = make_demo(model, own_model=not share)
         fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
@@ -322,10 +325,25 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
     return public or url
 
 
+def _require_free(port: int) -> None:
+    """Raise ``InputError`` if another program listens there, before a model is loaded."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left is free
+        try:
+            taken.bind((ADDRESS, port))
+        except OSError as error:
+            raise InputError(
+                f"port must be free, got {port}, which cannot be used ({error.strerror}). Give another one."
+            ) from error
+
+
 def _gradio() -> Any:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when it is imported
     try:
         import gradio
     except ImportError as error:
-        raise MissingPackageError(f"{error.name} is missing: pip install 't5accel[demo]'.") from error
+        raise MissingPackageError(
+            f"{error.name} is missing. Gradio needs transformers 5: run `make demo` in a checkout, which installs both "
+            "into an environment of their own, or install the packages of requirements/demo.txt into one."
+        ) from error
     return gradio

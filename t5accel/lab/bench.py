@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from tqdm import tqdm
 
 from t5accel import machine, tasks
 from t5accel.checkpoints import BUNDLED
@@ -142,6 +143,7 @@ def _natural(folder: Path, texts: Sequence[str], longest: int, generate: Generat
 def bench(
     model: str = "mini", job: Forced = Forced(), *, techniques: Sequence[Technique] | None = None, rounds: int = 5,  # noqa: B008
     threads: int | None = None, limit: int | None = None, peak_memory: bool = True, seed: int = 0,
+    progress: bool = False,
 ) -> list[Row]:  # fmt: skip
     """Prove the techniques equal on one job, then time them interleaved, and score them on the bundled model.
 
@@ -156,6 +158,7 @@ def bench(
         limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
         peak_memory: measure it too, each technique in a process of its own.
         seed: of random weights.
+        progress: show a bar on standard error.
 
     Raises:
         ParityError: two techniques in fp32 do not give the same tokens; nothing is timed then.
@@ -179,12 +182,24 @@ def bench(
     answers, generators = job.answers(subject), {}
     ways = [as_way(t, t.name, t.measured_on(subject), answers, job.batch, generators) for t in techniques]
     ways.sort(key=lambda way: way.name != REFERENCE)  # which has to be the first one
-    found = {row["system"]: row for row in measured(ways, job.work(subject), rounds=rounds, model=model)}
-    for technique in techniques:
-        row = found[technique.name]
-        row |= sizes(technique, technique.measured_on(subject), answers, job.batch, peak_memory)
-        if subject.tokenizer is not None and limit != 0 and model in BUNDLED:  # whose sets these are
-            row |= generated_scores(generators[technique.name], subject.tokenizer, limit=limit)
+    hidden = not (progress and machine.watches_stderr())
+    with tqdm(total=len(ways) * (rounds + 2), unit="step", disable=hidden) as bar:
+
+        def tell(doing: str, name: str) -> None:
+            bar.set_description(f"{doing} {name}", refresh=False)
+            bar.update()
+
+        rows = measured(
+            ways, job.work(subject), rounds=rounds, model=model, on_way=partial(tell, "built"),
+            on_run=partial(tell, "timing"),
+        )  # fmt: skip
+        found = {row["system"]: row for row in rows}
+        for technique in techniques:
+            tell("scoring", technique.name)
+            row = found[technique.name]
+            row |= sizes(technique, technique.measured_on(subject), answers, job.batch, peak_memory)
+            if subject.tokenizer is not None and limit != 0 and model in BUNDLED:  # whose sets these are
+                row |= generated_scores(generators[technique.name], subject.tokenizer, limit=limit)
     return [found[name] for name in names]
 
 

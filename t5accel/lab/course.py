@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from t5accel import machine
 from t5accel.checkpoints import data_folder
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from t5accel.lab import draw
@@ -94,7 +95,7 @@ def run_course(
     books = notebooks_in(notebooks)
     cells = sum(sum(cell.cell_type == "code" for cell in nbformat.read(book, as_version=4).cells) for book in books)
     runs = []
-    with tqdm(total=cells, unit="cell") as bar:
+    with tqdm(total=cells, unit="cell", disable=not machine.watches_stderr()) as bar:
         for book in books:
             bar.set_description(book.stem)
             runs.append(execute(book, out, on_cell=bar.update))

@@ -31,11 +31,16 @@ Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
 LATENCY, THROUGHPUT, ASIDE, OUTSIDE = "#2a6f97", "#e09f3e", "#b8c2cc", "#c1666b"
 TASKS = {"translation": LATENCY, "summaries": THROUGHPUT, "questions": "#9e2a2b"}
 COMPOSED = {"summaries": "composed reports", "questions": "composed questions"}
+SCATTERED = 1.5  # the largest ratio of a round over the smallest one from which on a median says little
 WIDEST = 4.0  # the ratio at which a colour of the heat map is full, either way
 
 
 def _or_dash(key: str, text: str, unit: float = 1) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: text.format(row[key] / unit) if key in row else "–"
+
+
+def _range(samples: Sequence[float] | None) -> str:
+    return f"{min(samples):.2f}–{max(samples):.2f}" if samples else "–"
 
 
 _SIZES = {"MB": _or_dash("size_bytes", "{:.0f}", 1e6), "peak MB": _or_dash("peak_memory_bytes", "{:.0f}", 1e6)}
@@ -47,6 +52,7 @@ BOARD: Columns = {
     "ms/token": lambda row: f"{step_ms(row):.2f}",
     "tokens/s": _or_dash("tokens_per_s", "{:.0f}"),
     "ratio": _or_dash("ratio", "{:.2f}x"),
+    "range": lambda row: _range(row.get("ratio_samples")),
     **_SIZES, **_SCORES,
 }  # fmt: skip
 LADDER: Columns = {
@@ -90,6 +96,16 @@ def board(rows: Rows, facts: Mapping[str, Any] | None = None) -> str:
     mini, batch 1, beams 1, 8 source and 10 forced new tokens, 2 threads; ratio to cache in one run; a laptop, 2 threads
     """
     return f"{caption(rows, facts)}\n\n{table(rows)}"
+
+
+def scattered(rows: Rows) -> list[str]:
+    """The systems whose rounds differ so much that their ratio says little.
+
+    >>> scattered([{"system": "steady", "ratio_samples": [2, 2.1]}, {"system": "shaken", "ratio_samples": [1, 4]}])
+    ['shaken']
+    """
+    samples = {row["system"]: row.get("ratio_samples") or [1.0] for row in rows}
+    return [system for system, found in samples.items() if max(found) > SCATTERED * min(found)]
 
 
 def caption(rows: Rows, facts: Mapping[str, Any] | None = None) -> str:

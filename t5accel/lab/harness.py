@@ -48,7 +48,7 @@ class Way:
 def measured(
     ways: Sequence[Way], work: Work, *, rounds: int = 5, atol: float | None = 0.0, keep_going: bool = False,
     seconds: float | None = None, synchronize: Callable[[], Any] | None = None,
-    on_way: Callable[[str], Any] | None = None, **facts: Any,
+    on_way: Callable[[str], Any] | None = None, on_run: Callable[[str], Any] | None = None, **facts: Any,
 ) -> list[Row]:  # fmt: skip
     """Build every way, prove it equal to the first one, time all of them interleaved, and return a row for each.
 
@@ -62,6 +62,7 @@ def measured(
         seconds: what all of this may take: fewer rounds are made in it. Without time for `FEWEST_ROUNDS`, no row.
         synchronize: is called before the clock starts and before it stops, such as ``torch.cuda.synchronize``.
         on_way: is called with the name of each way that was built and compared.
+        on_run: is called with the name of a way before each of its timed runs.
         facts: what all rows say, in place of ``work`` where it means nothing; what is ``None`` is omitted.
 
     Raises:
@@ -121,7 +122,7 @@ def measured(
         if rounds < FEWEST_ROUNDS:
             return []
     if len(runs) > 1:
-        _timed(rows, runs, attempt, work, rounds, synchronize, tokens=atol is not None)
+        _timed(rows, runs, attempt, work, rounds, synchronize, on_run, tokens=atol is not None)
     return list(rows.values())
 
 
@@ -146,7 +147,7 @@ def _compared(output: Any, expected: Any, work: Work, *, exact: bool, atol: floa
 
 def _timed(
     rows: dict[str, Row], runs: Mapping[str, Callable[[], Any]], attempt: Callable[..., Any], work: Work, rounds: int,
-    synchronize: Callable[[], Any] | None, tokens: bool,
+    synchronize: Callable[[], Any] | None, on_run: Callable[[str], Any] | None, tokens: bool,
 ) -> None:  # fmt: skip
     def once(name: str) -> Work | None:
         output = attempt(name, runs[name]) if name in runs else None
@@ -156,7 +157,7 @@ def _timed(
 
     # Every way has run before, so none is warmed up again.
     timed = compare(*(Candidate(name, partial(once, name), work) for name in runs), warmup=0, rounds=rounds,
-                    synchronize=synchronize)  # fmt: skip
+                    synchronize=synchronize, on_sample=on_run)  # fmt: skip
     reference = next(iter(timed.latencies.values()))
     for name in runs:
         row, latency = rows[name], timed.latencies[name]

@@ -60,7 +60,9 @@ class Load:
     path: str = "/generate"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.url, str) or urlsplit(self.url).hostname not in HERE:
+        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
+            raise InputError(f"url must begin with http://, got {self.url!r:.80}. Give one like http://127.0.0.1:8000.")
+        if urlsplit(self.url).hostname not in HERE:
             raise InputError(f"url is {self.url!r:.80}; load is for servers on this machine: {', '.join(HERE)}.")
         if not self.requests:
             raise InputError("requests is empty; give at least one body.")
@@ -126,9 +128,10 @@ class Outcome:
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} x {status or 'no answer'}" for status, count in sorted(self.statuses.items()))
+        times = f"p50 {self.percentile_s(50) * 1e3:.0f} ms, p99 {self.percentile_s(99) * 1e3:.0f} ms; "
         return (
-            f"{len(self.latency_s) / self.wall_s:.1f} answers/s, {self.tokens / self.wall_s:.0f} tokens/s, p50 "
-            f"{self.percentile_s(50) * 1e3:.0f} ms, p99 {self.percentile_s(99) * 1e3:.0f} ms; {ends}; generator: "
+            f"{len(self.latency_s) / self.wall_s:.1f} answers/s, {self.tokens / self.wall_s:.0f} tokens/s, "
+            f"{times if self.latency_s else ''}{ends}; generator: "
             f"{self.generator_cpu:.0%} of a core, at most {self.sent_late_s * 1e3:.0f} ms late"
         )
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from t5accel import quality, tasks
+from t5accel import machine, quality, tasks
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.ort.session import SessionSettings
 from t5accel.backends.ort.static import OrtStatic
@@ -28,7 +29,7 @@ Score = Callable[[Path], dict[str, float]]
 
 def text_quality(
     rows: Rows | None = None, metric: str = "bleu", *, names: Sequence[str] = tasks.NAMES, limit: int | None = None,
-    threads: int | None = None, batch_size: int = 32,
+    threads: int | None = None, batch_size: int = 32, progress: bool = False,
 ) -> Score:  # fmt: skip
     """A function from the folder of an export to its scores, greedily decoded: on your rows, or on the bundled sets.
 
@@ -42,6 +43,7 @@ def text_quality(
         limit: rows of each length bucket or half; by default all.
         threads: of ONNX Runtime.
         batch_size: texts that are decoded together.
+        progress: of rows, show a bar on standard error.
 
     Raises:
         InputError: an unknown metric, or a wrong row, which the message names.
@@ -59,7 +61,7 @@ def text_quality(
     dict_keys(['exact_match'])
     """
     if rows is not None:
-        return _on_rows(rows, metric, threads=threads, batch_size=batch_size)
+        return _on_rows(rows, metric, threads=threads, batch_size=batch_size, progress=progress)
 
     def score(folder: str | os.PathLike[str]) -> dict[str, float]:
         found = backend_scores(
@@ -70,24 +72,55 @@ def text_quality(
     return score
 
 
-def _on_rows(rows: Rows, metric: str, *, threads: int | None, batch_size: int) -> Score:
-    if metric not in ROW_SCORES:
-        raise InputError(f"metric is {metric!r}; give one of {', '.join(ROW_SCORES)}.")
+def _on_rows(rows: Rows, metric: str, *, threads: int | None, batch_size: int, progress: bool) -> Score:
+    examples = scored_rows(rows, [metric])
     as_count(batch_size, "batch_size", at_least=1)
-    examples = sorted(read_examples(rows), key=lambda example: len(example[0]))  # alike lengths: less padding
-    sources, targets = [source for source, _ in examples], [[target] for _, target in examples]
-    ROW_SCORES[metric](["a"], [["a"]])  # a missing package is reported now
 
     def score(folder: str | os.PathLike[str]) -> dict[str, float]:
         backend, tokenizer = _opened(folder, threads), tokenizer_of(folder)
-        mask = tokenizer([target for (target,) in targets], return_tensors="np", padding=True)["attention_mask"]
-        most = 2 * int(mask.sum(axis=1).max())
-        answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=1))
-        starts = range(0, len(sources), batch_size)
-        answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
-        return {metric: ROW_SCORES[metric](answers, targets)}
+        return row_scores(backend, tokenizer, examples, [metric], batch_size=batch_size, progress=progress)
 
     return score
+
+
+def scored_rows(rows: Rows, metrics: Sequence[str]) -> list[tuple[str, str]]:
+    """Your rows, once it is sure that the metrics can be computed.
+
+    Raises:
+        InputError: an unknown metric, or a wrong row, which the message names.
+        MissingPackageError: a metric's package is not installed.
+
+    >>> scored_rows([{"source": "shout: hello", "target": "HELLO"}], ["exact_match"])
+    [('shout: hello', 'HELLO')]
+    """
+    for metric in metrics:
+        if metric not in ROW_SCORES:
+            raise InputError(f"metric is {metric!r}; give one of {', '.join(ROW_SCORES)}.")
+        ROW_SCORES[metric](["a"], [["a"]])
+    return read_examples(rows)
+
+
+def row_scores(
+    backend: Backend, tokenizer: Any, examples: Sequence[tuple[str, str]], metrics: Sequence[str], *,
+    max_new_tokens: int | None = None, beams: int = 1, batch_size: int = 32, progress: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """The scores of a backend's answers to your rows, by metric.
+
+    An answer has at most ``max_new_tokens``, by default twice the tokens of the longest target.
+    """
+    examples = sorted(examples, key=lambda example: len(example[0]))  # alike lengths: less padding
+    sources, targets = [source for source, _ in examples], [[target] for _, target in examples]
+    if max_new_tokens is None:
+        mask = tokenizer([target for (target,) in targets], return_tensors="np", padding=True)["attention_mask"]
+        max_new_tokens = 2 * int(mask.sum(axis=1).max())
+    answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=beams))
+    answers: list[str] = []
+    hidden = not (progress and machine.watches_stderr())
+    with tqdm(total=len(sources), desc="scoring", unit="row", disable=hidden) as bar:
+        for start in range(0, len(sources), batch_size):
+            answers += answer(sources[start : start + batch_size])
+            bar.update(len(answers) - bar.n)
+    return {metric: ROW_SCORES[metric](answers, targets) for metric in metrics}
 
 
 def backend_scores(backend: Backend, tokenizer: Any, **options: Any) -> Row:

@@ -19,6 +19,7 @@ import sysconfig
 from pathlib import Path
 
 from t5accel import machine
+from t5accel.checkpoints import require_tokenizer
 from t5accel.checks import as_count
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.export.cache import checked_export
@@ -96,6 +97,7 @@ def write_repository(
     name = Path(model).name if name is None else name
     if not name.replace("-", "").replace("_", "").isalnum():
         raise InputError(f"name is {name!r}: Triton takes letters, digits, - and _; give another one.")
+    require_tokenizer(model)
     export, manifest = checked_export(model, precision=precision, progress=progress)
     if "tokenizer.json" not in manifest.files:
         raise InputError(f"{model} has no tokenizer.json: a server of texts needs one beside the model.")

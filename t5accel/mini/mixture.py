@@ -226,7 +226,7 @@ def student_mixture(pairs_file: str | Path, *, held_out: int = 1000) -> tuple[Mi
         held_out: English sentences that no model is trained on.
 
     Raises:
-        FileNotFoundError, InputError: as `pairs.read_pairs`.
+        InputError: as `pairs.read_pairs`.
     """
     split = split_pairs(read_pairs(pairs_file), held_out)
     held_out_pairs = [(TRANSLATE + english, references[0]) for english, references in split.held_out]

@@ -49,10 +49,10 @@ def tidy(text: str) -> str:
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
-    """Read ``English<TAB>French`` lines. Raises ``FileNotFoundError`` or ``ValueError`` saying what to do."""
+    """Read ``English<TAB>French`` lines. Raises ``InputError`` that says what to do."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"No translation pairs at {path}. {WHERE_TO_GET_PAIRS}")
+        raise InputError(f"No translation pairs at {path}. {WHERE_TO_GET_PAIRS}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -241,7 +241,7 @@ def reproduce(
         start: the name or folder of the model that the stage before made. The third stage gives it a new vocabulary.
 
     Raises:
-        FileNotFoundError, InputError: the pairs are missing or malformed; the message says where to obtain some.
+        InputError: the pairs are missing or malformed; the message says where to obtain some.
         InputError: as `planned`, or the start has no tokenizer.
     """
     from transformers import AutoTokenizer

@@ -36,7 +36,7 @@ def held_out_quality(
         pairs_file: the file that the model was trained on; the second score is ``None`` if it has no long sentences.
 
     Raises:
-        FileNotFoundError, InputError: as `pairs.read_pairs`.
+        InputError: as `pairs.read_pairs`.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".tsv", delete=False) as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from t5accel.decoding.backend import Backend
@@ -22,13 +24,18 @@ from t5accel.decoding.job import Answer
 from t5accel.decoding.rules import NONE
 from t5accel.decoding.streaming import TextPieces
 from t5accel.errors import EngineError, T5AccelError
+from t5accel.serving import responses as shapes
 from t5accel.serving.guard import Guard, Refused, ValidationError, log, refusal
 from t5accel.serving.metrics import Metrics
 from t5accel.serving.scheduler import ENDS, Scheduler
-from t5accel.serving.schemas import Completion, Generate, page, seed_of
+from t5accel.serving.schemas import Completion, Generate, seed_of
 from t5accel.serving.settings import Settings
+from t5accel.serving.stops import StopStrings, TextStream
 from t5accel.serving.ticket import Ticket
+from t5accel.text.languages import Languages
+from t5accel.text.text_to_text import before_end
 
+VERSION = sys.modules["t5accel"].__version__  # not imported: the package itself stands above this module
 DONE = "data: [DONE]\n\n"
 CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
 ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
@@ -48,7 +55,8 @@ class Service:
 
     def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
         self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
-        self.eos_token_id, self.rules = backend.eos_token_id, getattr(backend, "rules", NONE)
+        self.backend, self.rules, self.languages = backend, getattr(backend, "rules", NONE), Languages(tokenizer)
+        self.ends = self.rules.ends(backend.eos_token_id)
         self.started_s = int(time.time())
         self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
         self.metrics.watch(self.scheduler)
@@ -67,19 +75,21 @@ class Service:
         """A ticket for each text. What can be refused is refused before any text is tokenised."""
         texts = [asked.text] if isinstance(asked.text, str) else asked.text
         if not 1 <= len(texts) <= self.settings.texts:
-            raise Refused(422, f"text holds {len(texts)} texts; give 1 to {self.settings.texts}.", param="text")
-        if asked.stream and len(texts) > 1:
-            raise Refused(422, "stream is for one text.", param="stream")
-        most = CHARACTERS * self.settings.source_tokens
+            raise Refused(422, f"The request holds {len(texts)} texts; give 1 to {self.settings.texts}.", param="text")
+        prefix = self.settings.prefix if asked.prefix is None else asked.prefix
+        texts = [prefix + text for text in texts]
+        stops, first = self.stops(asked), self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
+        language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
+        most = CHARACTERS * self.settings.max_source_tokens
         longest = max(map(len, texts))
         if longest > most and not asked.truncate:
             raise _too_long(f"A text has {longest} characters, and {most} are allowed")
         # With a source of one token, the shortest there is, anything else that is wrong shows.
-        least = asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules)
+        least = replace(asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules, stops), **first)
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
         sources = [
-            await self.beside(self._tokens, text[:most], asked.truncate, size=min(longest, most) * len(texts))
+            await self.beside(self._tokens, text[:most], asked.truncate, language, size=min(longest, most) * len(texts))
             for text in texts
         ]
         jobs = [replace(least, input_ids=tokens) for tokens in sources]
@@ -99,25 +109,39 @@ class Service:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
-    def _tokens(self, text: str, truncate: bool) -> list[int]:
-        most, batch = self.settings.source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
-        tokens = batch["input_ids"][0][batch["attention_mask"][0] == 1].tolist()
+    def _tokens(self, text: str, truncate: bool, language: int | None = None) -> list[int]:
+        most, batch = self.settings.max_source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if language is not None:
+            ids = self.languages.marked(ids, mask, language)
+        tokens = ids[0][mask[0] == 1].tolist()
         if len(tokens) <= most:
             return tokens
         if not truncate:
             raise _too_long(f"A source has {len(tokens)} tokens, and {most} are allowed")
-        return [*tokens[: most - 1], self.eos_token_id]
+        closing = [self.backend.eos_token_id] if self.languages.closing == 1 else tokens[-self.languages.closing :]
+        return [*tokens[: max(most - len(closing), 0)], *closing]
 
     def close(self) -> None:
         """End its threads."""
         self.scheduler.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    async def texts(self, answers: Sequence[Answer]) -> list[str]:
-        """Decoded."""
-        tokens = [answer.tokens for answer in answers]
-        decode = partial(self.tokenizer.batch_decode, tokens, skip_special_tokens=True)
-        found = await self.beside(decode, size=sum(map(len, tokens)))
+    def stops(self, asked: Generate) -> StopStrings | None:
+        """The request's stop strings."""
+        return StopStrings(asked.stops, partial(self._decoded, asked)) if asked.stops else None
+
+    def _decoded(self, asked: Generate, rows: Sequence[Sequence[int]]) -> list[str]:
+        if not asked.skip_special_tokens:
+            rows = [before_end(row, self.ends) for row in rows]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=asked.skip_special_tokens)
+
+    async def texts(self, answers: Sequence[Answer], asked: Generate) -> list[str]:
+        """Decoded, up to the first stop string."""
+        tokens, stops = [answer.tokens for answer in answers], self.stops(asked)
+        found = await self.beside(self._decoded, asked, tokens, size=sum(map(len, tokens)))
+        if stops is not None:
+            found = [stops.cut(text) for text in found]
         if self.settings.log_texts:
             log.info("answers: %s", json.dumps(found, ensure_ascii=False))
         return found
@@ -144,28 +168,29 @@ class Service:
         for ticket in tickets:
             ticket.result(0)
 
-    async def pieces(self, ticket: Ticket, request: Request) -> AsyncIterator[tuple[str, bool]]:
-        """The text of a ticket as it comes, and whether that was the last of it. Nothing may come with a token.
+    async def pieces(self, tickets: Sequence[Ticket], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
+        """The texts of tickets as they come: which one's, new text, and whether that was the last of it.
 
-        Raises what the ticket fails with; whoever stops asking cancels it.
+        The text is empty where a ticket has its first token and no whole word yet. Raises the error of the first ticket
+        that fails; at the end of the iteration all are cancelled.
         """
-        news, sent, text = asyncio.Event(), 0, TextPieces(self.tokenizer)
-        ticket.listener = news.set
+        shown = dict(skip_special_tokens=asked.skip_special_tokens, ends=self.ends)
+        open_ones = [TextStream(*numbered, TextPieces(self.tokenizer, **shown)) for numbered in enumerate(tickets)]
+        news = asyncio.Event()
+        for ticket in tickets:
+            ticket.listener = news.set
         try:
-            while True:
-                done, new = ticket.is_done, ticket.tokens[sent:]  # in this order
-                sent += len(new)
-                piece = text.add(new)
-                if done:
-                    ticket.result(0)
-                    yield piece + text.rest(), True
-                    return
-                if piece or (new and sent == len(new)):
-                    yield piece, False
-                await news.wait()
-                news.clear()
+            while open_ones:
+                for one in open_ones:
+                    if (piece := one.piece()) is not None:
+                        yield one.index, piece, one.is_done
+                open_ones = [one for one in open_ones if not one.is_done]
+                if open_ones:
+                    await news.wait()
+                    news.clear()
         finally:
-            ticket.cancel()
+            for ticket in tickets:
+                ticket.cancel()
 
 
 def _too_long(what: str) -> Refused:
@@ -215,16 +240,15 @@ def _failed(error: BaseException) -> str:
     return "event: error\ndata: " + _answer_to(error).body.decode() + "\n\n"
 
 
-async def _streamed(pieces: AsyncIterator[Any], events: Callable[[str, bool], str]) -> Response:
+async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str]) -> Response:
     """Server-sent events, once the first piece is there: what fails before still has a status of its own."""
     first = await anext(pieces)
 
     async def body() -> AsyncIterator[str]:
         try:
             yield events(*first)
-            if not first[1]:
-                async for piece in pieces:
-                    yield events(*piece)
+            async for piece in pieces:
+                yield events(*piece)
         except BaseException as error:
             yield _failed(error)
         finally:
@@ -252,14 +276,19 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         await asyncio.to_thread(service.close)
 
     # A redirect would go to whatever the Host header says. FastAPI's own pages fetch their scripts from other hosts.
-    app = FastAPI(title="t5accel", description=ABOUT, lifespan=lifespan, redirect_slashes=False, docs_url=None,
-                  redoc_url=None)  # fmt: skip
+    app = FastAPI(title="t5accel", version=VERSION, description=ABOUT, lifespan=lifespan, redirect_slashes=False,
+                  docs_url=None, redoc_url=None)  # fmt: skip
     app.state.service = service
     app.add_middleware(Guard, settings=settings, metrics=service.metrics)
 
-    def post(path: str, schema: type[Generate | Completion]) -> Callable[..., Any]:
-        """A route that reads this and answers whatever goes wrong as a refusal."""
-        content = {"content": {"application/json": {"schema": schema.model_json_schema()}}, "required": True}
+    def post(
+        path: str, schema: type[Generate | Completion], shape: type[BaseModel], event: type[BaseModel]
+    ) -> Callable[..., Any]:
+        """A route that reads this schema and answers whatever goes wrong as a refusal."""
+        asks = {"content": {"application/json": {"schema": shapes.inlined(schema.model_json_schema())}},
+                "required": True}  # fmt: skip
+        is_openai = path.startswith("/v1/")
+        errors = (400, 404 if is_openai else 422, 408, 413, 415, 429, 500, 503, 504)
 
         def add(answer: Callable[[Any, Request], Awaitable[Response]]) -> None:
             async def route(request: Request) -> Response:
@@ -268,30 +297,31 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                     size = len(body) // BYTES
                     return await answer(await service.beside(schema.model_validate_json, body, size=size), request)
                 except BaseException as error:  # what a tokenizer in Rust raises is no Exception
-                    return _answer_to(error, openai=path.startswith("/v1/"))
+                    return _answer_to(error, openai=is_openai)
 
             route.__name__, route.__doc__ = answer.__name__, schema.__doc__
-            app.post(path, openapi_extra={"requestBody": content}, response_model=None)(route)
+            app.post(path, openapi_extra={"requestBody": asks}, response_model=None,
+                     responses=shapes.responses(shape, *errors, event=event))(route)  # fmt: skip
 
         return add
 
-    @post("/generate", Generate)
+    @post("/generate", Generate, shapes.GenerateResponse, shapes.GenerateEvent)
     async def generate(asked: Generate, request: Request) -> Response:
         tickets = await service.submit(asked)
         if asked.stream:
-            (ticket,) = tickets
 
-            def events(piece: str, last: bool) -> str:
+            def events(index: int, piece: str, last: bool) -> str:
                 if not last:
-                    return _event({"text": piece})
-                return _event({"text": piece, "tokens": len(ticket.tokens), "ended": ticket.answers[0].ended,
-                               "timings": timings(ticket)})  # fmt: skip
+                    return _event({"index": index, "text": piece})
+                ticket = tickets[index]
+                return _event({"index": index, "text": piece, "tokens": len(ticket.tokens),
+                               "ended": ticket.answers[0].ended, "timings": timings(ticket)})  # fmt: skip
 
-            return await _streamed(service.pieces(ticket, request), events)
+            return await _streamed(service.pieces(tickets, asked), events)
         await service.answered(tickets, request)
         answers = [
             {
-                "texts": await service.texts(ticket.answers),
+                "texts": await service.texts(ticket.answers, asked),
                 "scores": [answer.score for answer in ticket.answers],
                 "tokens": [len(answer.tokens) for answer in ticket.answers],
                 "ended": [answer.ended for answer in ticket.answers],
@@ -305,12 +335,13 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
             {"model": name, "seed": tickets[0].job.seed if asked.do_sample else None, "answers": answers}
         )
 
-    @post("/v1/completions", Completion)
+    @post("/v1/completions", Completion, shapes.CompletionResponse, shapes.CompletionResponse)
     async def completions(asked: Completion, request: Request) -> Response:
         if asked.model != name:
             raise Refused(404, f"There is no model {asked.model[:80]!r} here, but {name!r}.", param="model",
                           code="model_not_found")  # fmt: skip
-        tickets = await service.submit(asked.generate())
+        wanted = asked.generate()
+        tickets = await service.submit(wanted)
         content: dict[str, Any] = {"id": f"cmpl-{service.started_s}-{tickets[0].number}", "object": "text_completion",
                                    "created": int(time.time()), "model": name}  # fmt: skip
 
@@ -324,60 +355,90 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
             return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
 
         if asked.stream:
-            (ticket,) = tickets
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            nulls = {"usage": None} if with_usage else {}
+            streaming = len(tickets)
 
-            def events(piece: str, last: bool) -> str:
-                ended = ticket.answers[0].ended if last else None
-                text = _event({**content, "choices": [choice(0, piece, ended)]})
-                if last and asked.stream_options and asked.stream_options.include_usage:
-                    text += _event({**content, "choices": [], "usage": usage()})
-                return text + DONE if last else text
+            def events(index: int, piece: str, last: bool) -> str:
+                nonlocal streaming
+                ended = tickets[index].answers[0].ended if last else None
+                text = _event({**content, "choices": [choice(index, piece, ended)], **nulls})
+                streaming -= last
+                if not streaming:
+                    text += _event({**content, "choices": [], "usage": usage()}) if with_usage else ""
+                    text += DONE
+                return text
 
-            return await _streamed(service.pieces(ticket, request), events)
+            return await _streamed(service.pieces(tickets, wanted), events)
         await service.answered(tickets, request)
         answers = [answer for ticket in tickets for answer in ticket.answers]
-        both = zip(await service.texts(answers), answers, strict=True)
+        both = zip(await service.texts(answers, wanted), answers, strict=True)
         choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
         return JSONResponse({**content, "choices": choices, "usage": usage()})
 
     model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    def get(*paths: str, shape: type[BaseModel], **more: Any) -> Callable[..., Any]:
+        def add(answer: Callable[..., Any]) -> None:
+            for path in paths:
+                app.get(path, response_model=None, responses=shapes.responses(shape, **more))(answer)
+
+        return add
+
+    @get("/v1/models", shape=shapes.ModelList)
+    async def models() -> Any:
+        """List the model that is served."""
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{name:path}", response_model=None)
+    @app.get("/v1/models/{name:path}", response_model=None, responses=shapes.responses(shapes.ModelCard, 404, 422))
     async def one_model(name: str) -> Any:
+        """Describe the model of this name."""
         return (
             model if name == model["id"] else refusal(Refused(404, "There is no such model.", code="model_not_found"))
         )
 
-    @app.get("/health/live", response_model=None)
+    @get("/health/live", shape=shapes.Alive, unavailable=True)
     async def live() -> Response:
+        """Whether the engine works; 503: restart the server."""
         alive = scheduler.is_alive and scheduler.busy_s() < settings.stuck_s
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
-    @app.get("/health/ready", response_model=None)
+    @get("/health/ready", "/health", shape=shapes.Ready, unavailable=True)
     async def ready() -> Response:
-        """Whether to send requests here, and the load."""
+        """Whether to send requests here, and the load; 503: not now."""
         is_ready = scheduler.is_open and scheduler.is_alive
         load = {"ready": is_ready, "waiting": scheduler.waiting, "running": scheduler.running, "rows": scheduler.rows,
                 "continuous": not scheduler.why_static}  # fmt: skip
         return JSONResponse(load, 200 if is_ready else 503)
 
+    @get("/version", shape=shapes.Version)
+    async def version() -> Any:
+        """The version of t5accel."""
+        return {"version": VERSION}
+
+    @get("/", shape=shapes.About)
+    async def about() -> Any:
+        """What this server is, and its routes."""
+        return {"name": "t5accel", "version": VERSION, "model": name, "routes": routes()}
+
     @app.get("/docs", response_model=None, include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
+        return HTMLResponse(shapes.page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         """Of a path or a method that there is not."""
-        found = Refused(error.status_code, f"{error.detail}. See /docs for what there is.")
+        found = Refused(error.status_code, f"{error.detail}. The routes are {', '.join(routes())}.")
         found.headers = dict(error.headers or {})
         return refusal(found)
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=Response, responses=shapes.responses(None))
     async def metrics() -> Response:
+        """The counters, for Prometheus."""
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    def routes() -> list[str]:
+        paths = app.openapi()["paths"].items()
+        return [f"{method.upper()} {path}" for path, methods in paths for method in methods] + ["GET /docs"]
 
     return app

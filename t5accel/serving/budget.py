@@ -10,7 +10,7 @@ from typing import Any
 from t5accel.checks import as_count, is_number
 from t5accel.decoding.job import Job
 from t5accel.errors import InputError, QueueFullError
-from t5accel.graphs.numbers.recipes import recipe_of
+from t5accel.graphs.numbers.recipes import Recipe, recipe_of
 
 COLUMNS = 64  # sources and buffers are laid out in multiples of it
 HEAD_START_S = 10.0  # of the highest priority
@@ -201,10 +201,19 @@ def encodes_alone(backend: Any) -> bool:
     False
     """
     content = getattr(getattr(backend, "manifest", None), "recipe", None)
-    minds = recipe_of(content).minds_neighbours if content else set()
-    if "decoder" in minds:
+    return must_encode_alone(recipe_of(content)) if content else False
+
+
+def must_encode_alone(recipe: Recipe) -> bool:
+    """The same of a recipe, before there is a backend.
+
+    >>> from t5accel.graphs.numbers.recipes import RECIPES
+    >>> must_encode_alone(RECIPES["int8"])
+    True
+    """
+    if "decoder" in recipe.minds_neighbours:
         raise InputError(
-            f"precision {content['name']!r} finds the scale of what the decoder multiplies over the whole batch, so "
+            f"precision {recipe.name!r} finds the scale of what the decoder multiplies over the whole batch, so "
             "that an answer would depend on who else is being served: give 'int8' or 'int4', which do not."
         )
-    return "encoder" in minds
+    return "encoder" in recipe.minds_neighbours

@@ -22,6 +22,7 @@ log = logging.getLogger("t5accel.serving")
 open_log = logging.getLogger("t5accel.serving.open")  # what needs no key: few lines a second of it
 
 OPEN = ("/docs",)  # the same of every server, and a browser sends no key
+HEALTH = ("/health", "/health/live", "/health/ready")
 STATUS: dict[type[Exception], int] = {
     errors.InputError: 422, errors.QueueFullError: 429, errors.DeadlineError: 504, errors.ShuttingDownError: 503,
     errors.CancelledError: 499, errors.EngineError: 500,
@@ -106,7 +107,7 @@ class Guard:
                 head = dict(scope["headers"])
                 if b"transfer-encoding" in head and b"content-length" in head:
                     raise Refused(400, "Give a Transfer-Encoding or a Content-Length, not both.")
-                if scope["path"].startswith("/health/"):
+                if scope["path"] in HEALTH:
                     body, told = b"", open_log
                 else:
                     self._check_head(scope, head)
@@ -121,12 +122,15 @@ class Guard:
             pass  # the client has gone
         finally:
             passed = (time.perf_counter() - started) * 1e3
-            told.info("%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
+            is_probe = 0 < status < 400 and scope["path"] in (*HEALTH, "/metrics")
+            level = logging.DEBUG if is_probe else logging.INFO
+            told.log(level, "%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
 
     def _check_head(self, scope: Any, head: dict[bytes, bytes]) -> None:
         """All that can be refused before any body is read."""
         host = head.get(b"host")
-        if self._hosts is not None and host is not None and _name_in(host) not in self._hosts:
+        own = (scope.get("server") or ("",))[0]  # the address of the socket; of an application under test its client's
+        if self._hosts is not None and host is not None and _name_in(host) not in {*self._hosts, own}:
             # A page of a foreign name that its owner lets point here could read the answers: DNS rebinding.
             raise Refused(421, "The Host header names no host of this server: see --allowed-hosts.")
         if self._key and scope["path"] not in OPEN:

@@ -101,9 +101,8 @@ class Scheduler:
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
         self._batch = RunningBatch(backend)
-        self.why_static = "" if self._batch.joins_running else (
-            f"{type(backend).__name__} has no admit(): whoever comes while a batch runs waits until all of it is done"
-        )  # fmt: skip
+        static = f"static batches, as {type(backend).__name__} has no admit(): requests wait for the running batch"
+        self.why_static = "" if self._batch.joins_running else static
         self.key_value_bytes, self._pace = KeyValueBytes(backend), EncoderPace()
         self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
         self._continuations = Continuations(backend.vocab_size)
@@ -265,10 +264,7 @@ class Scheduler:
 
     def _check(self, job: Job) -> None:
         ids = job.input_ids
-        Request.checked(
-            self.backend, ids[None], np.ones_like(ids)[None],
-            max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens,
-        )  # fmt: skip
+        Request.checked(self.backend, ids[None], np.ones_like(ids)[None], **job.bounds)
         self.limits.check(job, self.key_value_bytes)
         writers_of(self.backend, job, self._continuations)
 

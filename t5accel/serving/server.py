@@ -20,10 +20,14 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
+from t5accel.checkpoints import require_tokenizer
 from t5accel.errors import InputError
+from t5accel.graphs.numbers.recipes import as_recipe
 from t5accel.machine import cpu_threads
 from t5accel.serving.app import make_app
-from t5accel.serving.guard import Refused, log, open_log, refusal
+from t5accel.serving.budget import must_encode_alone
+from t5accel.serving.guard import HEALTH, Refused, log, open_log, refusal
+from t5accel.serving.logs import Sparing, configure
 from t5accel.serving.settings import Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; those in our memory are beyond it
@@ -34,7 +38,6 @@ PIECES, PIECE = 512, 512  # a body comes in so many pieces at most, and one more
 THREADS_PER_CORE = 4
 # Python lets a busy thread go on for 5 ms before another may run; for the engine these are steps of a small model.
 SWITCH_S = 0.0005
-LOG = "%(asctime)s %(name)s %(message)s"
 ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"  # nothing to a client that reads, a reset from one that has gone
 
 
@@ -199,32 +202,9 @@ def _only_health(app: Any, most: int) -> Any:
     full = Refused(503, f"All {most} connections are in use: try again in 1 s.", Retry_After="1", Connection="close")
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await (app if scope["path"].startswith("/health/") else refusal(full))(scope, receive, send)
+        await (app if scope["path"] in HEALTH else refusal(full))(scope, receive, send)
 
     return answer
-
-
-class Sparing(logging.Filter):
-    """Lets few records a second through: what clients can cause without end must not fill a disk.
-
-    >>> sparing, record = Sparing(most=2), logging.makeLogRecord({"msg": "bad request"})
-    >>> [sparing.filter(record) for _ in range(4)]
-    [True, True, False, False]
-    """
-
-    def __init__(self, most: int = 5, each_s: float = 1.0):
-        super().__init__()
-        self._most, self._each_s, self._since_s, self._seen = most, each_s, -each_s, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is written; the first after a pause says how many were not."""
-        now = time.monotonic()
-        if now - self._since_s >= self._each_s:
-            left_out, self._since_s, self._seen = max(0, self._seen - self._most), now, 0
-            if left_out:
-                record.msg, record.args = f"{record.getMessage()} (and {left_out} lines before it)", ()
-        self._seen += 1
-        return self._seen <= self._most
 
 
 class Server(uvicorn.Server):
@@ -252,7 +232,8 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
 
     Raises:
         InputError: a variable that is no setting but nearly, a key that no client can send, an open server without a
-            key, more threads than cores can bear, or more connections than files may be open.
+            key, a precision that cannot be served, more threads than cores can bear, or more connections than files
+            may be open.
 
     >>> checked(Settings(host="0.0.0.0"), {})
     Traceback (most recent call last):
@@ -266,11 +247,14 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
             "(is there a newline at its end?). Set another one, or unset it."
             if key else "T5ACCEL_API_KEY must not be empty. Set a key, or unset it to serve without one."
         )  # fmt: skip
-    if key is None and not is_loopback(settings.host) and not settings.allow_unauthenticated:
-        raise InputError(
-            f"host is {settings.host!r}, which other machines reach, and there is no API key. Set T5ACCEL_API_KEY, or "
-            "give --allow-unauthenticated to serve everybody."
-        )
+    if key is None and not is_loopback(settings.host):
+        if not settings.allow_unauthenticated:
+            raise InputError(
+                f"host is {settings.host!r}, which other machines reach, and there is no API key. Set T5ACCEL_API_KEY, "
+                "or give --allow-unauthenticated to serve everybody."
+            )
+        log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
+    must_encode_alone(as_recipe(settings.precision or "fp32"))
     cores = cpu_threads()
     if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
         raise InputError(
@@ -326,11 +310,15 @@ def bound(settings: Settings) -> list[socket.socket]:
     except OSError as error:
         for made in sockets:
             made.close()
-        raise InputError(
-            f"host {settings.host!r} and port {settings.port} cannot be served: {error.strerror or error}. Give "
-            "another --port or --host."
-        ) from error
+        raise _not_served(settings, error) from error
     return sockets
+
+
+def _not_served(settings: Settings, error: OSError) -> InputError:
+    return InputError(
+        f"host {settings.host!r} and port {settings.port} cannot be served: {error.strerror or error}. Give another "
+        "--port or --host."
+    )
 
 
 def opened(settings: Settings) -> FastAPI:
@@ -341,7 +329,11 @@ def opened(settings: Settings) -> FastAPI:
             into ``key_value_mb``.
         ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `api.open_backend`.
     """
-    backend, tokenizer, what = open_backend(settings.model, precision=settings.precision, threads=settings.threads)
+    require_tokenizer(settings.model)
+    log.info("opening %s", settings.public_name)
+    backend, tokenizer, what = open_backend(
+        settings.model, precision=settings.precision, threads=settings.threads, progress=settings.log_format == "text"
+    )
     if tokenizer is None:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)
@@ -351,7 +343,11 @@ def opened(settings: Settings) -> FastAPI:
 
 
 def listen(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.socket]) -> None:
-    """Hand requests to an application until SIGTERM or SIGINT; ``scheduler`` says what runs, and is told to drain."""
+    """Hand requests to an application until SIGTERM or SIGINT; ``scheduler`` says what runs, and is told to drain.
+
+    Raises:
+        InputError: another server has begun to listen at the port since it was bound.
+    """
     patient = type("Connection", (Connection,), {
         "head_s": settings.head_s, "write_s": settings.write_s, "most": settings.connections, "idle": {},
     })  # fmt: skip
@@ -362,9 +358,16 @@ def listen(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.so
     for one in (logging.getLogger("asyncio"), logging.getLogger("uvicorn.error"), open_log):
         one.addFilter(Sparing())
     for one in sockets:
+        try:
+            one.listen(BACKLOG)
+        except OSError as error:
+            raise _not_served(settings, error) from error
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         log.info("listening at http://%s:%s", host, one.getsockname()[1])
-    Server(config, scheduler, settings.grace_s).run(sockets)
+    try:
+        Server(config, scheduler, settings.grace_s).run(sockets)
+    except KeyboardInterrupt:  # which uvicorn raises once it has ended in good order
+        pass
 
 
 def serve(settings: Settings) -> None:
@@ -374,7 +377,7 @@ def serve(settings: Settings) -> None:
     Traceback (most recent call last):
     t5accel.errors.InputError: precision 'int8-dynamic' finds the scale of what the decoder multiplies ...
     """
-    logging.basicConfig(level=logging.INFO, format=LOG)
+    configure(settings.log_level, settings.log_format)
     checked(settings)
     sockets = bound(settings)
     try:

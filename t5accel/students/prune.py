@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from tqdm import tqdm
 
+from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.students.batches import Mixture, steps_from
 from t5accel.students.distill import DistillConfig, Validate, train_student
@@ -204,5 +206,6 @@ def _scores(
         return alike(magnitude(model))
     batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], config.seed, 0)
     few = [batch for _ in range(config.examine) for _, batch in next(batches)]
+    shown = tqdm(few, desc="importance", unit="batch", disable=not machine.watches_stderr())
     objective = as_objective("labels")
-    return alike(taylor(model, few, lambda batch: student_loss(model, None, batch, objective)))
+    return alike(taylor(model, shown, lambda batch: student_loss(model, None, batch, objective)))

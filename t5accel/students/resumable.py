@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
+from t5accel import machine
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.export.staging import flush, reason
 
@@ -149,7 +150,8 @@ def run_steps(
         print(f"Going on after step {step}, from {checkpoint.file}.", file=sys.stderr)
     mean, started = None, time.perf_counter()
     saved, saving = started, 0.0
-    with tqdm(total=config.steps, initial=step, desc=label, unit="step", mininterval=5) as bar:
+    hidden = not machine.watches_stderr()
+    with tqdm(total=config.steps, initial=step, desc=label, unit="step", mininterval=5, disable=hidden) as bar:
         for batches in batches_from(step):
             if step >= config.steps:
                 break

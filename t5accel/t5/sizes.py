@@ -55,7 +55,7 @@ class T5Dims:
         config = getattr(model, "config", None)
         require_t5(config, type(model).__name__)
         if not hasattr(model, "lm_head") or not hasattr(model, "decoder"):
-            raise NotT5Error(f"{type(model).__name__} lacks a decoder or its head: give a …ForConditionalGeneration.")
+            raise NotT5Error(f"{type(model).__name__} cannot generate text: give a …ForConditionalGeneration.")
         d_kv = config.d_kv
 
         def heads(blocks: Any, layer: int, name: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from t5accel.checks import as_count, as_integers, read_json_object
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError, first_line
+from t5accel.text.languages import Languages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,13 +29,21 @@ _TIDIED += ((" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" '
 
 
 def text_to_text(
-    tokenizer: PreTrainedTokenizerBase | TokenizerFile, generate_ids: GenerateIds
-) -> Callable[[list[str]], list[str]]:
+    tokenizer: PreTrainedTokenizerBase | TokenizerFile, generate_ids: GenerateIds, *, prefix: str = "",
+    src_lang: str | None = None, skip_special_tokens: bool = True, ends: Sequence[int] | None = None,
+) -> Callable[[list[str]], list[str]]:  # fmt: skip
     """Wrap a function from ids to ids into one from texts to texts, as `quality.evaluate` wants it.
 
     Args:
         tokenizer: a `TokenizerFile`, or a transformers tokenizer with a padding token.
         generate_ids: called with ``input_ids`` and ``attention_mask``, both (B, S) int64; returns (B, L) token ids.
+        prefix: goes before each text, such as ``"summarize: "``.
+        src_lang: the language of the texts, as the tokenizer of NLLB, mBART or M2M100 names it; by default the one that
+            the tokenizer was saved with.
+        skip_special_tokens, ends: as of `decode`.
+
+    Raises:
+        InputError: the tokenizer does not know ``src_lang``.
 
     The returned function raises ``InputError`` for anything but a non-empty list of texts, and if ``generate_ids``
     returns something else than (B, L) ids (such as a `Generated`: give its ``sequences``), or the tokenizer fails.
@@ -51,6 +61,10 @@ def text_to_text(
 
     if not callable(generate_ids):
         raise InputError(f"generate_ids is {generate_ids!r}; give a function of input_ids and attention_mask.")
+    if not isinstance(prefix, str):
+        raise InputError(f"prefix must be a text, got {prefix!r:.80}. Give what goes before each text.")
+    languages = Languages(tokenizer)
+    language = None if src_lang is None else languages.source(src_lang)
 
     def generate(texts: list[str]) -> list[str]:
         given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
@@ -58,11 +72,13 @@ def text_to_text(
             raise InputError(f"Give a non-empty list of texts; {texts!r} was given.")
         if not all(_is_unicode(text) for text in given):
             raise InputError("A text holds half of a surrogate pair, as undecodable bytes become: decode it first.")
-        ids, mask = tokenize(tokenizer, given)
+        ids, mask = tokenize(tokenizer, [prefix + text for text in given])
+        if language is not None:
+            ids = languages.marked(ids, mask, language)
         answers = as_integers(generate_ids(ids, mask), "the result of generate_ids", rank=2)
         if len(answers) != len(given):
             raise InputError(f"generate_ids returned {len(answers)} rows for {len(given)} texts.")
-        return decode(tokenizer, answers)
+        return decode(tokenizer, answers, skip_special_tokens=skip_special_tokens, ends=ends)
 
     return generate
 
@@ -79,14 +95,43 @@ def tokenize(tokenizer: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
-def decode(tokenizer: Any, ids: Any) -> list[str]:
-    """(B, L) ids -> B texts without special tokens, by any tokenizer.
+def decode(
+    tokenizer: Any, ids: Any, *, skip_special_tokens: bool = True, ends: Sequence[int] | None = None
+) -> list[str]:
+    """(B, L) ids of new tokens -> B texts, by any tokenizer.
+
+    Args:
+        tokenizer: with transformers' ``batch_decode``.
+        ids: without the start token.
+        skip_special_tokens: whether to leave out special tokens. With ``False`` a text holds all tokens before its end:
+            ``<triplet>`` of REBEL, ``<extra_id_0>`` of T5, but neither the end itself nor padding.
+        ends: the tokens that end an answer; by default the tokenizer's one.
 
     Raises:
         InputError: the tokenizer fails, whatever it raises.
     """
+    if not skip_special_tokens:
+        ids = [before_end(row, ends_of(tokenizer, ends)) for row in ids]
     with _failures("The tokenizer cannot decode its tokens"):
-        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def ends_of(tokenizer: Any, given: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The tokens that end an answer: as given, or the tokenizer's one, if it names one."""
+    if given is not None:
+        return (*given,)
+    end = getattr(tokenizer, "eos_token_id", None)
+    return () if end is None else (end,)
+
+
+def before_end(tokens: Any, ends: Sequence[int]) -> list[int]:
+    """The tokens in front of the first end; all where there is none.
+
+    >>> before_end([7, 8, 1, 0], (1,)), before_end([7, 8], (1,))
+    ([7, 8], [7, 8])
+    """
+    row = [int(token) for token in tokens]
+    return row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
 
 
 @contextmanager
@@ -122,6 +167,7 @@ class TokenizerFile:
 
     Attributes:
         pad_token_id: as above.
+        eos_token_id: what ends an answer, by the configuration; ``None`` where it names none.
 
     Raises:
         ModelUnavailableError: there is no such file, or it is damaged.
@@ -167,7 +213,11 @@ class TokenizerFile:
         self.tokenizer.no_truncation()
         config = _read(file.parent / "tokenizer_config.json")
         self._is_tidied = config.get("clean_up_tokenization_spaces") is True
-        token = _content(config) or _content(_read(file.parent / "special_tokens_map.json"))
+        token, end = _content(config, "pad_token"), _content(config, "eos_token")
+        if token is None or end is None:
+            special = _read(file.parent / "special_tokens_map.json")
+            token, end = token or _content(special, "pad_token"), end or _content(special, "eos_token")
+        self.eos_token_id = None if end is None else self.tokenizer.token_to_id(end)
         if pad_token_id is None:
             found = self.tokenizer.token_to_id(token or "<pad>")
             pad_token_id = padding.get("pad_id") if found is None else found
@@ -210,6 +260,20 @@ class TokenizerFile:
         ids[mask] = np.concatenate(rows)
         return {"input_ids": ids, "attention_mask": mask.astype(np.int64)}
 
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of all special tokens, by their texts."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """The id of one token; ``None`` if there is no such token."""
+        return self.tokenizer.token_to_id(token)
+
+    def convert_ids_to_tokens(self, number: int) -> str | None:
+        """The token of one id; ``None`` if there is no such id."""
+        return self.tokenizer.id_to_token(number)
+
     def batch_decode(self, ids: Any, skip_special_tokens: bool = False) -> list[str]:
         """(B, L) ids, or rows of different lengths -> B texts.
 
@@ -230,18 +294,17 @@ class TokenizerFile:
 def tokenizer_of(folder: str | os.PathLike[str]) -> Any:
     """The tokenizer in the folder of a model or export; without transformers, where there is a ``tokenizer.json``.
 
-    Marian's and ByT5's have none, and are transformers' own. Those of NLLB and mBART write the source's language in
+    Other files, such as Marian's, are read by transformers. Tokenizers of NLLB and mBART write the source's language in
     front of texts, as the file was saved: give their ``src_lang`` before that.
 
     Raises:
         ModelUnavailableError: there is none, or it is damaged.
     """
-    if not os.path.isfile(Path(folder) / "tokenizer.json") and os.path.isfile(Path(folder) / "tokenizer_config.json"):
-        from transformers import AutoTokenizer  # ByT5's is no file but code, Marian's two of sentencepiece
+    if os.path.isdir(folder) and not os.path.isfile(Path(folder) / "tokenizer.json"):
+        from t5accel.checkpoints import load_tokenizer
 
-        from t5accel.checkpoints import load_pretrained
-
-        return load_pretrained(AutoTokenizer.from_pretrained, folder)
+        if (tokenizer := load_tokenizer(folder)) is not None:
+            return tokenizer
     return TokenizerFile(folder)
 
 
@@ -250,9 +313,9 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json_object(path, ModelUnavailableError) if os.path.lexists(path) else {}
 
 
-def _content(config: dict[str, Any]) -> str | None:
-    """The padding token's text, which is written in two ways."""
-    token = config.get("pad_token")
+def _content(config: dict[str, Any], name: str) -> str | None:
+    """A special token's text, which is written in two ways."""
+    token = config.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 

@@ -245,5 +245,6 @@ def require_contract(session: onnxruntime.InferenceSession, spec: GraphSpec, pat
             ):
                 raise ExportError(
                     f"{path} has not the {tensor.name} of shape {tensor.shape} in {tensor.dtype} that its manifest "
-                    "describes. Export again with overwrite=True (t5accel export MODEL FOLDER --overwrite)."
+                    "describes. Export again with overwrite=True (t5accel export --model MODEL --out FOLDER "
+                    "--overwrite)."
                 )

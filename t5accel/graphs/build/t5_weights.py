@@ -65,7 +65,9 @@ class T5Weights:
         (300, 8)
         """
         if name not in self.arrays:
-            raise NotT5Error(f"There is no weight {name}: wrapped models have to be unwrapped, adapters merged first.")
+            raise NotT5Error(
+                f"There is no weight {name}: unwrap the model, merge its adapters, or load it without quantisation."
+            )
         self.read.add(name)
         return self.arrays[name]
 

@@ -40,8 +40,6 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         NotT5Error: it has no head, or weights that the family knows nothing of.
         InputError: its weights are on the meta device, where they have no values.
     """
-    if not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "decoder"):
-        raise NotT5Error(f"{type(model).__name__} lacks a decoder or its head: give a {family.model_class}.")
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
     beside = {name for name, _ in (*model.named_parameters(), *model.named_buffers()) if not name.startswith("model.")}

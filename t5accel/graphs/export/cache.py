@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,12 +28,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.checkpoints import BUNDLED, data_folder, hub_snapshot, load_t5
-from t5accel.errors import ExportError, InputError
+from t5accel.checkpoints import BUNDLED, data_folder, has_weights, hub_file, hub_id, hub_resolves, hub_snapshot, load_t5
+from t5accel.checks import read_json_object
+from t5accel.errors import ExportError, InputError, ModelUnavailableError, first_line
 from t5accel.graphs.build.builder import OPSET
-from t5accel.graphs.contract import MANIFEST, as_folder
+from t5accel.graphs.contract import ENCODER, MANIFEST, as_folder
 from t5accel.graphs.export.logit_check import check_export
-from t5accel.graphs.export.manifest import FORMAT, Manifest, describe_file, read_manifest
+from t5accel.graphs.export.manifest import FORMAT, WRITTEN, Manifest, describe_file, read_manifest
 from t5accel.graphs.export.staging import clear_remnants, locked, reason
 from t5accel.graphs.export.t5 import FP32, export_t5, model_weights, save_tokenizer, source_hash
 from t5accel.graphs.numbers.convert import convert_export
@@ -130,6 +131,8 @@ def checked_export(
         if place and (manifest := hashes.kept(place(recipe))) and (named or not check_logits):
             return place(recipe), manifest
         if named and not (place and hashes.kept(place(RECIPES["fp32"]))):
+            if progress and machine.watches_stderr():
+                _say(f"Loading {label} …")
             model, own_tokenizer = load_t5(model)
             loaded = _key_of_name(label, hashes)  # again: what is published may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
@@ -163,6 +166,63 @@ def checked_export(
         if progress:
             _say(f"{label} is kept in {recipe.name}, too. Its quality was not measured: t5accel quantize does that.")
         return folder, hashes.remember(folder, convert_export(in_fp32, folder, recipe, overwrite=True))
+
+
+def given_export(model: Any) -> Path | None:
+    """The folder of the export that a name stands for: that folder, or a hub repository's; else ``None``.
+
+    An export on the hub is downloaded once, the files that its manifest names and no others. The hub is not asked about
+    what is in its cache.
+
+    Raises:
+        ModelUnavailableError: the hub does not send the whole export.
+
+    >>> given_export("mini") is None
+    True
+    """
+    if not isinstance(model, str | os.PathLike):
+        return None
+    folder = Path(model)
+    if os.path.isfile(folder / MANIFEST) and (os.path.isfile(folder / ENCODER) or not has_weights(folder)):
+        return folder
+    repository = hub_id(os.fspath(model))
+    return _hub_export(repository) if repository else None
+
+
+def _hub_export(repository: str) -> Path | None:
+    folder = hub_snapshot(repository)
+    if folder is None or not (folder / MANIFEST).is_file():
+        if folder and has_weights(folder):
+            return None
+        if (manifest := hub_file(repository, MANIFEST)) is None:
+            return None
+        folder = manifest.parent
+    try:
+        content = read_json_object(folder / MANIFEST, ExportError)
+        names = {*content["files"], MANIFEST} if {"format", "layout"} <= content.keys() else set()
+    except (ExportError, LookupError, TypeError):
+        names = set()
+    if not names:  # a manifest of something else
+        return None
+    if foreign := names - WRITTEN:
+        raise ModelUnavailableError(f"{repository} lists {min(foreign)!r:.80}, which is no file of an export.")
+
+    def missing() -> list[str]:
+        return [name for name in sorted(names) if not (folder / name).is_file()]
+
+    if missing() and hub_resolves():
+        from huggingface_hub import constants, snapshot_download
+
+        only = {"revision": folder.name, "allow_patterns": sorted(names)}  # of the commit of that manifest
+        try:
+            snapshot_download(repository, cache_dir=constants.HF_HUB_CACHE, **only)
+        except Exception as error:
+            raise ModelUnavailableError(f"{repository} cannot be downloaded: {first_line(error)}.") from error
+    if lacking := missing():
+        raise ModelUnavailableError(
+            f"The export {repository} lacks {lacking[0]} in the hub's cache, and it cannot be had from the hub."
+        )
+    return folder
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -295,19 +355,25 @@ def list_exports() -> list[CachedExport]:
     return [CachedExport(folder, _manifest(folder), _size_bytes(folder)) for folder in _folders()]
 
 
-def clear_exports() -> list[CachedExport]:
-    """Delete all cached exports, and say which. Other files in that folder stay.
+def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
+    """Delete cached exports, all or those of these folder names, and return them. Other files in that folder stay.
 
     Raises:
+        InputError: a name is no cached export's; nothing is deleted.
         ExportError: one cannot be deleted; those before it are.
     """
     found = list_exports()
+    if names is not None:
+        if missing := [name for name in names if name not in {export.folder.name for export in found}]:
+            raise InputError(f"The cache has no export {missing[0]!r}. Give names that `t5accel cache list` shows.")
+        found = [export for export in found if export.folder.name in names]
     try:
         for export in found:
             _delete(export.folder)
         clear_remnants(cache_folder(), locks=True)
-        for file in cache_folder().glob(f"{HASHES}*"):
-            file.unlink(missing_ok=True)
+        if names is None:
+            for file in cache_folder().glob(f"{HASHES}*"):
+                file.unlink(missing_ok=True)
     except OSError as error:
         raise ExportError(f"{error.filename or cache_folder()} cannot be deleted: {reason(error)}.") from error
     return found

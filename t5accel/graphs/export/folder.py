@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from t5accel import machine
 from t5accel.errors import ExportError
 from t5accel.graphs.build.builder import GraphBuilder
 from t5accel.graphs.contract import WEIGHTS, as_folder
@@ -110,10 +112,20 @@ def is_occupied(target: Path) -> bool:
         raise ExportError(f"{target} cannot be read: {error}") from error
 
 
-def require_place(target: Path) -> None:
-    """Raise ``ExportError`` if something lies there that an export may never replace, before hours go into one."""
-    if is_occupied(target):
-        _refuse_unless_replaceable(target, overwrite=True)
+def require_free(target: Path, name: str, recipe: str = "fp32", *, overwrite: bool) -> None:
+    """Raise ``ExportError`` if an export cannot be written there, before its model is loaded or scored.
+
+    An export of the model ``name`` in the same recipe passes: the same export is kept.
+    """
+    if not is_occupied(target):
+        return
+    try:
+        there = read_manifest(target, verify=False)
+        same = not overwrite and (there.source["name"], there.recipe["name"].split("+")[0]) == (name, recipe)
+    except ExportError:
+        same = False
+    if not same:
+        _refuse_unless_replaceable(target, overwrite)
 
 
 def _same(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool) -> bool:
@@ -128,7 +140,8 @@ def _same(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool)
         (m.source["sha256"], m.recipe, m.opset, m.versions.get("t5accel"), m.optimized, not m.shortlist, m.step)
         for m in (there, manifest)
     ]
-    if deciding[0] != deciding[1]:
+    there_written, ours_written = (json.dumps(facts, sort_keys=True) for facts in deciding)  # lists for tuples
+    if there_written != ours_written:
         return False
     with TemporaryDirectory() as folder:
         plan.add_files(Path(folder))
@@ -153,7 +166,8 @@ def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
 def _bar(progress: bool, description: str) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description, disable=not progress)
+    hidden = not (progress and machine.watches_stderr())
+    return tqdm(total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description, disable=hidden)
 
 
 def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsFile, bar: Any) -> None:

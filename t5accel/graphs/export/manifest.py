@@ -48,7 +48,7 @@ OPTIMIZED = {"tool": str, "level": str, "onnxruntime": str, "machine": dict, "co
 WRITTEN = {ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS, MANIFEST, "config.json", "generation_config.json",
            "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
            "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm", "vocab.json", "target_vocab.json",
-           "merges.txt"}  # fmt: skip
+           "merges.txt", "vocab.txt", "tokenizer.model"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         InputError: ``folder`` is no path.
     """
     folder = as_folder(folder)
-    again = "Export again with overwrite=True (t5accel export MODEL FOLDER --overwrite)."
+    again = "Export again with overwrite=True (t5accel export --model MODEL --out FOLDER --overwrite)."
     path = folder / MANIFEST
     try:
         content = read_json_object(path, ExportError, again)
@@ -164,7 +164,8 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise
         raise ExportError(
-            f"{folder} holds no {MANIFEST}, so it is no export of t5accel: make one with t5accel export MODEL FOLDER."
+            f"{folder} holds no {MANIFEST}, so it is no export of t5accel: make one with t5accel export --model MODEL "
+            f"--out {folder}."
         ) from error
     try:
         if (found := content.get("format")) != FORMAT:

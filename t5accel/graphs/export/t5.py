@@ -19,14 +19,14 @@ from t5accel.checks import as_count
 from t5accel.decoding.rules import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.families.family import Family
-from t5accel.families.registry import family_of
+from t5accel.families.registry import family_of_model
 from t5accel.graphs.build.builder import OPSET
 from t5accel.graphs.build.layers import decoder_graph, encoder_graph
 from t5accel.graphs.build.step import step_graph
 from t5accel.graphs.build.t5_weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
 from t5accel.graphs.export.bart_like import bart_like_weights, source_vocabulary
-from t5accel.graphs.export.folder import LARGEST_INSIDE, ExportPlan, as_target, write_export
+from t5accel.graphs.export.folder import LARGEST_INSIDE, ExportPlan, as_target, require_free, write_export
 from t5accel.graphs.export.logit_check import check_export
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.shortlist import head_for, shortlist_graph
@@ -100,6 +100,7 @@ def export_t5(
         raise InputError(f"name is {name!r}; give a text.")
     if isinstance(model, str | os.PathLike):
         name = name or os.fspath(model)
+        require_free(target, name, overwrite=overwrite)
         model, own_tokenizer = load_t5(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     name = name or type(model).__name__
@@ -146,7 +147,7 @@ def model_weights(model: PreTrainedModel, family: Family | None = None) -> T5Wei
     Raises:
         NotT5Error, InputError: as of `t5_weights`.
     """
-    found = family_of(getattr(model, "config", None), type(model).__name__)
+    found = family_of_model(model)
     return t5_weights(model) if found.is_relative else bart_like_weights(model, family or found)
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from t5accel.errors import GateError, InputError
-from t5accel.graphs.export.folder import require_place
+from t5accel.graphs.export.folder import require_free
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.fp32_export import Fp32Export
 from t5accel.graphs.numbers.integer_graphs import Integers, Ranges
@@ -123,7 +123,7 @@ def quantize(
     """
     source, recipe = Fp32Export.read(folder), _with_integers(recipe)
     target = source.target(out)
-    require_place(target)
+    require_free(target, source.manifest.source["name"], recipe.name, overwrite=overwrite)
     limits, order, tried = _limits(max_loss), list(groups or ()), []
     recipe.without(order, instead=instead)  # what is no group is refused before anything is scored
     baseline = _scores(score, source.folder, limits)

@@ -1,0 +1,139 @@
+"""Languages of a source and its answer, by the names that a multilingual tokenizer gives them.
+
+NLLB, mBART and M2M100 mark a text's language with a special token.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from t5accel.errors import InputError
+
+# fra_Latn of NLLB, fr_XX of mBART, __fr__ of M2M100
+_FORMS = tuple(map(re.compile, (r"([a-z]{3}_[A-Z][a-z]{3})", r"([a-z]{2}_[A-Z]{2})", r"__([a-z]{2,3})__")))
+_SHOWN = 5  # names in a message
+
+
+class Languages:
+    """The languages of a tokenizer. Nothing of it is changed, so that threads may share it.
+
+    Args:
+        tokenizer: a `TokenizerFile`, or one of transformers; with or without languages.
+
+    >>> class Toy:  # a toy tokenizer with M2M100's marks
+    ...     special_tokens = {"</s>": 2, "__en__": 7, "__fr__": 8}
+    ...     def __call__(self, texts, **_):
+    ...         ids = np.array([[7, *map(ord, text), 2] for text in texts])
+    ...         return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    >>> languages = Languages(Toy())
+    >>> languages.ids
+    {'en': 7, 'fr': 8}
+    >>> languages.marked(np.array([[7, 65, 2]]), np.array([[1, 1, 1]]), languages.source("fr")).tolist()
+    [[8, 65, 2]]
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _mark(self) -> tuple[re.Pattern[str] | None, bool]:
+        """How language tokens are written, and whether a source ends with its own, by the marks of an empty text."""
+        names = {token: name for name, token in self._special_tokens.items()}
+        ids = np.asarray(self._tokenizer([""], return_tensors="np", padding=True)["input_ids"])[0].tolist()
+        for place in (0, -1) if ids else ():
+            for form in _FORMS:
+                if form.fullmatch(names.get(ids[place], "")):
+                    return form, place == -1
+        return None, False
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        own = getattr(self._tokenizer, "special_tokens", None)
+        if own is not None:
+            return own
+        names = [*getattr(self._tokenizer, "all_special_tokens", ())]
+        names += getattr(self._tokenizer, "lang_token_to_id", ())  # M2M100's are no special tokens everywhere
+        return {name: self._tokenizer.convert_tokens_to_ids(name) for name in names}
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The token of each language by its name; empty where there are none."""
+        form, _ = self._mark
+        found = {name: form and form.fullmatch(name) for name in self._special_tokens}
+        return {match[1]: self._special_tokens[name] for name, match in found.items() if match}
+
+    @property
+    def closing(self) -> int:
+        """How many tokens a tokenizer puts behind a source: its end, and in mBART of 25 languages the language."""
+        return 1 + self._mark[1]
+
+    def source(self, src_lang: str) -> int:
+        """The token of a source's language.
+
+        Raises:
+            InputError: the tokenizer does not know the language, or has none.
+        """
+        return self._id_of(src_lang, "src_lang")
+
+    def marked(self, ids: np.ndarray, mask: np.ndarray, language: int) -> np.ndarray:
+        """Encoded sources with another language's mark: (B, S) -> (B, S) int64."""
+        marked, rows = np.array(ids), np.arange(len(ids))
+        real = mask[:, ::-1] if self._mark[1] else mask
+        place = real.argmax(axis=1)
+        marked[rows, mask.shape[1] - 1 - place if self._mark[1] else place] = language
+        return marked
+
+    def target(self, backend: Any, tgt_lang: str | None = None, forced_bos_token: str | None = None) -> dict[str, int]:
+        """What the decoding loops are told of the language to write: options by name, none where nothing is given.
+
+        Args:
+            backend: mBART of 25 languages begins its answers with the language in place of the end token.
+            tgt_lang: the name of a language.
+            forced_bos_token: the first token of every answer.
+
+        Raises:
+            InputError: the tokenizer does not know the language or the token, or both are given.
+        """
+        if tgt_lang is not None and forced_bos_token is not None:
+            raise InputError("tgt_lang and forced_bos_token both name the first token: give one of them.")
+        if forced_bos_token is not None:
+            return {"forced_bos_token_id": _token_id(self._tokenizer, forced_bos_token, [*self._special_tokens])}
+        if tgt_lang is None:
+            return {}
+        starts_with_end = backend.decoder_start_token_id == backend.eos_token_id
+        name = "forced_bos_token_id" if starts_with_end else "decoder_start_token_id"
+        return {name: self._id_of(tgt_lang, "tgt_lang")}
+
+    def _id_of(self, name: Any, option: str) -> int:
+        if not self.ids:
+            raise InputError(
+                f"{option} is for models whose tokenizer has language tokens, such as NLLB, mBART and M2M100. Name the "
+                "language in a prefix."
+            )
+        found = self.ids.get(name) if isinstance(name, str) else None
+        if found is None and isinstance(name, str):
+            found = self.ids.get(name.strip("_"))
+        if found is None:
+            raise InputError(f"{option} must be a language of this model, got {name!r:.80}.{_nearest(name, self.ids)}")
+        return found
+
+
+def _token_id(tokenizer: Any, token: Any, known: list[str]) -> int:
+    found = tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else None
+    # transformers gives the id of <unk> for a token that it does not know.
+    if found is None or tokenizer.convert_ids_to_tokens(found) != token:
+        raise InputError(f"forced_bos_token must be a token of this model, got {token!r:.80}.{_nearest(token, known)}")
+    return int(found)
+
+
+def _nearest(given: Any, known: Any) -> str:
+    """A sentence with the names that are nearest to what was given."""
+    text, names = str(given), sorted(known)
+    near = get_close_matches(text, names, n=_SHOWN)
+    near += [name for name in names if text[:2] and name.lower().startswith(text[:2].lower()) and name not in near]
+    return f" Give one of {', '.join((near or names)[:_SHOWN])}{', …' * (not near)}." if names else ""
