@@ -232,7 +232,7 @@ def test_models_of_ones_own_are_answered_by_their_sizes(tmp_path: Path) -> None:
     assert own.recommended and own.far["model size"] != 1 and "by its name" not in report(own)
 
 
-def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path) -> None:
+def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path, cache_of_its_own: Any) -> None:
     """The command, and then the question again with its results."""
     random_t5(dict(d_model=8, d_kv=4, d_ff=16, num_heads=2, num_layers=1, vocab_size=64)).save_pretrained(
         tmp_path / "own"
