@@ -197,7 +197,7 @@ def test_a_warm_run_needs_neither_torch_nor_transformers(tmp_path):
 @pytest.mark.parametrize(
     "command",
     [["run", TEXT, "--model"], ["batch", "texts.txt", "out", "--model"], ["serve", "--port", 0, "--model"],
-     ["quantize", "--eval", "rows.jsonl", "--max-loss", 1, "new"], ["triton", "models", "--model"]],
+     ["quantize", "--eval", "rows.jsonl", "--max-loss", 1, "new"], ["triton", "models", "--name", "m", "--model"]],
 )  # fmt: skip
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, tiny_t5, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
