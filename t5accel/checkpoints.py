@@ -182,8 +182,9 @@ def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 
 def _refuse_instead(repository: str) -> None:
-    for name, sentence in _INSTEAD.items():
-        if _hub_commit(repository) and hub_file(repository, name):  # a commit is known: the hub has answered
+    commit = _hub_commit(repository)
+    for name, sentence in _INSTEAD.items():  # where a commit is known, the hub has answered
+        if commit and ((commit / name).is_file() or hub_file(repository, name)):
             raise ModelUnavailableError(sentence.format(repository))
 
 
@@ -302,11 +303,11 @@ def require_tokenizer(name: str | os.PathLike[str]) -> None:
 
     >>> require_tokenizer("mini")
     """
-    if name.startswith("random:"):
-        raise InputError(
-            f"{name} has random weights and no tokenizer, so it reads no text: give mini, or another model."
-        )
-    if os.path.isfile(Path(name) / "config.json") and not _has_tokenizer(Path(name)):
+    name = os.fspath(name)
+    if name.removeprefix("random:") in {*RANDOM_SIZES, *SIZES} - {name}:
+        raise InputError(f"{name} has random weights and no tokenizer, so it reads no text: give another model.")
+    is_model = name not in BUNDLED and os.path.isfile(os.path.join(name, "config.json"))
+    if is_model and not _has_tokenizer(Path(name)):
         raise InputError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained().")
 
 
