@@ -85,7 +85,8 @@ class Service:
         if longest > most and not asked.truncate:
             raise _too_long(f"A text has {longest} characters, and {most} are allowed")
         # With a source of one token, the shortest there is, anything else that is wrong shows.
-        least = replace(asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules, stops), **first)
+        least = asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules, stops)
+        least = replace(least, **first) if first else least
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
         sources = [
