@@ -120,7 +120,8 @@ class Service:
             return tokens
         if not truncate:
             raise _too_long(f"A source has {len(tokens)} tokens, and {most} are allowed")
-        closing = [self.backend.eos_token_id] if self.languages.closing == 1 else tokens[-self.languages.closing :]
+        end = self.backend.eos_token_id
+        closing = tokens[-2:] if tokens[-2] == end != tokens[-1] else [end]  # in mBART the language stands behind it
         return [*tokens[: max(most - len(closing), 0)], *closing]
 
     def close(self) -> None:
