@@ -432,7 +432,7 @@ def test_requests_take_the_model_s_beams_where_they_name_none() -> None:
     assert job(Generate(text="a", num_beams=1, stream=True)).stream
     assert job(Completion(model="m", prompt="a", num_beams=1, stream=True).generate()).stream
     for asked in (Generate(text="a", stream=True), Completion(model="m", prompt="a", stream=True).generate()):
-        with pytest.raises(InputError, match="sets num_beams=3, and beams cannot stream: give num_beams 1"):
+        with pytest.raises(InputError, match="num_beams=3, and beams can neither stream nor stop at texts"):
             job(asked)
 
 

@@ -35,7 +35,7 @@ from t5accel.serving.ticket import Ticket
 from t5accel.text.languages import Languages
 from t5accel.text.text_to_text import before_end
 
-VERSION = sys.modules["t5accel"].__version__  # not imported: the package itself stands above this module
+VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not imported: the package stands above
 DONE = "data: [DONE]\n\n"
 CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
 ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
