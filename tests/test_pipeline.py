@@ -108,8 +108,8 @@ def test_a_task_brings_its_prefix_and_options(mini) -> None:
 @pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="transformers 5.x dropped these pipelines")
 def test_the_pipelines_of_an_accelerated_model_take_the_prefix_of_their_task(mini) -> None:
     tasks = {
-        "summarization": dict(prefix=SUMMARIZE, num_beams=2, max_length=14, min_length=3, early_stopping=True),
-        "translation_en_to_fr": dict(prefix=TRANSLATE, num_beams=1, max_length=20),
+        "summarization": dict(prefix=SUMMARIZE, num_beams=2, max_new_tokens=14, min_length=3, early_stopping=True),
+        "translation_en_to_fr": dict(prefix=TRANSLATE, num_beams=1, max_new_tokens=20),
     }
     own, config = copy.deepcopy(mini[0]), copy.deepcopy(mini[0].config)
     own.config.task_specific_params = config.task_specific_params = tasks

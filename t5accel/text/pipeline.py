@@ -35,7 +35,7 @@ def text2text(
         batch_size: at most so many texts at a time.
         prefix: goes before each text, such as ``"summarize: "``. By default that of ``task``, or nothing.
         task: a key of the configuration's ``task_specific_params``, such as ``"summarization"``: its prefix and options
-            are used where none are given, as transformers' pipeline of this task does.
+            are used where none are given.
         generate_options: passed on to ``generate``, such as ``max_new_tokens`` and ``num_beams``.
 
     Raises:
