@@ -4,7 +4,6 @@ Importing the package loads nothing heavy; the names below are fetched from thei
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -12,7 +11,9 @@ _WHERE = {"accelerate": "t5accel.api", "load_t5": "t5accel.checkpoints", "T5Dims
 
 __all__ = ["T5Dims", "__version__", "accelerate", "load_t5"]
 
-if TYPE_CHECKING:  # what editors and type checkers read
+TYPE_CHECKING = False  # editors and type checkers take it for true; the one of typing costs an import
+
+if TYPE_CHECKING:
     from t5accel.api import accelerate
     from t5accel.checkpoints import load_t5
     from t5accel.t5.sizes import T5Dims

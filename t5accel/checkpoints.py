@@ -22,7 +22,6 @@ from t5accel.checks import check_file, read_json_object
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.families.lively import random_model
 from t5accel.families.registry import SIZES, family_of, no_head
-from t5accel.graphs.contract import MANIFEST
 from t5accel.t5.lively import RANDOM_SIZES, kind_of, random_t5
 from t5accel.t5.narrow import load_narrow
 from t5accel.t5.sizes import CLASS_PREFIXES
@@ -38,11 +37,12 @@ _WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # whole, or in shards
 # Files of which a tokenizer of these families can be made; ByT5's has the second one alone.
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer_config.json",), ("spiece.model",), ("sentencepiece.bpe.model",),
                ("tokenizer.model",), ("source.spm",), ("vocab.json", "merges.txt"))  # fmt: skip
+_EXPORT = "manifest.json"  # of an export: `graphs.contract.MANIFEST`
 # What a folder holds in place of a model, or beside one.
 _INSTEAD = {
     "adapter_config.json": "{} holds an adapter: load it with peft, merge it into its model with merge_and_unload(), "
     "save that with save_pretrained(), and give that folder.",
-    MANIFEST: "{} is an export, which holds no weights for PyTorch: give the model that it was made from.",
+    _EXPORT: "{} is an export, which holds no weights for PyTorch: give the model that it was made from.",
 }
 _HEADLESS = re.compile(r"\w+For(?!Conditional)\w+|\w+EncoderModel")  # classes without a language-model head
 MAX_LAYERS = 1000  # of a stack; the largest published ones have some fifty
@@ -159,7 +159,7 @@ def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTr
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     for name, sentence in _INSTEAD.items():
-        if (folder / name).is_file() and not (name == MANIFEST and has_weights(folder)):
+        if (folder / name).is_file() and not (name == _EXPORT and has_weights(folder)):
             raise ModelUnavailableError(sentence.format(folder))
     read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
     return _from_pretrained(str(folder))
@@ -182,8 +182,9 @@ def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 
 def _refuse_instead(repository: str) -> None:
-    for name, sentence in _INSTEAD.items():
-        if _hub_commit(repository) and hub_file(repository, name):  # a commit is known: the hub has answered
+    commit = _hub_commit(repository)
+    for name, sentence in _INSTEAD.items():  # where a commit is known, the hub has answered
+        if commit and ((commit / name).is_file() or hub_file(repository, name)):
             raise ModelUnavailableError(sentence.format(repository))
 
 
@@ -302,11 +303,11 @@ def require_tokenizer(name: str | os.PathLike[str]) -> None:
 
     >>> require_tokenizer("mini")
     """
-    if name.startswith("random:"):
-        raise InputError(
-            f"{name} has random weights and no tokenizer, so it reads no text: give mini, or another model."
-        )
-    if os.path.isfile(Path(name) / "config.json") and not _has_tokenizer(Path(name)):
+    name = os.fspath(name)
+    if name.removeprefix("random:") in {*RANDOM_SIZES, *SIZES} - {name}:
+        raise InputError(f"{name} has random weights and no tokenizer, so it reads no text: give another model.")
+    is_model = name not in BUNDLED and os.path.isfile(os.path.join(name, "config.json"))
+    if is_model and not _has_tokenizer(Path(name)):
         raise InputError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained().")
 
 

@@ -145,9 +145,9 @@ def serve(
         from t5accel.serving import server
         from t5accel.serving.settings import Settings
     except ImportError as error:
-        from t5accel.errors import MissingPackageError
+        from t5accel.errors import MissingPackageError, install
 
-        raise MissingPackageError(f"{error.name} is missing: pip install 't5accel[serving]'.") from error
+        raise MissingPackageError(f"{error.name} is missing: {install('serving')}.") from error
     try:
         settings = Settings(**given)
     except ValidationError as error:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
+import psutil
+
 from t5accel import machine
 from t5accel.checkpoints import BUNDLED, data_folder
-from t5accel.errors import T5AccelError
+from t5accel.errors import T5AccelError, install
+from t5accel.graphs.export.cache import ENVIRONMENT, cache_folder
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ def _package(module: str, distribution: str, needed_for: str, extra: str = "", *
             return Check(distribution, True, metadata.version(distribution), needed_for)
         except metadata.PackageNotFoundError:
             return Check(distribution, True, "present", needed_for)
-    remedy = f"pip install 't5accel[{extra}]'" if extra else f"pip install {distribution}"
+    remedy = install(extra) if extra else f"pip install {distribution}"
     return Check(distribution, False if required else None, "missing", needed_for, remedy)
 
 
@@ -56,7 +62,7 @@ def _onnxruntime() -> Check:
         remedy = f"pip uninstall {' '.join(installed)}, then install one: they overwrite each other's files"
         return Check("onnxruntime", False, "both onnxruntime and onnxruntime-gpu", needed_for, remedy)
     if not installed:
-        remedy = "pip install 't5accel[cpu]' (or [gpu])"
+        remedy = f"{install('cpu')} (or [gpu])"
         return Check("onnxruntime", None, "missing", needed_for, remedy)
     return Check("onnxruntime", True, f"{installed[0]} {metadata.version(installed[0])}", needed_for)
 
@@ -88,24 +94,53 @@ def _gpu() -> Check:
     except (ImportError, OSError) as error:  # torch is there and does not load, as with a driver library missing
         return Check("GPU", False, "torch does not load", "everything", f"install torch again ({error})")
     if gpu is None:
-        return Check("GPU", None, "none", "the GPU notebooks show recorded results without one")
+        return Check("GPU", None, "none", "the GPU notebooks, which show recorded results without one")
     return Check("GPU", True, gpu["name"], "the GPU notebooks")
 
 
+def _processor() -> Check:
+    cores = psutil.cpu_count(logical=False) or "unknown"
+    return Check("processor", True, f"{machine.cpu_threads()} threads, {cores} cores", "every timing")
+
+
+def _cache() -> Check:
+    folder = cache_folder()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    remedy = f"set {ENVIRONMENT} to a folder that can be written"
+    return Check("cache", os.access(there, os.W_OK), str(folder), "exports, which are made once", remedy)
+
+
+def _node() -> Check:
+    needed_for = "the web page"
+    if (node := shutil.which("node")) is None:
+        return Check("node", None, "missing", needed_for, "install Node.js 20.11 or newer")
+    done = subprocess.run([node, "--version"], capture_output=True, text=True)
+    return Check("node", True, done.stdout.strip() or "present", needed_for)
+
+
 CHECKS: tuple[Callable[[], Check], ...] = (
+    lambda: _package("t5accel", "t5accel", "everything"),
     _python,
+    _processor,
+    _cache,
     lambda: _package("torch", "torch", "everything", required=True),
     _transformers,
     lambda: _package("tokenizers", "tokenizers", "tokenising", required=True),
     _bundled_model,
     lambda: _package("onnx", "onnx", "exporting", required=True),
     _onnxruntime,
+    lambda: _package("openvino", "openvino", "runtime='openvino'", "openvino"),
     lambda: _package("optimum", "optimum-onnx", "the cells that show optimum beside ours", "optimum"),
     lambda: _package("datasets", "datasets", "tasks.load()", "course"),
     lambda: _package("evaluate", "evaluate", "the metric modules in data/metrics", "course"),
     lambda: _package("sacrebleu", "sacrebleu", "quality: BLEU and chrF", "course"),
     lambda: _package("rouge_score", "rouge-score", "quality: ROUGE", "course"),
     lambda: _package("matplotlib", "matplotlib", "plots", "course"),
+    lambda: _package("fastapi", "fastapi", "t5accel serve", "serving"),
+    lambda: _package("uvicorn", "uvicorn", "t5accel serve", "serving"),
+    lambda: _package("pyarrow", "pyarrow", "Parquet in t5accel batch", "batch"),
+    lambda: _package("ray", "ray", "--engine ray", "ray"),
+    _node,
     lambda: _package("gradio", "gradio", "t5accel demo", "demo"),
     lambda: _package("jupyterlab", "jupyterlab", "make lab", "course"),
     lambda: _package("nbclient", "nbclient", "make course", "course"),
@@ -117,7 +152,7 @@ def diagnose() -> list[Check]:
     """Run every check. Nothing is changed and nothing is downloaded.
 
     >>> [check.name for check in diagnose()][:2]
-    ['python', 'torch']
+    ['t5accel', 'python']
     """
     return [check() for check in CHECKS]
 
@@ -125,8 +160,8 @@ def diagnose() -> list[Check]:
 def report(checks: list[Check]) -> str:
     """A plain-text table: a mark, what was found, what it is for, and what to do where something is amiss.
 
-    >>> print(report([Check("matplotlib", None, "missing", "plots", "pip install 't5accel[course]'")]))
-    - matplotlib   missing   for plots; to get it: pip install 't5accel[course]'
+    >>> print(report([Check("matplotlib", None, "missing", "plots", "pip install matplotlib")]))
+    - matplotlib   missing   for plots; to get it: pip install matplotlib
     """
     width, found = (max(len(getattr(check, name)) for check in checks) for name in ("name", "found"))
     marks = {True: "+", False: "!", None: "-"}

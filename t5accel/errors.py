@@ -4,6 +4,8 @@ They share one base, so that `except T5AccelError` catches ours and nothing else
 (`ValueError`, `OSError`) that a caller who does not know this package would expect.
 """
 
+ADDRESS = ""  # what pip installs: "t5accel" once that is on PyPI; until then the checkout in which one stands
+
 
 class T5AccelError(Exception):
     """Base of all errors of this package."""
@@ -75,6 +77,15 @@ class ShuttingDownError(T5AccelError, RuntimeError):
 
 class EngineError(T5AccelError, RuntimeError):
     """The engine failed at a request; others may go on. The message names what it raised."""
+
+
+def install(extras: str) -> str:
+    """The command that installs the package with extras, such as ``"cpu,demo"``.
+
+    >>> install("serving")
+    'pip install ".[serving]" in a checkout of t5accel'
+    """
+    return f'pip install "{ADDRESS or "."}[{extras}]"' + " in a checkout of t5accel" * (not ADDRESS)
 
 
 def first_line(error: BaseException) -> str:

@@ -256,6 +256,6 @@ def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
         out: Any = torch.empty_like(matrix)
         return 2 * n**3 / _best_s(lambda: torch.mm(matrix, matrix, out=out))
     if dtype in ("float16", "bfloat16"):
-        raise MissingPackageError(f"dtype {dtype!r} needs torch: numpy has no fast 16-bit product; pip install torch")
+        raise MissingPackageError(f"dtype {dtype!r} needs torch: numpy has no fast 16-bit product; pip install torch.")
     square = np.ones((n, n), dtype)
     return 2 * n**3 / _best_s(lambda: square @ square)

@@ -214,4 +214,4 @@ def _optional(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingPackageError(f"{package} is not installed: pip install {package}, or 't5accel[course]'") from error
+        raise MissingPackageError(f"{package} is not installed: pip install {package}.") from error

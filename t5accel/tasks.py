@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5accel.checkpoints import BUNDLED, data_folder
 from t5accel.checks import as_count, read_json_object
-from t5accel.errors import InputError, MissingPackageError
+from t5accel.errors import InputError, MissingPackageError, install
 
 if TYPE_CHECKING:
     import datasets
@@ -143,9 +143,7 @@ def load(name: str) -> datasets.Dataset:
     try:
         import datasets
     except ImportError as error:
-        raise MissingPackageError(
-            "datasets is not installed: pip install 't5accel[course]' brings it; rows() does without"
-        ) from error
+        raise MissingPackageError(f"datasets is not installed: {install('notebooks')}. rows() does without.") from error
     # features are given, not inferred: a set that begins with unanswerable rows has no type for its answers yet
     fields = {field: datasets.Value("string") for field in ("id", *_TEXT_FIELDS[name])}
     return datasets.Dataset.from_list(

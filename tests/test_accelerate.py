@@ -66,6 +66,7 @@ def test_the_tokenizer_given_is_kept(tiny_t5, mini) -> None:
 def test_the_package_offers_the_function_and_is_light() -> None:
     program = (
         "import t5accel, sys\n"
+        "assert {'accelerate', 'load_t5'} <= {*dir(t5accel)}\n"
         "assert not {'torch', 'onnxruntime', 'transformers', 'numpy'} & sys.modules.keys()\n"
         "from t5accel import accelerate\n"
         "from t5accel.api import accelerate as function\n"

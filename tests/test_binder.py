@@ -4,11 +4,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -65,6 +67,35 @@ def faults(text: str, folder: Path, from_conda: set[str], extras: list[str]) -> 
 def test_conda_environments_are_thin_faces_on_pyproject(file: str) -> None:
     path = ROOT / file
     assert faults(path.read_text(encoding="utf-8"), path.parent, *ENVIRONMENTS[file]) == []
+
+
+PLATFORMS = {  # as uv calls them -> what markers ask for
+    "x86_64-manylinux_2_28": ("linux", "x86_64"), "aarch64-manylinux_2_28": ("linux", "aarch64"),
+    "aarch64-apple-darwin": ("darwin", "arm64"), "x86_64-pc-windows-msvc": ("win32", "AMD64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_the_gpu_extra_brings_the_one_runtime_that_has_wheels_there(platform: str) -> None:
+    system, processor = PLATFORMS[platform]
+    where = {"sys_platform": system, "platform_machine": processor}
+    wanted = [Requirement(text) for text in PROJECT["optional-dependencies"]["gpu"]]
+    (brought,) = (str(one).split(";")[0] for one in wanted if one.marker is None or one.marker.evaluate(where))
+    assert brought.startswith("onnxruntime-gpu" if processor in ("x86_64", "AMD64") else "t5accel[cpu]")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_environment_yml_resolves(platform: str, tmp_path: Path) -> None:
+    """Without installing; on macOS from release 14, which torch's wheels ask for."""
+    pytest.importorskip("uv")
+    extras = [part for name in ENVIRONMENTS["environment.yml"][1] for part in ("--extra", name)]
+    wheels = [part for name in ("onnxruntime", "onnxruntime-gpu", "torch") for part in ("--only-binary", name)]
+    command = ["uv", "pip", "compile", "pyproject.toml", *extras, *wheels, "-c", "requirements/constraints.txt"]
+    command += ["--python-platform", platform, "--python-version", "3.11.9", "-q", "-o", str(tmp_path / "found.txt")]
+    environment = os.environ | {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def pins(name: str) -> set[str]:

@@ -28,7 +28,7 @@ from t5accel.cluster import replica as replicas
 from t5accel.cluster import shards as pool
 from t5accel.cluster.front import Front, Lost
 from t5accel.cluster.replica import Message, Replica
-from t5accel.errors import EngineError, InputError, JobError, T5AccelError
+from t5accel.errors import EngineError, InputError, JobError, T5AccelError, install
 from t5accel.serving.app import make_app
 from t5accel.serving.guard import Guard
 from t5accel.serving.settings import Settings as Served
@@ -131,10 +131,10 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
     batch, model = ["batch", str(path), str(tmp_path / "out")], ["--model", str(exported_mini)]
     for command, sentence in (
-        ([*batch, *model, "--engine", "ray"], "pip install 't5accel[ray]'"),
+        ([*batch, *model, "--engine", "ray"], install("ray")),
         ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "stuck_s is 0.0; give seconds above 0"),
         ([*batch, *model, "--address", "here:1"], "address is 'here:1', and the engine is local"),
-        (["serve", *model, "--engine", "ray", "--port", "0"], "pip install 't5accel[ray]'"),
+        (["serve", *model, "--engine", "ray", "--port", "0"], install("ray")),
         (["serve", *model, "--address", "here:1"], "address is 'here:1', and the engine is local"),
         (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "replicas_min is 3 and replicas, the most"),
         (["serve", *model, "--engine", "spark"], "spark"),

@@ -1,6 +1,7 @@
 """Running the course, on tiny notebooks in a folder of their own and with a bench that measures nothing."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from test_draw import RECORD, ROWS
 
-from t5accel.errors import InputError, MissingPackageError
+from t5accel.errors import InputError, MissingPackageError, install
 from t5accel.lab import course
 from t5accel.lab.course import NotebookError, NotebookRun, execute, notebooks_in, run_course, summary
 from t5accel.lab.draw import board
@@ -27,6 +28,11 @@ def outputs(path: Path) -> list[str]:
     """What each code cell printed."""
     cells = nbformat.read(path, as_version=4).cells
     return ["".join(out.get("text", "") for out in cell.outputs) for cell in cells if cell.cell_type == "code"]
+
+
+def test_a_kernel_has_nothing_to_warn_of(tmp_path, capfd):
+    execute(write_notebook(tmp_path / "00_quiet.ipynb", "print(1)"), tmp_path / "out")
+    assert outputs(tmp_path / "out" / "00_quiet.ipynb") == ["1\n"] and capfd.readouterr().err == ""
 
 
 @pytest.fixture
@@ -110,7 +116,7 @@ def test_only_numbered_notebooks_are_the_course_and_none_is_refused(folder, tmp_
 
 def test_without_nbclient_the_extra_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "nbclient", None)
-    with pytest.raises(MissingPackageError, match=r"t5accel\[course\]"):
+    with pytest.raises(MissingPackageError, match=re.escape(install("course"))):
         execute(folder / "00_first.ipynb", tmp_path / "out")
 
 

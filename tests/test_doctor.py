@@ -7,7 +7,7 @@ import pytest
 
 from t5accel import doctor
 from t5accel.doctor import Check, diagnose, report
-from t5accel.errors import ModelUnavailableError
+from t5accel.errors import ModelUnavailableError, install
 
 
 @pytest.fixture
@@ -36,13 +36,30 @@ def test_this_installation_is_sound():
         assert check.found and check.needed_for and (check.ok or check.remedy or check.name == "GPU")
 
 
+def test_what_a_report_of_a_fault_needs_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
+    found = {check.name: check.found for check in diagnose()}
+    assert found["t5accel"] == metadata.version("t5accel") and found["cache"] == str(tmp_path / "cache" / "exports")
+    assert found["processor"].startswith(f"{doctor.machine.cpu_threads()} threads, ")
+    assert {"fastapi", "uvicorn", "openvino", "pyarrow", "ray", "node"} <= found.keys()
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert doctor._cache().ok is False and "T5ACCEL_CACHE" in doctor._cache().remedy
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    assert doctor._node().ok is None and "Node.js" in doctor._node().remedy
+
+
+def test_the_lines_of_a_report_read_as_sentences(installed):
+    installed()
+    assert doctor._gpu().needed_for == "the GPU notebooks, which show recorded results without one"
+
+
 def test_what_is_required_and_missing_is_wrong_what_is_optional_is_not(installed):
     installed()
     assert doctor._package("torch", "torch", "everything", required=True) == Check(
         "torch", False, "missing", "everything", "pip install torch"
     )
     check = doctor._package("datasets", "datasets", "tasks.load()", "course")
-    assert check.ok is None and check.remedy == "pip install 't5accel[course]'"
+    assert check.ok is None and check.remedy == install("course")
 
 
 def test_a_module_without_metadata_counts_as_present(installed, monkeypatch):
@@ -66,7 +83,7 @@ def test_transformers_must_be_of_a_supported_line(installed, version, ok):
 
 def test_one_onnxruntime_is_right_two_are_wrong_and_none_is_optional(installed):
     installed()
-    assert doctor._onnxruntime().ok is None and "t5accel[cpu]" in doctor._onnxruntime().remedy
+    assert doctor._onnxruntime().ok is None and install("cpu") in doctor._onnxruntime().remedy
     for name in ("onnxruntime", "onnxruntime_gpu"):
         installed(**{name: "1.23.2"})
         assert doctor._onnxruntime().ok and doctor._onnxruntime().found == f"{name.replace('_', '-')} 1.23.2"

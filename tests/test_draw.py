@@ -9,7 +9,7 @@ import pytest
 from refused import refused
 from test_ladder import TOY, shown
 
-from t5accel.errors import InputError, MissingPackageError
+from t5accel.errors import InputError, MissingPackageError, install
 from t5accel.lab import draw
 from t5accel.lab.draw import board, caption, page, plot_board, plot_ladders, plot_standings, table
 from t5accel.lab.peers import GRID, Standing
@@ -76,7 +76,7 @@ def test_an_unknown_picture_format_is_refused(tmp_path):
 
 def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingPackageError, match=r"t5accel\[course\]"):
+    with pytest.raises(MissingPackageError, match=re.escape(install("course"))):
         plot_board(ROWS)
 
 

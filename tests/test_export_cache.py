@@ -474,8 +474,12 @@ def test_a_model_with_a_manifest_of_something_else_is_a_model(folder: Path) -> N
     assert given_export(folder) is None and cached_export(folder)
 
 
-def test_an_export_is_no_model_to_load_and_says_so(exported: Path, hub: Path, monkeypatch) -> None:
-    FakeHub(hub, exported, monkeypatch).send("me/my-export", ["config.json"])  # as transformers asks for it first
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_export_is_no_model_to_load_and_says_so(exported: Path, hub: Path, monkeypatch, is_there: bool) -> None:
+    if is_there:
+        publish(hub, "me/my-export", Published(exported), "1" * 40)
+    else:
+        FakeHub(hub, exported, monkeypatch).send("me/my-export", ["config.json"])  # transformers asks for it first
     monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: 1 / 0)
     for name in (str(exported), "me/my-export"):
         with pytest.raises(ModelUnavailableError, match=f"{name} is an export"):

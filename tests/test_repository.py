@@ -4,6 +4,7 @@ import ast
 import fnmatch
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,8 @@ import pytest
 from conftest import ONCE
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from t5accel import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "t5accel"
@@ -291,6 +294,19 @@ def test_the_two_runtimes_exclude_each_other() -> None:
 
 # ------------------------------------------------------------------------------------- commands that documents mention
 
+
+def test_what_windows_users_type_is_what_make_runs() -> None:
+    table = (ROOT / "docs/WORKSHOP.md").read_text(encoding="utf-8").split("### On Windows\n")[1].split("\n## ")[0]
+    told = re.findall(r"^\| `make ([a-z]+)` \| `(.*)` \|$", table, re.MULTILINE)
+    assert {"translate", "course", "lab", "test"} <= {target for target, _ in told}
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    for target, command in told:
+        answer = subprocess.run(["make", "-n", target], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert command.replace("\\Scripts\\", "/bin/") in answer.stdout.splitlines(), target
+    (extras,) = re.findall(r'-m pip install -c requirements/constraints.txt -e "\.\[(.*?)\]"`', table)
+    assert f"EXTRAS := {extras}\n" in MAKEFILE
+
+
 TARGETS = dict(re.findall(r"^([a-z][a-z0-9-]*):.*?(?:## (.*))?$", MAKEFILE, re.MULTILINE))
 
 
@@ -347,3 +363,15 @@ def test_the_picture_of_the_house_is_the_house() -> None:
     built = {path.name for path in MODULES.values()} - {"__init__.py"}
     assert drawn - built == set(), "drawn in CONTRIBUTING.md and not there (planned rooms stand below the picture)"
     assert built - drawn == set(), "missing from the picture in CONTRIBUTING.md"
+
+
+def test_commands_that_install_us_work_from_a_checkout_until_there_is_an_address(monkeypatch) -> None:
+    """One place knows how: `errors.install`."""
+    assert shlex.split(errors.install("cpu,demo"))[:3] == ["pip", "install", ".[cpu,demo]"]
+    places = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "t5accel").rglob("*.py")]
+    by_name = {
+        place.name for place in places if re.search(r"pip install\W+t5accel\b", place.read_text(encoding="utf-8"))
+    }
+    assert not by_name or errors.ADDRESS, f"t5accel is on no index: {by_name}"
+    monkeypatch.setattr(errors, "ADDRESS", "t5accel")
+    assert errors.install("cpu,demo") == 'pip install "t5accel[cpu,demo]"'

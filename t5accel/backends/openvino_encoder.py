@@ -14,7 +14,7 @@ import numpy as np
 
 from t5accel import machine
 from t5accel.checks import as_count
-from t5accel.errors import ExportError, MissingPackageError
+from t5accel.errors import ExportError, MissingPackageError, install
 
 
 class OpenvinoEncoder:
@@ -60,5 +60,5 @@ def import_openvino() -> Any:
     try:
         import openvino
     except ImportError as error:
-        raise MissingPackageError("OpenVINO is not installed: pip install 't5accel[openvino]'.") from error
+        raise MissingPackageError(f"OpenVINO is not installed: {install('openvino')}.") from error
     return openvino

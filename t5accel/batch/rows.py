@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from t5accel.errors import InputError, JobError, MissingPackageError, T5AccelError, first_line
+from t5accel.errors import InputError, JobError, MissingPackageError, T5AccelError, first_line, install
 
 MOST_SHOWN = 1000  # characters of a row that is rejected
 MOST_CHARACTERS = 1 << 24  # of a field of CSV, so that a quote that nobody closed does not fill the memory
@@ -291,7 +291,7 @@ class ParquetRows(Rows):
             import pyarrow
             from pyarrow import parquet
         except ImportError as error:
-            raise MissingPackageError("Parquet needs pyarrow: pip install 't5accel[batch]'.") from error
+            raise MissingPackageError(f"Parquet needs pyarrow: {install('batch')}.") from error
         try:
             return parquet.ParquetFile(path, buffer_size=1 << 20)  # not whole columns at once
         except pyarrow.ArrowInvalid as error:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from t5accel import machine
-from t5accel.errors import ClusterError, InputError, MissingPackageError
+from t5accel.errors import ClusterError, InputError, MissingPackageError, install
 
 OBJECTS = 200 << 20  # bytes for what travels between processes of one machine: descriptions and answers, no data
 
@@ -35,7 +35,7 @@ def connected(address: str | None = None) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise MissingPackageError("The engine ray needs Ray: pip install 't5accel[ray]'.") from error
+        raise MissingPackageError(f"The engine ray needs Ray: {install('ray')}.") from error
     if ray.is_initialized():
         yield ray
         return

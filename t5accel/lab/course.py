@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from t5accel import machine
 from t5accel.checkpoints import data_folder
-from t5accel.errors import InputError, MissingPackageError, T5AccelError
+from t5accel.errors import InputError, MissingPackageError, T5AccelError, install
 from t5accel.lab import draw
 from t5accel.lab.bench import Forced, bench
 from t5accel.lab.rows import Row, recorded, write_rows
@@ -54,10 +54,12 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     """
     try:
         import nbformat
+        import zmq
         from nbclient import NotebookClient
         from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+        from traitlets.config import Config
     except ImportError as error:
-        raise MissingPackageError("Running notebooks needs nbclient: pip install 't5accel[course]'.") from error
+        raise MissingPackageError(f"Running notebooks needs nbclient: {install('course')}.") from error
 
     book = nbformat.read(notebook, as_version=4)
     out.mkdir(parents=True, exist_ok=True)
@@ -65,6 +67,8 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     client = NotebookClient(
         book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(notebook.parent)}},
         on_cell_executed=lambda **_: on_cell(),
+        # Over plain TCP every kernel warns that others on this machine may listen.
+        config=Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {}),
     )  # fmt: skip
     started = time.perf_counter()
     try:

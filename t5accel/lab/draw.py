@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.errors import InputError, MissingPackageError
+from t5accel.errors import InputError, MissingPackageError, install
 from t5accel.lab.ladder import fastest, inside, way_to
 from t5accel.lab.peers import int8_for, standings
 from t5accel.lab.rows import aligned, step_ms
@@ -132,7 +132,7 @@ def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingPackageError("Drawing needs matplotlib: pip install 't5accel[course]'.") from error
+        raise MissingPackageError(f"Drawing needs matplotlib: {install('course')}.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

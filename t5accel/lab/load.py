@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 
 from t5accel.checks import as_count, is_number
-from t5accel.errors import InputError, MissingPackageError
+from t5accel.errors import InputError, MissingPackageError, install
 
 HERE = ("127.0.0.1", "localhost", "::1")
 MOST_REQUESTS = 100_000
@@ -150,7 +150,7 @@ async def offer(load: Load) -> Outcome:
     try:
         import aiohttp
     except ImportError as error:
-        raise MissingPackageError("aiohttp is missing: pip install 't5accel[serving]'.") from error
+        raise MissingPackageError(f"aiohttp is missing: {install('serving')}.") from error
     outcome, rng = Outcome(), np.random.default_rng([load.seed, 1])
     timeout = aiohttp.ClientTimeout(total=load.seconds + LATE_S)
     started, cpu = time.perf_counter(), time.process_time()

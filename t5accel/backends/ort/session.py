@@ -15,7 +15,7 @@ import numpy as np
 
 from t5accel.backends.ort.memory import huge_pages
 from t5accel.checks import as_count
-from t5accel.errors import ExportError, InputError, MissingPackageError
+from t5accel.errors import ExportError, InputError, MissingPackageError, install
 from t5accel.graphs.contract import WEIGHTS, GraphSpec
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.export.portability import as_level, import_onnxruntime, optimization_level
@@ -193,8 +193,8 @@ def open_session(
     provider = PROVIDERS[settings.device]
     if provider not in onnxruntime.get_available_providers():
         raise MissingPackageError(
-            f"This onnxruntime has no {provider}: for device={settings.device!r} install 't5accel[gpu]' in an "
-            "environment without 't5accel[cpu]'."
+            f"This onnxruntime has no {provider}, which device={settings.device!r} needs: {install('gpu')}, in an "
+            "environment without the extra cpu."
         )
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = optimization_level(settings.graph_optimization)

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from t5accel.checks import read_json_object
-from t5accel.errors import ExportError, InputError, MissingPackageError
+from t5accel.errors import ExportError, InputError, MissingPackageError, install
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -53,7 +53,7 @@ def as_level(value: Any, name: str) -> str:
 def import_onnxruntime() -> ModuleType:
     """The package, or ``MissingPackageError``."""
     if not find_spec("onnxruntime"):
-        raise MissingPackageError("ONNX graphs need onnxruntime: pip install 't5accel[cpu]' (or 't5accel[gpu]').")
+        raise MissingPackageError(f"ONNX graphs need onnxruntime: {install('cpu')} (or [gpu]).")
     import onnxruntime
 
     return onnxruntime
