@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refused import refused
+from typer.testing import CliRunner
 
 from t5accel import machine
+from t5accel.cli import app
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.graphs.numbers.recipes import RECIPES
 from t5accel.lab import advise as module
 from t5accel.lab.advise import SYSTEMS, Advice, Need, advise, call, line, report, weights_per_step
+from t5accel.lab.gpu.systems import GRAPH
+from t5accel.lab.gpu.systems import REFERENCE as GPU_REFERENCE
+from t5accel.lab.gpu.systems import SYSTEMS as GPU_SYSTEMS
 from t5accel.lab.peers import SYSTEMS as PEERS
 from t5accel.lab.rows import checked, recorded, write_json
 from t5accel.lab.techniques import NAMED, REFERENCE
@@ -48,7 +54,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             write_json(tmp_path / "package" / "results" / f"{name}.json", {**about, "rows": [*map(checked, content)]})
         return advise(Need("random:t5-small" if need.pop("random", False) else "mini", **need))
 
-    monkeypatch.setattr(module, "weights_per_step", lambda name: {"mini": 5_000_000}.get(name, 40_000_000))
+    for name in ("weights_per_step", "weights_or_none"):
+        monkeypatch.setattr(module, name, lambda name: {"mini": 5_000_000}.get(name, 40_000_000))
     return advice
 
 
@@ -191,6 +198,7 @@ def test_the_size_of_a_model_is_read_from_its_configuration_alone(tmp_path: Path
     small.save_pretrained(tmp_path)
     assert 0 < weights_per_step(str(tmp_path)) < weights_per_step("random:t5-small")
     assert weights_per_step("someone/nobody-downloaded-this") is None
+    assert weights_per_step("facebook/bart-large-cnn") == weights_per_step("random:bart-large")
     assert weights_per_step("google/flan-t5-small") == weights_per_step("random:flan-t5-small")
     for name in ("nope", "random:nope"):
         with pytest.raises(UnknownModelError):
@@ -198,6 +206,85 @@ def test_the_size_of_a_model_is_read_from_its_configuration_alone(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(NotT5Error):
         weights_per_step(str(tmp_path))
+    bart = {"model_type": "bart", "vocab_size": 90, "d_model": 8, "decoder_layers": 2, "decoder_ffn_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(bart))
+    assert weights_per_step(str(tmp_path)) == 90 * 8 + 8 + 2 * 8 * (6 * 8 + 2 * 16 + 3)
+    (tmp_path / "config.json").write_text(json.dumps(bart | {"d_model": None}))
+    with pytest.raises(ModelUnavailableError):
+        weights_per_step(str(tmp_path))
+    (tmp_path / "manifest.json").write_text("{}")
+    refused(weights_per_step, "name", str(tmp_path), match="is an export")
+    (tmp_path / "manifest.json").unlink()
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelUnavailableError):
         weights_per_step(str(tmp_path))
+
+
+def test_models_of_ones_own_are_answered_by_their_sizes(tmp_path: Path) -> None:
+    bart = advise(Need("facebook/bart-large-cnn"))
+    assert bart.recommended.row["model"] == "random:bart-base" and bart.family is None
+    assert "bart-large" in report(bart) and "model size 0.3" in report(bart) and "int8" in report(bart)
+    marian = advise(Need("Helsinki-NLP/opus-mt-en-fr", beams=4)).recommended
+    assert marian.row["model"] == "random:opus-mt" and marian.row["beams"] == 4
+    sizes = dict(RANDOM_SIZES["t5-base"], model_type="t5", num_heads=10)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    own = advise(Need(str(tmp_path)))
+    assert own.recommended and own.far["model size"] != 1 and "by its name" not in report(own)
+
+
+def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path, cache_of_its_own: Any) -> None:
+    """The command, and then the question again with its results."""
+    random_t5(dict(d_model=8, d_kv=4, d_ff=16, num_heads=2, num_layers=1, vocab_size=64)).save_pretrained(
+        tmp_path / "own"
+    )
+    need = Need(str(tmp_path / "own"), batch=2, source_tokens=8, new_tokens=4)
+    nothing = report(advise(need))
+    (command,) = [text.split(": ", 1)[1] for text in nothing.splitlines() if text.startswith("Measure it: ")]
+    json_file = tmp_path / "mine.json"
+    fewer = [
+        "--rounds",
+        "1",
+        "--quality-limit",
+        "0",
+        "--no-peak-memory",
+        "--technique",
+        "int8",
+        "--technique",
+        "our loop",
+    ]
+    arguments = shlex.split(command.replace("mine.json", str(json_file)))
+    done = CliRunner().invoke(app, [*arguments[1:], *fewer])
+    assert arguments[0] == "t5accel" and done.exit_code == 0, done.output
+    content = json.loads(json_file.read_text(encoding="utf-8"))
+    gpu = {"machine": content["machine"] | {"gpu": {"name": "a card that was not used"}}}
+    rows = [row | ({"ratio": 3.0} if row["system"].endswith("numpy feeds") else {}) for row in content["rows"]]
+    write_json(json_file, content | gpu | {"rows": rows})
+    found = advise(need, results=[json_file])
+    assert found.recommended.file == "mine.json" and {*found.far.values()} == {1.0}
+    unknown = report(advise(Need("my/own-model")))
+    assert "t5accel bench --model my/own-model" in unknown and "--results" in unknown
+
+
+def test_a_gpu_is_answered_from_the_files_of_the_cards() -> None:
+    assert set(module.ON_GPU) <= set(GPU_SYSTEMS) and module.GPU_REFERENCE == GPU_REFERENCE
+    for need in (Need("random:t5-small", device="cuda"), Need("random:t5-base", device="cuda", beams=4)):
+        best = advise(need).recommended
+        assert best.file.startswith("gpu-") and best.row["precision"] == "bf16"
+        assert best.row == recorded(best.file)["rows"][best.number]
+        assert 'device="cuda", precision="bf16"' in report(advise(need))
+    own = advise(Need("google-t5/t5-small", device="cuda"))  # nobody scored bf16
+    assert chosen(own) == "fp32" and own.unscored.row["precision"] == "bf16" and "bf16" in report(own)
+    bart = report(advise(Need("facebook/bart-base", device="cuda")))
+    assert 'runtime="onnx"' in bart and "another family" in bart, "its steps are not captured"
+    assert advise(Need("google/umt5-small", device="cuda")).recommended.row["system"] == GRAPH
+    beams = report(advise(Need("mini", device="cuda", beams=4)))
+    assert "No recommendation" in beams and "bf16" in beams and "--suite gpu" in beams
+
+
+@pytest.mark.parametrize("need", [dict(), dict(beams=4), dict(matters="throughput")])
+def test_the_lines_of_python_are_a_whole_program(need: dict[str, Any], cache_of_its_own: Any) -> None:
+    lines = [text[2:] for text in report(advise(Need("mini", **need))).splitlines()[2:]]
+    end = next(at for at, text in enumerate(lines) if text.startswith("sts on"))
+    names: dict[str, Any] = {}
+    exec("\n".join(lines[:end]), names)  # noqa: S102
+    assert names["answers"].shape[0] == Need("mini", **need).batch

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from statistics import median
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ FEWEST, MOST = 2, 4  # ways at a time
 MAX_SOURCE_TOKENS, MAX_NEW_TOKENS = 512, 128
 MAX_WAITING = 64  # who comes later is told so
 SHOWN_EVERY_S = 0.05
-QUESTIONS = 5  # of each half of their set, as examples for the readers
+RUNS, LONG_S = 3, 10.0  # figures are medians of so many runs, unless the first one takes so long
 ADDRESS, PORT = "127.0.0.1", 7860
 
 
@@ -59,28 +60,36 @@ def answers(
     for label in chosen:
         yield f"Loading {label}.", {}
         ways[label] = load(*known[label])
-    streams = {}
+    inputs = {}
     for label, loaded in ways.items():
         batch = loaded.tokenizer([source], return_tensors="np", padding=True)
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        if ids.shape[1] > MAX_SOURCE_TOKENS:
-            raise InputError(
-                f"This text has {ids.shape[1]} tokens, and the page takes {MAX_SOURCE_TOKENS}: shorten it."
-            )
-        streams[label] = loaded.stream(ids, mask, MAX_NEW_TOKENS)
+        inputs[label] = batch["input_ids"], batch["attention_mask"]
+        if (tokens := inputs[label][0].shape[1]) > MAX_SOURCE_TOKENS:
+            raise InputError(f"This text has {tokens} tokens, and the page takes {MAX_SOURCE_TOKENS}: shorten it.")
+
+    def shown(lanes: dict[str, Lane], runs: int = 0) -> dict[str, tuple[str, str]]:
+        first = lanes[chosen[0]]
+        return {
+            label: (_text(ways[label], lane), _figures(ways[label], lane, first, runs)) for label, lane in lanes.items()
+        }
+
+    runs: list[dict[str, Lane]] = []
     shown_at = 0.0
-    with closing(race(streams)) as progress:
-        for lanes in progress:
-            has_ended = all(lane.has_ended for lane in lanes.values())
-            if has_ended or time.monotonic() - shown_at > SHOWN_EVERY_S:
-                yield (
-                    "Done." if has_ended else "Writing.",
-                    {
-                        label: (_text(ways[label], lane), _figures(ways[label], lane, lanes[chosen[0]]))
-                        for label, lane in lanes.items()
-                    },
-                )
-                shown_at = time.monotonic()
+    while len(runs) < RUNS and (not runs or sum(lane.seconds for lane in runs[0].values()) < LONG_S):
+        streams = {label: ways[label].stream(*inputs[label], MAX_NEW_TOKENS) for label in chosen}
+        with closing(race(streams)) as progress:
+            for lanes in progress:
+                if time.monotonic() - shown_at > SHOWN_EVERY_S:
+                    yield "Timing again." if runs else "Writing.", shown(runs[0] if runs else lanes)
+                    shown_at = time.monotonic()
+        runs.append(lanes)
+    yield "Done.", shown({label: _median([lanes[label] for lanes in runs]) for label in chosen}, len(runs))
+
+
+def _median(lanes: Sequence[Lane]) -> Lane:
+    """One lane with the median times of several runs of it."""
+    first_s = median(lane.first_s or 0.0 for lane in lanes)
+    return Lane(lanes[0].tokens, first_s or None, median(lane.seconds for lane in lanes), has_ended=True)
 
 
 def _text(loaded: Way, lane: Lane) -> str:
@@ -88,11 +97,12 @@ def _text(loaded: Way, lane: Lane) -> str:
     return text
 
 
-def _figures(loaded: Way, lane: Lane, first: Lane) -> str:
-    """Beside an answer, in Markdown."""
+def _figures(loaded: Way, lane: Lane, first: Lane, runs: int) -> str:
+    """Beside an answer, in Markdown; ``runs`` is 0 as long as it is being written."""
     found = [f"**{lane.tokens_per_s:.0f} tokens/s**", f"{len(lane.tokens)} tokens in {lane.seconds:.2f} s"]
     found += [f"first after {lane.first_s:.2f} s"] if lane.first_s else []
     found += [f"{loaded.size_bytes / 1e6:.0f} MB"]
+    found += [f"median of {runs} runs" if runs > 1 else "one run"] if runs else []
     if lane is not first and lane.has_ended and first.has_ended:
         found.append(difference(first.tokens, lane.tokens))
     return " · ".join(found)
@@ -132,14 +142,15 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
 
     gradio.Markdown(
         "A T5 writes an answer. The ways take turns, and who has computed least goes next: each has the machine to "
-        "itself, and its time is the one that it takes alone. Tokens are compared with those of the first way."
+        f"itself, and its time is the one that it takes alone, the median of {RUNS} runs. Tokens are compared with "
+        "those of the first way."
     )
     with gradio.Row():
         task = gradio.Radio(list(tasks), value=first.label, label="Task")
         given = gradio.Textbox(
             model, label="Model", info="mini, a folder, or a hub id", interactive=own_model, visible=own_model
         )
-    example = gradio.Dropdown(_labels(first), value=None, label="Examples", interactive=True)
+    example = gradio.Dropdown(_labels(first), value=0, label="Examples", interactive=True)
     boxes = [gradio.Textbox(**_box(first, place), lines=2, interactive=True) for place in range(2)]
     chosen = gradio.CheckboxGroup(labels, value=known[:MOST], label="Ways")
     with gradio.Row():
@@ -155,8 +166,8 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
 
     def choose_task(label: str) -> list[Any]:
         now = tasks[label]
-        return [gradio.update(choices=_labels(now), value=None),
-                *(gradio.update(value="", **_box(now, place)) for place in range(2))]  # fmt: skip
+        return [gradio.update(choices=_labels(now), value=0),
+                *(gradio.update(**_box(now, place)) for place in range(2))]  # fmt: skip
 
     def choose_example(label: str, number: int | None) -> list[Any]:
         return _example(gradio, tasks[label], number)
@@ -186,13 +197,13 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
 
 def _readers(gradio: Any) -> None:
     """The tab of the BERT study's ladder."""
-    *_, task = menu(QUESTIONS)
+    *_, task = menu()
     gradio.Markdown(
         "A BERT points at the answer, or says that the text has none: first the whole reader, then the one that was "
         "pruned, each in PyTorch, as a graph, with fused operators and in 8 bits. Milliseconds are the median of "
         f"{ROUNDS} runs of the model, in turns with the others; answers are compared with the first one."
     )
-    example = gradio.Dropdown(_labels(task), value=None, label="Examples", interactive=True)
+    example = gradio.Dropdown(_labels(task), value=0, label="Examples", interactive=True)
     boxes = [gradio.Textbox(**_box(task, place), lines=1 + 2 * place, interactive=True) for place in range(2)]
     run = gradio.Button("Ask", variant="primary")
     status = gradio.Markdown("", elem_id="reading")
@@ -256,12 +267,15 @@ def _named(task: Task, texts: Sequence[str]) -> dict[str, str]:
 
 
 def _labels(task: Task) -> list[tuple[str, int]]:
-    return [(shorten(next(iter(texts.values())), 90, placeholder=" …"), at) for at, texts in enumerate(task.examples)]
+    return [(shorten(title, 90, placeholder=" …"), at) for at, title in enumerate(task.titles)]
 
 
 def _box(task: Task, place: int) -> dict[str, Any]:
-    labels = list(task.fields.values())
-    return {"label": labels[place] if place < len(labels) else "", "visible": place < len(labels)}
+    """A field with the first example's text in it."""
+    labels, texts = list(task.fields.values()), list(task.examples[0].values())
+    if place >= len(labels):
+        return {"label": "", "value": "", "visible": False}
+    return {"label": labels[place], "value": texts[place], "visible": True}
 
 
 def _lanes(gradio: Any, known: Sequence[str], ways: Sequence[str], found: dict[str, tuple[str, str]]) -> list[Any]:

@@ -1,7 +1,8 @@
 """Which configuration for a model and a need: recorded rows, filtered by the gate of quality; the fastest is taken.
 
 Ratios compare within one run and nowhere else. So the run that is nearest to the need is found first, and its rows are
-the candidates. Beyond a factor of `FAR` in any direction there is no advice. Nothing is calculated or measured here.
+the candidates. Beyond a factor of `FAR` in any direction there is no advice, but the command that measures the case.
+Nothing is calculated or measured here.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ from typing import Any
 
 from t5accel import machine
 from t5accel.api import TUNED_FOR
-from t5accel.checkpoints import BUNDLED, HUB_ALIASES, allowed_names, data_folder, hub_snapshot
+from t5accel.checkpoints import data_folder
 from t5accel.checks import as_count, read_json_object
-from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
+from t5accel.errors import InputError
+from t5accel.families.registry import BEYOND_T5
 from t5accel.graphs.numbers.recipes import RECIPES
+from t5accel.lab.model_sizes import config_of, family_name, guessed_size, weights_or_none, weights_per_step
 from t5accel.lab.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from t5accel.lab.peers import REFERENCE as PEERS_REFERENCE
 from t5accel.lab.rows import aligned
 from t5accel.lab.techniques import REFERENCE
-from t5accel.t5.lively import RANDOM_SIZES
-from t5accel.t5.roofline import decoder_weights_per_step
-from t5accel.t5.sizes import T5Dims
 
 METRICS = {"translation": "bleu", "summaries": "rougeL", "questions": "exact_match"}
 LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}
@@ -38,6 +38,10 @@ SYSTEMS = {
     OURS, OURS_GENERATE, OURS_INT8, OURS_INT8_THROUGHPUT, OURS_INT4, *RECIPES, "ONNX Runtime, generate()",
     *(f"ONNX Runtime, our loop, {name}" for name in ("numpy feeds", *RECIPES)),
 }  # fmt: skip
+# The same for `gpu-*.json`: by the name that `lab.gpu.systems` has, the runtime that `line` asks for.
+ON_GPU = {"static cache, CUDA graph": None, "ONNX Runtime, bound": "onnx", "TensorRT": "tensorrt"}
+GPU_REFERENCE = "transformers, cache"  # in the precision of the row
+FLOATS = ("fp32", "fp16", "bf16")
 WORK = ("batch", "beams", "source_tokens", "new_tokens")
 Row = Mapping[str, Any]
 
@@ -100,7 +104,8 @@ class Found:
     about: Mapping[str, Any]
 
     def __str__(self) -> str:
-        on = "{cpu}, {usable_threads} threads".format(**self.about["machine"])
+        facts = self.about["machine"]
+        on = facts["gpu"]["name"] if _device(self) == "cuda" else "{cpu}, {usable_threads} threads".format(**facts)
         return f"{self.file}, row {self.number} ({on}; {self.about['date']})"
 
 
@@ -114,6 +119,8 @@ class Advice:
         allowed: those rows that lose no more than the need's limits and are faster than transformers.
         far: by what the nearest run differs from the need, as factors.
         beside: drafts and smaller models of the recommended precision.
+        family: of the run's model, where it is not the need's.
+        unscored: the fastest row that was left out because nobody has scored its precision on this model.
     """
 
     need: Need
@@ -122,6 +129,8 @@ class Advice:
     allowed: tuple[Found, ...] = ()
     far: Mapping[str, float] = field(default_factory=dict)
     beside: tuple[Found, ...] = ()
+    family: str | None = None
+    unscored: Found | None = None
 
     @property
     def recommended(self) -> Found | None:
@@ -139,27 +148,40 @@ def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Adv
     >>> advice.recommended.row["ratio"] > 1, set(advice.far.values())
     (True, {1.0})
     """
-    size, here = weights_per_step(need.model), machine.facts(gpu=False)
+    here, own_family = machine.facts(gpu=False), family_name(need.model)
+    of_sizes = {need.model: weights_per_step(need.model)}
     record = list(_recorded([data_folder() / "results", *results]))
+    losses = _losses(need, record)
     runs: dict[Any, list[Found]] = {}  # within one, ratios compare
     for found in record:
         if _is_evidence(found, need):
             same = (found.row.get(key) for key in ("cell", "model", "reference", "threads", *WORK))
             runs.setdefault((found.file, *same), []).append(found)
 
+    def size(model: str) -> float:
+        if model not in of_sizes:
+            of_sizes[model] = weights_or_none(model)
+        return of_sizes[model] or math.nan
+
     def factors(run: Sequence[Found]) -> dict[str, float]:
         row = run[0].row
-        sizes = 1.0 if row["model"] == need.model else _size(row["model"]) / (size or math.nan)
+        sizes = 1.0 if row["model"] == need.model else size(row["model"]) / size(need.model)
         return {"model size": sizes, **{key.replace("_", " "): row[key] / getattr(need, key) for key in WORK}}
+
+    def other_family(run: Sequence[Found]) -> str | None:
+        found = family_name(run[0].row["model"])
+        return None if found == own_family else found
 
     def preference(run: Sequence[Found]) -> tuple[Any, ...]:
         doublings = sum(abs(math.log2(factor)) for factor in factors(run).values())
+        doublings += other_family(run) is not None  # such a run says as much as one of twice the size
         return (doublings, not same_machine(run[0].about["machine"], here), -len(run))
 
-    able = [run for run in runs.values() if not math.isnan(factors(run)["model size"])]
-    nearest = min(able, key=preference, default=None)
-    if nearest is None:
+    able = sorted((run for run in runs.values() if not math.isnan(factors(run)["model size"])), key=preference)
+    if not able:
         return Advice(need)
+    # On a GPU each precision is a run of its own: the nearest one whose quality is known goes first.
+    nearest = next((run for run in able if any(_passes(need, one.row["precision"], losses) for one in run)), able[0])
     far = factors(nearest)
     if max(max(factor, 1 / factor) for factor in far.values()) > FAR:
         return Advice(need, far=far)
@@ -170,45 +192,19 @@ def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Adv
         return (found.row.get(size_key, math.inf) if need.matters == "memory" else 0, -found.row["ratio"])
 
     rows = sorted(nearest, key=rank)
-    losses = _losses(need, record)
     allowed = [found for found in rows if _passes(need, found.row["precision"], losses) and found.row["ratio"] > 1]
+    ahead = sorted(able[0], key=rank) if able[0] is not nearest else rows[: rows.index(allowed[0]) if allowed else None]
+    is_open = need.matters != "quality" and not need.model.startswith("random:")
+    unscored = next((found for found in ahead if is_open and found.row["precision"] not in losses), None)
     beside = [found for found in record if allowed and _is_beside(found, need, allowed[0].row["precision"])]
-    return Advice(need, tuple(rows), losses, tuple(allowed), far, tuple(beside))
+    return Advice(
+        need, tuple(rows), losses, tuple(allowed), far, tuple(beside), family=other_family(nearest), unscored=unscored
+    )
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two machines are alike in processor, instructions and threads, as far as `machine.facts` tells."""
     return all(one.get(name) == other.get(name) for name in ("cpu", "usable_threads", "cpu_flags"))
-
-
-def weights_per_step(name: str) -> int | None:
-    """How many decoder weights a step of a model reads, from its configuration alone: nothing is loaded or downloaded.
-
-    ``None`` for a hub id whose configuration is not on this machine. Raises ``UnknownModelError`` for what is no
-    model's name, and as `T5Dims.from_config` does.
-
-    >>> weights_per_step("mini"), weights_per_step("google-t5/t5-small") == weights_per_step("random:t5-small")
-    (5721344, True)
-    """
-    hub_id = HUB_ALIASES.get(name, name)
-    owner = next((owner for owner in ("random:", "google-t5/", "google/") if hub_id.startswith(owner)), hub_id)
-    if os.path.isdir(name) or name in BUNDLED:
-        folder = data_folder() / BUNDLED[name] if name in BUNDLED else Path(name)
-    elif (size := hub_id.removeprefix(owner)) in RANDOM_SIZES:
-        return decoder_weights_per_step(T5Dims.from_config(RANDOM_SIZES[size], name))
-    elif "/" not in hub_id or owner == "random:":
-        raise UnknownModelError(f"No model {name!r}. {allowed_names()}")
-    elif (folder := hub_snapshot(name)) is None:
-        return None
-    config = read_json_object(folder / "config.json", ModelUnavailableError)
-    return decoder_weights_per_step(T5Dims.from_config(config, name))
-
-
-def _size(model: str) -> float:
-    try:
-        return weights_per_step(model) or math.nan
-    except T5AccelError:  # a folder of another machine, for one
-        return math.nan
 
 
 def _recorded(places: Iterable[str | os.PathLike[str]]) -> Iterator[Found]:
@@ -225,17 +221,30 @@ def _recorded(places: Iterable[str | os.PathLike[str]]) -> Iterator[Found]:
 
 
 def _is_current(row: Row) -> bool:
-    """Whether its recipe is still what this package means by the name."""
+    """Whether its recipe is still what this package means by the name; of floats on a GPU no recipe is recorded."""
     name = row.get("precision")
+    if row.get("reference") == GPU_REFERENCE and name in FLOATS:
+        return True
     return name in RECIPES and row.get("recipe_hash") == RECIPES[name].hash
 
 
+def _device(found: Found) -> str:
+    return found.about.get("device", "cpu")  # that a machine has a GPU does not say that it was used
+
+
 def _is_evidence(found: Found, need: Need) -> bool:
-    row, on_gpu = found.row, bool(found.about["machine"].get("gpu"))
+    row = found.row
+    if need.device == "cuda":
+        known = row.get("reference") == GPU_REFERENCE and row.get("system") in ON_GPU
+        # Steps are captured for T5s alone, and ONNX Runtime computes a UMT5 wrongly there.
+        kind = (config_of(need.model) or {}).get("model_type", "t5") if known else "t5"
+        known = known and (kind not in BEYOND_T5 if ON_GPU[row["system"]] is None else kind != "umt5")
+    else:
+        known = row.get("system") in SYSTEMS and row.get("reference") in (REFERENCE, PEERS_REFERENCE)
     return (
-        row.get("system") in SYSTEMS and row.get("reference") in (REFERENCE, PEERS_REFERENCE) and "latency_s" in row
-        and _is_current(row) and (row["precision"] != "fp32" or row.get("equal") == row.get("of"))
-        and on_gpu == (need.device == "cuda") and (row["beams"] == 1) == (need.beams == 1)
+        known and "latency_s" in row and _is_current(row) and _device(found) == need.device
+        and (row["precision"] != "fp32" or row.get("equal") == row.get("of"))
+        and (row["beams"] == 1) == (need.beams == 1)
     )  # fmt: skip
 
 
@@ -272,16 +281,18 @@ def _is_beside(found: Found, need: Need, precision: str) -> bool:
     )
 
 
-def line(need: Need, precision: str) -> str:
-    """The line of Python that makes the model.
+def line(need: Need, precision: str, system: str = "") -> str:
+    """The line of Python that makes the model; ``system`` is a row's.
 
     >>> print(line(Need("mini", threads=4), "int8-dynamic"))
     model = accelerate("mini", precision="int8", tuned_for="throughput", threads=4)
     """
     tuned = {own: f'"{of}", tuned_for="{what}"' for what, others in TUNED_FOR.items() for of, own in others.items()}
-    how = "" if precision == "fp32" else f", precision={tuned.get(precision, json.dumps(precision))}"
-    threads = "" if need.threads is None else f", threads={need.threads}"
-    return f"model = accelerate({json.dumps(need.model, ensure_ascii=False)}{how}{threads})"
+    how = "" if need.device == "cpu" else f", device={json.dumps(need.device)}"
+    how += "" if precision == "fp32" else f", precision={tuned.get(precision, json.dumps(precision))}"
+    how += f", runtime={json.dumps(ON_GPU[system])}" if ON_GPU.get(system) else ""
+    how += "" if need.threads is None else f", threads={need.threads}"
+    return f"model = accelerate({json.dumps(need.model, ensure_ascii=False)}{how})"
 
 
 def call(need: Need, row: Row) -> str:
@@ -290,6 +301,27 @@ def call(need: Need, row: Row) -> str:
         return f"model.generate(**batch, num_beams={need.beams}, do_sample=False)"
     search, beams = ("beam_search", f", num_beams={need.beams}") if need.beams > 1 else ("greedy", "")
     return f'{search}(model.backend, batch["input_ids"], batch["attention_mask"]{beams}).sequences'
+
+
+def program(need: Need, row: Row) -> list[str]:
+    """A whole program of the measured call, line by line.
+
+    >>> program(Need("mini"), {"system": "t5accel", "precision": "fp32"})[1]
+    'from t5accel.decoding.greedy import greedy'
+    """
+    own_loop = "generate()" not in row["system"]
+    search = "beam import beam_search" if need.beams > 1 else "greedy import greedy"
+    texts = '["Your text."]' + (f" * {need.batch}" if need.batch and need.batch > 1 else "")
+    batch = f'batch = model.tokenizer({texts}, return_tensors="{"np" if own_loop else "pt"}")'
+    if need.model.startswith("random:"):  # which has no tokenizer
+        size = (need.batch, need.source_tokens)
+        batch = f'batch = dict.fromkeys(["input_ids", "attention_mask"], torch.ones({size}, dtype=torch.long))'
+    return [
+        "from t5accel import accelerate",
+        *([f"from t5accel.decoding.{search}"] if own_loop else []),
+        *(["import torch"] if need.model.startswith("random:") else []),
+        line(need, row["precision"], row["system"]), batch, f"answers = {call(need, row)}",
+    ]  # fmt: skip
 
 
 def report(advice: Advice, *, explain: bool = False) -> str:
@@ -304,25 +336,44 @@ def report(advice: Advice, *, explain: bool = False) -> str:
     if best is None:
         lines.append(
             "No recommendation: " + (
-                "no measured configuration is inside the limits and faster than transformers." if advice.run else
+                "no measured configuration is inside the limits and faster than transformers; --explain shows them."
+                if advice.run else
                 f"the nearest run that is recorded is too far, with {', '.join(differing)} yours." if differing else
-                f"nothing that is recorded says anything about it (beams {need.beams}, {need.device})."
+                f"the sizes of {need.model} are unknown here, for its config.json is not on this machine."
+                if weights_per_step(need.model) is None else
+                f"no run of such a model is recorded (beams {need.beams}, {need.device})."
             )
         )  # fmt: skip
+        lines += _next_step(need)
     else:
         row = best.row
         low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
         lines += [
             f"Recommended: {row['precision']}. {row['ratio']:.2f} times ({low:.2f}–{high:.2f}) as fast as transformers "
-            "with its cache",
-            f"  {line(need, row['precision'])}", f"  {call(need, row)}", f"Rests on {best}:",
-            f"  {row['model']}, {_work(row)}, {row['threads']} threads; {row['system']}",
+            "with its cache" + (f" in {row['precision']}" if need.device == "cuda" else ""),
+            *(f"  {text}" for text in program(need, row)), f"Rests on {best}:",
+            f"  {row['model']}, {_work(row)}"
+            + (f", {row['threads']} threads" if need.device == "cpu" else "") + f"; {row['system']}",
             f"Quality: {_lost(advice, row)}",
         ]  # fmt: skip
     lines += [f"Not measured: {text}" for text in _not_measured(advice, differing)]
     if best and not explain:
         lines.append("--explain shows what it was chosen from.")
     return "\n".join([*lines, *(_explained(advice) if explain else [])])
+
+
+def _next_step(need: Need) -> list[str]:
+    """The commands that measure what nothing recorded answers."""
+    again = f"t5accel advise --model {need.model} --results mine.json, with the options of this call."
+    if need.device == "cuda":
+        return ["Measure your card: t5accel bench --suite gpu --json mine.json", f"Then ask again: {again}"]
+    if need.beams > 1:
+        return ["Ask for --beams 1, which `t5accel bench` measures; `make peers`, in a checkout, measures 4 beams."]
+    work = f"--batch {need.batch} --source-tokens {need.source_tokens} --new-tokens {need.new_tokens}"
+    if need.threads is not None:
+        work += f" --threads {need.threads}"
+    measure = f"t5accel bench --model {need.model} {work} --json mine.json"
+    return [f"Measure it: {measure}", f"Then ask again: {again}"]
 
 
 def _work(row: Mapping[str, Any]) -> str:
@@ -341,21 +392,23 @@ def _lost(advice: Advice, row: Row) -> str:
 
 def _not_measured(advice: Advice, differing: Sequence[str]) -> Iterator[str]:
     need, best, here = advice.need, advice.recommended, machine.facts(gpu=False)
-    if best is None:
-        return
-    if differing:
-        yield f"your case itself; the run has {', '.join(differing)} yours"
-    if not same_machine(best.about["machine"], here):
+    size = guessed_size(need.model)
+    case = [f"its size is taken from its name, {size}" if size else "",
+            f"the run has {', '.join(differing)} yours" if differing else "",
+            f"it is of another family, {advice.family}" if advice.family else ""]  # fmt: skip
+    if best and any(case):
+        yield f"your case itself; {'; '.join(filter(None, case))}"
+    if best and need.device == "cuda":
+        yield f"another card than {best.about['machine']['gpu']['name']}: ratios differ between cards"
+    elif best and not same_machine(best.about["machine"], here):
         yield f"this machine ({here['cpu']}, {here['usable_threads']} threads): ratios differ between machines"
-    if need.threads not in (None, best.row["threads"]):
+    if best and need.threads not in (None, best.row.get("threads")):
         yield f"{need.threads} threads"
-    ahead = advice.run[: advice.run.index(best)]
-    unknown = [found.row for found in ahead if found.row["precision"] not in advice.losses]
-    if unknown and not need.model.startswith("random:") and need.matters != "quality":
-        yield (
-            f"the quality of {unknown[0]['precision']} on this model, at {unknown[0]['ratio']:.2f} times the speed: "
-            "take it if `quantize(…, score=text_quality(), max_loss=…)` lets it pass"
-        )
+    if advice.unscored:
+        row = advice.unscored.row
+        judge = "your scores allow" if row["precision"] in FLOATS else "`t5accel quantize` lets it pass"
+        speed = f"at {row['ratio']:.2f} times the speed"
+        yield f"the quality of {row['precision']} on this model, {speed}: take it if {judge}"
 
 
 def _explained(advice: Advice) -> Iterator[str]:

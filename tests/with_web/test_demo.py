@@ -21,7 +21,6 @@ from conftest import OUT, ROOT
 from playwright.sync_api import Browser, Page, expect
 
 from t5accel.demo.menu import menu
-from t5accel.demo.page import QUESTIONS
 from t5accel.tasks import rows
 
 TEMPORARY = OUT / "demo-tmp"
@@ -96,6 +95,10 @@ def write(page: Page, texts: dict[str, str], labels: dict[str, str]) -> None:
         box.fill(text)
 
 
+def test_run_can_be_pressed_at_once(demo: Page) -> None:
+    assert run(demo)[0][0]
+
+
 def test_every_example_is_answered_in_four_ways(demo: Page) -> None:
     for task in menu():
         choose(demo, task.label)
@@ -139,7 +142,7 @@ def read(page: Page) -> list[list[str]]:
 
 def test_the_rungs_of_the_ladder_answer_every_example(demo: Page) -> None:
     demo.get_by_role("tab", name="A BERT reads").click()
-    *_, task = menu(QUESTIONS)
+    *_, task = menu()
     answers = []
     for number, texts in enumerate(task.examples):
         demo.get_by_role("combobox", name="Examples").click()
@@ -162,7 +165,7 @@ def test_the_rungs_of_the_ladder_answer_every_example(demo: Page) -> None:
 
 def test_the_readers_refuse_empty_and_overlong_texts_in_a_sentence(demo: Page) -> None:
     demo.get_by_role("tab", name="A BERT reads").click()
-    *_, task = menu(1)
+    *_, task = menu()
     long = "The storm closed the road. " * 200
     for text, said in (("  ", "Nothing is written under “Text”"), (long, "shorten them")):
         write(demo, {"question": "What closed?", "context": text}, task.fields)

@@ -53,7 +53,7 @@ function chooseTask(chosen) {
   const menu = element("examples");
   menu.replaceChildren(
     make("option", { value: "", textContent: "Choose one" }),
-    ...task.examples.map((example, value) => make("option", { value, textContent: Object.values(example)[0] })),
+    ...task.titles.map((textContent, value) => make("option", { value, textContent })),
   );
   fill(task.examples[0]);
   clear();
