@@ -85,7 +85,8 @@ class Service:
         if longest > most and not asked.truncate:
             raise _too_long(f"A text has {longest} characters, and {most} are allowed")
         # With a source of one token, the shortest there is, anything else that is wrong shows.
-        least = replace(asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules, stops), **first)
+        least = asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules, stops)
+        least = replace(least, **first) if first else least
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
         sources = [
@@ -119,7 +120,8 @@ class Service:
             return tokens
         if not truncate:
             raise _too_long(f"A source has {len(tokens)} tokens, and {most} are allowed")
-        closing = [self.backend.eos_token_id] if self.languages.closing == 1 else tokens[-self.languages.closing :]
+        end = self.backend.eos_token_id
+        closing = tokens[-2:] if tokens[-2] == end != tokens[-1] else [end]  # in mBART the language stands behind it
         return [*tokens[: max(most - len(closing), 0)], *closing]
 
     def close(self) -> None:

@@ -67,11 +67,6 @@ class Languages:
         found = {name: form and form.fullmatch(name) for name in self._special_tokens}
         return {match[1]: self._special_tokens[name] for name, match in found.items() if match}
 
-    @property
-    def closing(self) -> int:
-        """How many tokens a tokenizer puts behind a source: its end, and in mBART of 25 languages the language."""
-        return 1 + self._mark[1]
-
     def source(self, src_lang: str) -> int:
         """The token of a source's language.
 
