@@ -26,11 +26,11 @@ from t5accel.cli_options import (
     ExportPrecision,
     ForcedBos,
     IntegerPrecision,
+    KeepSpecialTokens,
     ModelOption,
     NewTokensOption,
     PrecisionOption,
     RuntimeOption,
-    SkipSpecialTokens,
     SourceLanguage,
     TargetLanguage,
     ThreadsOption,
@@ -144,7 +144,7 @@ def run(
     src_lang: SourceLanguage = None,
     tgt_lang: TargetLanguage = None,
     forced_bos: ForcedBos = None,
-    skip_special_tokens: SkipSpecialTokens = True,
+    keep_special_tokens: KeepSpecialTokens = False,
 ) -> None:
     """Answer one text, or every line of standard input, with the time it took."""
     import numpy as np
@@ -172,7 +172,7 @@ def run(
     bounds: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **first)
     ends = getattr(backend, "rules", NONE).ends(backend.eos_token_id)
     search = None if stream else by_defaults(backend, num_beams=beams, **bounds)
-    shown: dict[str, Any] = dict(skip_special_tokens=skip_special_tokens, ends=ends)
+    shown: dict[str, Any] = dict(skip_special_tokens=not keep_special_tokens, ends=ends)
     count = 0
 
     def generate(ids, mask):  # noqa: ANN001, ANN202

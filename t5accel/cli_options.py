@@ -73,12 +73,8 @@ TargetLanguage = Annotated[
     str | None, typer.Option("--tgt-lang", help="Language of the answers, likewise: fra_Latn, fr_XX, fr.")
 ]
 ForcedBos = Annotated[str | None, typer.Option("--forced-bos", help="Token that every answer begins with.")]
-SkipSpecialTokens = Annotated[
-    bool,
-    typer.Option(
-        "--skip-special-tokens/--no-skip-special-tokens",
-        help="Leave special tokens out of answers, or keep them: <triplet> of REBEL, <extra_id_0> of T5.",
-    ),
+KeepSpecialTokens = Annotated[
+    bool, typer.Option("--keep-special-tokens", help="Keep special tokens in answers: REBEL's <triplet>.")
 ]
 
 

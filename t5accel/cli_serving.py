@@ -13,9 +13,9 @@ from t5accel.cli_options import (
     ExportPrecision,
     ExportPrecisionOption,
     ForcedBos,
+    KeepSpecialTokens,
     ModelOption,
     NewTokensOption,
-    SkipSpecialTokens,
     SourceLanguage,
     TargetLanguage,
     kept,
@@ -209,7 +209,7 @@ def batch(
     src_lang: SourceLanguage = None,
     tgt_lang: TargetLanguage = None,
     forced_bos: ForcedBos = None,
-    skip_special_tokens: SkipSpecialTokens = True,
+    keep_special_tokens: KeepSpecialTokens = False,
     strict: Annotated[bool, typer.Option("--strict", help="End with status 2 if any row was rejected.")] = False,
     engine: Annotated[
         Engine, typer.Option(help="Work in this process (local), or in actors of Ray that each hold the model (ray).")
@@ -236,7 +236,7 @@ def batch(
     settings = Settings(
         column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
         max_source_tokens=max_source_tokens, batch_tokens=batch_tokens, shard_rows=shard_rows,
-        src_lang=src_lang, tgt_lang=tgt_lang, forced_bos_token=forced_bos, skip_special_tokens=skip_special_tokens,
+        src_lang=src_lang, tgt_lang=tgt_lang, forced_bos_token=forced_bos, skip_special_tokens=not keep_special_tokens,
     )  # fmt: skip
     chosen = partial(on_ray, address=address, stuck_s=stuck_s) if engine == Engine.ray else in_this_process
     runs = Model(model, precision and precision.value, threads)

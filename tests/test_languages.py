@@ -340,17 +340,17 @@ def test_run_and_batch_take_the_names(make, kind: str, tmp_path: Path) -> None:
     options = ["--model", made.folder, "--src-lang", made.other, "--max-new-tokens", LONGEST]
     for num_beams in (1, 3):
         for keep in (False, True):
-            flags = [*options, "--tgt-lang", made.own, *["--no-skip-special-tokens"] * keep]
+            flags = [*options, "--tgt-lang", made.own, *["--keep-special-tokens"] * keep]
             result = call("run", "-", *flags, "--beams", num_beams, text="\n".join(TEXTS))
             assert result.stdout.split("\n")[:-1] == told(made.own, num_beams, keep), result.stderr
     if made.kind != "mbart":
         name = made.tokenizer.convert_ids_to_tokens(made.token(made.own))
         result = call("run", TEXTS[1], *options, "--beams", 1, "--forced-bos", name, "--stream",
-                      "--no-skip-special-tokens")  # fmt: skip
+                      "--keep-special-tokens")  # fmt: skip
         assert result.stdout == told(made.own, 1, True)[1] + "\n", result.stderr
     out = tmp_path / "out"
     result = call("batch", tmp_path / "in.jsonl", out, *options, "--tgt-lang", made.own, "--beams", 1,
-                  "--no-skip-special-tokens")  # fmt: skip
+                  "--keep-special-tokens")  # fmt: skip
     rows = [json.loads(line) for line in (out / "part-000000.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in rows] == told(made.own, 1, True), result.stderr
     for other in (["--tgt-lang", made.other], ["--tgt-lang", made.own]):
@@ -410,7 +410,7 @@ def test_special_tokens_are_kept_where_that_is_asked(special, tmp_path: Path) ->
         assert len(pieces) > 3 and "</s>" not in "".join(pieces)
     for flags in ([], ["--stream"], ["--beams", 1]):
         kept, left_out = (call("run", ASKED, "--model", folder, *flags, *more).stdout.strip()
-                          for more in (["--no-skip-special-tokens"], []))  # fmt: skip
+                          for more in (["--keep-special-tokens"], []))  # fmt: skip
         assert kept == wanted and left_out == without
     (tmp_path / "in.txt").write_text(ASKED + "\n")
     run(tmp_path / "in.txt", tmp_path / "out", Model(str(folder)), Settings(skip_special_tokens=False))
