@@ -87,7 +87,8 @@ def test_no_model(tiny_t5) -> None:
     from transformers import T5Config, T5EncoderModel, T5Model
 
     config = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1)
-    refused(TorchEager, "model", None, "mini", 5, torch.nn.Linear(1, 1), match="type", error=NotT5Error)
+    refused(TorchEager, "model", None, "mini", 5, match="got an object of class")
+    refused(TorchEager, "model", torch.nn.Linear(1, 1), match="class Linear", error=NotT5Error)
     headless = (T5EncoderModel(config), T5Model(config))
     refused(TorchEager, "model", *headless, match="ForConditionalGeneration", error=NotT5Error)
     for name in ("eos_token_id", "decoder_start_token_id"):
