@@ -83,6 +83,15 @@ def test_outputs_that_config_json_asks_for(tiny_t5, batch, name: str) -> None:
     assert ours(**batch, decoder_input_ids=ids).logits.shape == (6, 3, 300)
 
 
+@pytest.mark.parametrize("runtime", ["onnx", "torch"])
+def test_a_model_whose_config_asks_for_tuples_is_checked_and_answers(tiny_t5, batch, runtime: str) -> None:
+    own = copy.deepcopy(tiny_t5())
+    own.config.return_dict = False
+    ours = accelerate(own, runtime=runtime, progress=False)
+    assert torch.equal(ours.generate(**batch, **SHORT), reference(tiny_t5(), batch, **SHORT))
+    assert isinstance(ours(**batch, decoder_input_ids=decoder_ids(6, 3)), tuple)
+
+
 def test_a_cache_that_is_configured_away_is_used_with_one_warning(tiny_t5, batch) -> None:
     own = copy.deepcopy(tiny_t5())
     own.generation_config.use_cache = False

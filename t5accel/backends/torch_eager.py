@@ -175,7 +175,7 @@ class TorchEager:
     # What `hybrid` runs in another way
 
     def _run_encoder(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+        return self.model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True).last_hidden_state
 
     def _run_decoder(
         self, state: TorchState, tokens: torch.Tensor, past_mask: torch.Tensor | None, count: int
@@ -189,6 +189,7 @@ class TorchEager:
                 decoder_attention_mask=past_mask,
                 past_key_values=state.cache,
                 use_cache=self.use_cache,
+                return_dict=True,
             )
         return outputs.logits[:, -count:].float().cpu().numpy()
 

@@ -156,7 +156,7 @@ def batch_loss(
                 raise InputError(f"A source has no token {hidden_until}: the decoder would see nothing of it.")
             inputs["encoder_outputs"] = model.encoder(input_ids=ids, attention_mask=mask)
             inputs["attention_mask"] = mask * shown
-        logits = model(**inputs, use_cache=False).logits
+        logits = model(**inputs, use_cache=False, return_dict=True).logits
     return cross_entropy(logits, labels, smoothing), sum(map(len, batch[1]))
 
 

@@ -85,7 +85,8 @@ def _own_logits(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray, token
     try:
         model.eval()
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            output = model(input_ids=given[0], attention_mask=given[1], decoder_input_ids=given[2], use_cache=False)
+            output = model(input_ids=given[0], attention_mask=given[1], decoder_input_ids=given[2], use_cache=False,
+                           return_dict=True)  # fmt: skip
         return output.logits.float().cpu().numpy()
     except Exception as error:
         raise ExportError(
