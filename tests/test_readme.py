@@ -57,7 +57,6 @@ def test_mypy_accepts_the_python_that_is_shown(snippets: list[str], tmp_path: Pa
     checked(["mypy", "--config-file", "mypy.ini", *snippets], tmp_path)
 
 
-@pytest.mark.long
 def test_pyright_accepts_the_python_that_is_shown(snippets: list[str], tmp_path: Path) -> None:
     """By basedpyright, whose wheel has all that it needs, by Pyright's own rules."""
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "include": snippets}
