@@ -143,7 +143,7 @@ def load(name: str) -> datasets.Dataset:
     try:
         import datasets
     except ImportError as error:
-        raise MissingPackageError(f"datasets is not installed: {install('notebooks')}. rows() does without.") from error
+        raise MissingPackageError(f"datasets is not installed: {install('course')}. rows() does without.") from error
     # features are given, not inferred: a set that begins with unanswerable rows has no type for its answers yet
     fields = {field: datasets.Value("string") for field in ("id", *_TEXT_FIELDS[name])}
     return datasets.Dataset.from_list(

@@ -292,7 +292,6 @@ def test_local_evaluate_modules_give_our_numbers_offline(tmp_path: Path) -> None
     predictions, references = damaged("translation")
     # a process of its own: the offline switch and the cache folder are read when the libraries are imported
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    env["USE_TORCH"] = "0"  # evaluate imports transformers' pipelines, which scores do not need, and torch with them
     done = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps([predictions, references]), cwd=ROOT,
                           env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr

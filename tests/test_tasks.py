@@ -114,7 +114,7 @@ def test_load_types_a_set_without_any_answer(write) -> None:
 
 def test_load_without_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingPackageError, match=r"t5accel\[course\]"):
+    with pytest.raises(MissingPackageError, match=r"\[course\]"):
         tasks.load("translation")
     assert len(tasks.rows("translation")) == 300
 
