@@ -199,7 +199,9 @@ def watches_stderr() -> bool:
     >>> watches_stderr() in (True, False)
     True
     """
-    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    ipython = sys.modules.get("IPython")
+    in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _best_s(run: Callable[[], Any]) -> float:

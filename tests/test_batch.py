@@ -60,6 +60,7 @@ upper.beams = 1
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upper, "backend", None, raising=False)
     monkeypatch.setattr(Model, "open", lambda self, settings: (upper, {"name": self.name, "sha256": self.name}))
 
 

@@ -132,11 +132,11 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
     batch, model = ["batch", str(path), str(tmp_path / "out")], ["--model", str(exported_mini)]
     for command, sentence in (
         ([*batch, *model, "--engine", "ray"], install("ray")),
-        ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "stuck_s is 0.0; give seconds above 0"),
-        ([*batch, *model, "--address", "here:1"], "address is 'here:1', and the engine is local"),
+        ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "--stuck-s is 0.0; give seconds above 0"),
+        ([*batch, *model, "--address", "here:1"], "--address here:1 is for Ray"),
         (["serve", *model, "--engine", "ray", "--port", "0"], install("ray")),
-        (["serve", *model, "--address", "here:1"], "address is 'here:1', and the engine is local"),
-        (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "replicas_min is 3 and replicas, the most"),
+        (["serve", *model, "--address", "here:1"], "--address here:1 is for Ray"),
+        (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "min is 3 and replicas, the most"),
         (["serve", *model, "--engine", "spark"], "spark"),
     ):
         result = CliRunner().invoke(commands, command)

@@ -360,7 +360,7 @@ def test_run_and_batch_take_the_names(make, kind: str, tmp_path: Path) -> None:
         result = call(*command, "--model", made.folder, "--tgt-lang", "nosuch")
         assert (
             result.exit_code == 2
-            and "tgt_lang must be" in result.stderr
+            and "--tgt-lang must be" in result.stderr
             and not (tmp_path / "new/_done.jsonl").exists()
         )
 

@@ -185,6 +185,12 @@ def alike(shown: Any, found: Any) -> bool:
     return isinstance(found, float) if isinstance(shown, float) else shown == found
 
 
+def answer(printed: str) -> Any:
+    """One answer; of a stream the last event, with the text of all."""
+    events = [json.loads(line.removeprefix("data: ")) for line in printed.splitlines() if line]
+    return {**events[-1], "text": "".join(event["text"] for event in events)} if len(events) > 1 else events[0]
+
+
 def test_the_server_answers_the_requests_shown_with_the_answers_shown(cache_of_its_own) -> None:
     """Word for word, but for the port."""
     part = README.split("## As a server\n")[1].split("\n## ")[0]
@@ -208,8 +214,7 @@ def test_the_server_answers_the_requests_shown_with_the_answers_shown(cache_of_i
             asked = request.replace("localhost:8000/", f"localhost:{port}/")
             assert asked != request
             found = subprocess.run(asked, shell=True, capture_output=True, text=True, check=True).stdout
-            shown, found = (text.strip().removeprefix("data: ") for text in (shown, found))
-            assert alike(json.loads(shown), json.loads(found)), f"{request}\n{found}"
+            assert alike(answer(shown), answer(found)), f"{request}\n{found}"
     finally:
         server.terminate()
         server.wait(30)
