@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -39,6 +39,12 @@ def _package(module: str, distribution: str, needed_for: str, extra: str = "", *
             return Check(distribution, True, "present", needed_for)
     remedy = install(extra) if extra else f"pip install {distribution}"
     return Check(distribution, False if required else None, "missing", needed_for, remedy)
+
+
+def _gradio() -> Check:
+    check = _package("gradio", "gradio", "t5accel demo")
+    # It needs transformers 5, which would push the course's transformers aside.
+    return check if check.ok else replace(check, remedy="make demo, which has an environment of its own")
 
 
 def _python() -> Check:
@@ -141,7 +147,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     lambda: _package("pyarrow", "pyarrow", "Parquet in t5accel batch", "batch"),
     lambda: _package("ray", "ray", "--engine ray", "ray"),
     _node,
-    lambda: _package("gradio", "gradio", "t5accel demo", "demo"),
+    _gradio,
     lambda: _package("jupyterlab", "jupyterlab", "make lab", "course"),
     lambda: _package("nbclient", "nbclient", "make course", "course"),
     _gpu,
