@@ -41,7 +41,7 @@ RUNTIMES = ("onnx", "openvino", "torch", "tensorrt")
 def accelerate(
     model: PreTrainedModel | str | os.PathLike[str],
     *,
-    precision: str | Recipe | torch.dtype = "fp32",
+    precision: str | Recipe | torch.dtype | None = None,
     tuned_for: str = "latency",
     device: str | torch.device = "cpu",
     runtime: str | None = None,
@@ -59,9 +59,9 @@ def accelerate(
             export, which is downloaded once. What is no export yet is exported once, into the user's cache
             (`graphs.export.cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, a
-            `recipes.Recipe`, or a type of torch such as ``torch.float16``. What a recipe costs in quality is not
-            measured here: `quantize.quantize` lets a model pass only if it loses no more than allowed (``t5accel
-            quantize``). A folder that holds an export runs in the precision that it has.
+            `recipes.Recipe`, or a type of torch such as ``torch.float16``; by default fp32, or that of a given export,
+            which runs in no other. What a recipe costs in quality is not measured here: `quantize.quantize` lets a
+            model pass only if it loses no more than allowed (``t5accel quantize``).
         tuned_for: ``"latency"``, for batches of few rows, or ``"throughput"``, for many: another way of computing with
             8 bits is faster there.
         device: ``"cpu"`` or ``"cuda"``, also as a ``torch.device``. It is the first GPU that the process sees.
@@ -95,7 +95,7 @@ def accelerate(
 
     device = _as_device(device)
     settings = SessionSettings(threads=threads, device=device, openvino=runtime == "openvino")
-    recipe = tuned(as_recipe(FLOATS.get(str(precision), precision)), tuned_for)
+    recipe = tuned(as_recipe("fp32" if precision is None else FLOATS.get(str(precision), precision)), tuned_for)
     is_path = isinstance(model, str | os.PathLike)
     if not is_path:
         family_of_model(model)
@@ -108,7 +108,7 @@ def accelerate(
             raise InputError("max_source_tokens is not for torch: leave it out, or give runtime='onnx'.")
         return _in_torch(model, recipe, settings, tokenizer, check_logits=check_logits)
     if folder is not None:
-        manifest = _in_precision(folder, None if recipe.name == "fp32" else recipe)
+        manifest = _in_precision(folder, None if precision is None else recipe)
     else:
         folder, manifest = checked_export(
             model, precision=recipe, tokenizer=tokenizer, progress=progress, check_logits=check_logits

@@ -717,16 +717,16 @@ def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, capfd) -> 
     folder = quantized(RECIPES["int8"])
     accelerate(folder)
     assert (*capfd.readouterr(),) == ("", ""), "who made it knows"
-    for precision in ("fp32", "int8", RECIPES["int8"]):
+    for precision in (None, "int8", RECIPES["int8"]):
         assert accelerate(folder, precision=precision, progress=False).backend.folder == folder
-    for given, precision in ((folder, "int4"), (folder, "fp16"), (fp32(), "int8")):
+    for given, precision in ((folder, "fp32"), (folder, "int4"), (folder, "fp16"), (fp32(), "int8")):
         with pytest.raises(InputError, match=r"is an export in .*, and precision is .*give the model or its name"):
             accelerate(given, precision=precision)
 
 
 def test_wrong_precisions(tiny_t5) -> None:
     call = partial(accelerate, tiny_t5(), progress=False)
-    refused(call, "precision", "int2", None, 8, "INT8", ["int8"], match="precision is")
+    refused(call, "precision", "int2", 8, "INT8", ["int8"], match="precision is")
     refused(call, "tuned_for", "speed", None, "", 1, ["latency"], match="^tuned_for")
 
 
