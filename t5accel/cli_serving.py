@@ -136,7 +136,7 @@ def serve(
     ] = None,
     replicas_min: Annotated[int | None, typer.Option(help="Minimum replicas with --engine ray. Default: 1.")] = None,
 ) -> None:
-    """Answer requests over HTTP in a continuous batch. Each option is also an environment variable, such as T5ACCEL_PORT."""
+    """Answer requests over HTTP in a continuous batch. Options are environment variables, too, such as T5ACCEL_PORT."""
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
     try:
         from pydantic import ValidationError
