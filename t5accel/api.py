@@ -95,7 +95,7 @@ def accelerate(
 
     device = _as_device(device)
     settings = SessionSettings(threads=threads, device=device, openvino=runtime == "openvino")
-    recipe = tuned(as_recipe("fp32" if precision is None else FLOATS.get(str(precision), precision)), tuned_for)
+    recipe = tuned(_as_recipe(precision), tuned_for)
     is_path = isinstance(model, str | os.PathLike)
     if not is_path:
         family_of_model(model)
@@ -132,7 +132,7 @@ def open_backend(
     Where the export is there, neither torch nor transformers is imported: the start takes a tenth of the time.
 
     Args:
-        model, runtime, device, threads, progress: as of `accelerate`.
+        model, runtime, device, threads, progress: see `accelerate`.
         precision: by default fp32, or that of a given export; an export in another precision is refused.
 
     Returns:
@@ -147,7 +147,7 @@ def open_backend(
     """
     from t5accel.backends.ort.static import OrtStatic
 
-    recipe = as_recipe("fp32" if precision is None else FLOATS.get(str(precision), precision))
+    recipe = _as_recipe(precision)
     device = _as_device(device)
     folder = given_export(model)
     chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
@@ -166,6 +166,11 @@ def open_backend(
     settings = SessionSettings(threads=threads, openvino=runtime == "openvino")
     backend = OrtStatic(folder, manifest=manifest, settings=settings)
     return backend, tokenizer, f"ONNX Runtime, {manifest.recipe['name']}"
+
+
+def _as_recipe(precision: Any) -> Recipe:
+    """The recipe of a name or of torch's type; fp32 where none was given."""
+    return as_recipe("fp32" if precision is None else FLOATS.get(str(precision), precision))
 
 
 def _as_device(device: Any) -> Any:

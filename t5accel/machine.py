@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -202,6 +202,17 @@ def watches_stderr() -> bool:
     ipython = sys.modules.get("IPython")
     in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
     return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> Any:
+    """tqdm's bar, where somebody sees it; ``options`` are tqdm's.
+
+    >>> [*progress_bar([1, 2], shown=False)]
+    [1, 2]
+    """
+    from tqdm import tqdm
+
+    return tqdm(items, disable=not (shown and watches_stderr()), **options)
 
 
 def _best_s(run: Callable[[], Any]) -> float:

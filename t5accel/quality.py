@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tqdm import tqdm
-
 from t5accel import machine, tasks
 from t5accel.checks import as_count
 from t5accel.errors import InputError
@@ -159,8 +157,7 @@ def evaluate(
     batch_size = as_count(batch_size, "batch_size", at_least=1)
     sets = {name: tasks.rows(name, limit=limit) for name in names}  # every argument is checked before the slow part
     parts: dict[str, Any] = dict.fromkeys(tasks.NAMES)
-    hidden = not (progress and machine.watches_stderr())
-    with tqdm(total=sum(map(len, sets.values())), desc="scoring", unit="text", disable=hidden) as bar:
+    with machine.progress_bar(shown=progress, total=sum(map(len, sets.values())), desc="scoring", unit="text") as bar:
         for name, rows in sets.items():
             texts = _generated(generate, [tasks.source_text(name, row) for row in rows], batch_size, bar)
             score = {"translation": _translation, "summaries": _summaries, "questions": _questions}[name]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GenerationMixin, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig
 from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -37,7 +37,7 @@ from t5accel.backends.hf_cache import (
     refuse_text,
 )
 from t5accel.backends.hf_module import WeightlessModule
-from t5accel.checkpoints import load_pretrained
+from t5accel.checkpoints import load_pretrained, load_tokenizer
 from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.greedy import greedy_steps
@@ -61,7 +61,6 @@ _PLAIN_CRITERIA = {MaxLengthCriteria, EosTokenCriteria}  # when plain greedy sea
 _UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 _HOW_WEIGHTS_ARE_CUT = ("max_shard_size", "safe_serialization", "save_peft_format", "save_original_format")
 _FILES = ("config.json", "generation_config.json")
-_TOKENIZERS = ("tokenizer.json", "spiece.model", "tokenizer_config.json")  # ByT5 has the last one alone
 
 
 class AcceleratedT5(WeightlessModule, GenerationMixin):
@@ -376,8 +375,8 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
             config = load_pretrained(AutoConfig.from_pretrained, folder)
         if generation_config is None and (folder / _FILES[1]).is_file():
             generation_config = GenerationConfig.from_pretrained(folder)
-        if tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
-            tokenizer = load_pretrained(AutoTokenizer.from_pretrained, folder)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(folder)
         return cls(running, config, generation_config, tokenizer)
 
     @classmethod

@@ -33,7 +33,7 @@ def by_defaults(
         backend: any, with the `rules` of its model where it has some.
         max_new_tokens: upper bound on the length of an answer.
         num_beams: 1 is greedy search; by default the model's.
-        forced_bos_token_id, decoder_start_token_id: as of `greedy.greedy`.
+        forced_bos_token_id, decoder_start_token_id: see `greedy.greedy`.
 
     Returns:
         ``input_ids`` and ``attention_mask``, both (B, S) int64 -> the new tokens (B, L) int64, padded behind their end.

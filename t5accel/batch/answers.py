@@ -63,9 +63,9 @@ class Answerer:
         max_new_tokens: of an answer.
         max_source_tokens: texts that have more are not answered; ``None``: the model's own limit, or none.
         batch_tokens: of a batch's padded sources, times the beams.
-        src_lang: as of `text_to_text.text_to_text`.
-        tgt_lang, forced_bos_token: as of `languages.Languages.target`.
-        skip_special_tokens: as of `text_to_text.decode`.
+        src_lang: see `text_to_text.text_to_text`.
+        tgt_lang, forced_bos_token: see `languages.Languages.target`.
+        skip_special_tokens: see `text_to_text.decode`.
 
     Raises:
         InputError: there is no tokenizer, it does not know a language or token, a bound is wrong, or the model has

@@ -11,8 +11,6 @@ from hashlib import sha256
 from time import perf_counter
 from typing import Any
 
-from tqdm import tqdm
-
 from t5accel import machine
 from t5accel.batch.answers import Answerer
 from t5accel.batch.job import FORMAT, Model, Settings, Shard, do_shard, shards, sources
@@ -131,8 +129,7 @@ class Progress:
     """A bar of rows, with tokens per second and the time that is left."""
 
     def __init__(self, rows: int, before: int, *, shown: bool):
-        hidden = not (shown and machine.watches_stderr())
-        self.bar = tqdm(total=rows, initial=before, unit=" rows", disable=hidden, smoothing=0.1)
+        self.bar = machine.progress_bar(shown=shown, total=rows, initial=before, unit=" rows", smoothing=0.1)
         self.tokens, self.began = 0, perf_counter()
 
     def add(self, rows: int, tokens: int) -> None:

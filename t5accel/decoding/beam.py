@@ -56,7 +56,7 @@ def beam_search(
             would not be one of them even if it reached ``max_new_tokens`` without losing any likelihood. By default the
             model's.
         num_return_sequences: N, at most K.
-        decoder_input_ids, forced_bos_token_id, decoder_start_token_id: as of `greedy.greedy`; they are not scored.
+        decoder_input_ids, forced_bos_token_id, decoder_start_token_id: see `greedy.greedy`; they are not scored.
 
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source, best first, then those of the next, and their

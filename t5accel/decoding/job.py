@@ -30,7 +30,7 @@ class Job:
         deadline_s: from the moment it is submitted until its answer must be complete.
         stream: whether the ticket tells of each token, and not only of the end. Beams cannot.
         stopping_criterion: called with an answer's tokens after each; ``True`` ends the answer. Not for beams.
-        forced_bos_token_id, decoder_start_token_id: as of `greedy.greedy`.
+        forced_bos_token_id, decoder_start_token_id: see `greedy.greedy`.
 
     Raises:
         InputError: a value is wrong, or two of them contradict each other.

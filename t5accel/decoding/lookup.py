@@ -68,7 +68,7 @@ def lookup(
     answers are as good, and mostly the same.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: see `greedy.greedy`.
         forced_bos_token_id, decoder_start_token_id: likewise.
         max_ngram: the longest n-gram that is searched.
         max_draft: upper bound on the guesses of a row for one call.

@@ -38,7 +38,7 @@ def sample(
     rounding of logits.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: see `greedy.greedy`.
         decoder_input_ids, forced_bos_token_id, decoder_start_token_id: likewise.
         sampling: what is changed in the distribution; by default nothing.
         seed: at least 0.

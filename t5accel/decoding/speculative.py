@@ -54,7 +54,7 @@ def speculative(
     further one, and keeps of them what was accepted.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
+        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: see `greedy.greedy`.
         decoder_input_ids, forced_bos_token_id, decoder_start_token_id: likewise.
         draft: a backend of a model with the same vocabulary, which guesses; the model of ``backend`` decides.
         sampling: how to draw; ``None`` takes the likeliest token.

@@ -106,7 +106,7 @@ class TextPieces:
     """The same for tokens that are handed over as they come, by whoever gets them.
 
     Args:
-        tokenizer, skip_special_tokens, ends: as of `stream_text`.
+        tokenizer, skip_special_tokens, ends: see `stream_text`.
 
     Raises:
         InputError: it cannot decode.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from t5accel import machine, tasks
 from t5accel.checkpoints import BUNDLED
@@ -182,8 +181,7 @@ def bench(
     answers, generators = job.answers(subject), {}
     ways = [as_way(t, t.name, t.measured_on(subject), answers, job.batch, generators) for t in techniques]
     ways.sort(key=lambda way: way.name != REFERENCE)  # which has to be the first one
-    hidden = not (progress and machine.watches_stderr())
-    with tqdm(total=len(ways) * (rounds + 2), unit="step", disable=hidden) as bar:
+    with machine.progress_bar(shown=progress, total=len(ways) * (rounds + 2), unit="step") as bar:
 
         def tell(doing: str, name: str) -> None:
             bar.set_description(f"{doing} {name}", refresh=False)

@@ -94,12 +94,11 @@ def run_course(
         measure: returns the rows of the live scoreboard.
     """
     import nbformat
-    from tqdm import tqdm
 
     books = notebooks_in(notebooks)
     cells = sum(sum(cell.cell_type == "code" for cell in nbformat.read(book, as_version=4).cells) for book in books)
     runs = []
-    with tqdm(total=cells, unit="cell", disable=not machine.watches_stderr()) as bar:
+    with machine.progress_bar(total=cells, unit="cell") as bar:
         for book in books:
             bar.set_description(book.stem)
             runs.append(execute(book, out, on_cell=bar.update))

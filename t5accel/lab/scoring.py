@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from t5accel import machine, quality, tasks
 from t5accel.backends.model_defaults import by_defaults
@@ -115,8 +114,7 @@ def row_scores(
         max_new_tokens = 2 * int(mask.sum(axis=1).max())
     answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=beams))
     answers: list[str] = []
-    hidden = not (progress and machine.watches_stderr())
-    with tqdm(total=len(sources), desc="scoring", unit="row", disable=hidden) as bar:
+    with machine.progress_bar(shown=progress, total=len(sources), desc="scoring", unit="row") as bar:
         for start in range(0, len(sources), batch_size):
             answers += answer(sources[start : start + batch_size])
             bar.update(len(answers) - bar.n)

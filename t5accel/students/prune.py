@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from t5accel import machine
 from t5accel.errors import InputError
@@ -206,6 +205,6 @@ def _scores(
         return alike(magnitude(model))
     batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], config.seed, 0)
     few = [batch for _ in range(config.examine) for _, batch in next(batches)]
-    shown = tqdm(few, desc="importance", unit="batch", disable=not machine.watches_stderr())
+    shown = machine.progress_bar(few, desc="importance", unit="batch")
     objective = as_objective("labels")
     return alike(taylor(model, shown, lambda batch: student_loss(model, None, batch, objective)))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from t5accel import machine
 from t5accel.errors import InputError, JobError
@@ -150,8 +149,7 @@ def run_steps(
         print(f"Going on after step {step}, from {checkpoint.file}.", file=sys.stderr)
     mean, started = None, time.perf_counter()
     saved, saving = started, 0.0
-    hidden = not machine.watches_stderr()
-    with tqdm(total=config.steps, initial=step, desc=label, unit="step", mininterval=5, disable=hidden) as bar:
+    with machine.progress_bar(total=config.steps, initial=step, desc=label, unit="step", mininterval=5) as bar:
         for batches in batches_from(step):
             if step >= config.steps:
                 break

@@ -10,8 +10,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.students.batches import Example
@@ -44,10 +42,8 @@ def write_teacher_texts(
         with file.open("ab") as out:
             out.write(b"\n")  # ends a line that a kill cut short
     missing = [(task, source) for task, source in wanted if source not in there]
-    with tqdm(
-        total=len(wanted), initial=len(wanted) - len(missing), desc="the teacher writes", unit="text",
-        disable=not machine.watches_stderr(),
-    ) as bar:  # fmt: skip
+    done = len(wanted) - len(missing)
+    with machine.progress_bar(total=len(wanted), initial=done, desc="the teacher writes", unit="text") as bar:
         for first in range(0, len(missing), GROUP):
             group = sorted(missing[first : first + GROUP], key=lambda pair: len(pair[1]))  # alike lengths: less padding
             lines = []

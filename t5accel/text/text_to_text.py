@@ -39,7 +39,7 @@ def text_to_text(
         prefix: goes before each text, such as ``"summarize: "``.
         src_lang: the language of the texts, as the tokenizer of NLLB, mBART or M2M100 names it; by default the one that
             the tokenizer was saved with.
-        skip_special_tokens, ends: as of `decode`.
+        skip_special_tokens, ends: see `decode`.
 
     Raises:
         InputError: the tokenizer does not know ``src_lang``.

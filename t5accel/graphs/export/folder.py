@@ -164,10 +164,8 @@ def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
 
 
 def _bar(progress: bool, description: str) -> Any:
-    from tqdm import tqdm
 
-    hidden = not (progress and machine.watches_stderr())
-    return tqdm(total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description, disable=hidden)
+    return machine.progress_bar(shown=progress, total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description)
 
 
 def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsFile, bar: Any) -> None:
