@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from t5accel.lab.rows import commit
+from bench.results import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = """\
@@ -23,7 +23,7 @@ out=$(cd "${{OUT:-.}}" && pwd) && cd "$(dirname "$0")" || exit 1
 try=0
 while [ $try -lt "${{TRIES:-3}}" ]; do
     try=$((try + 1))
-    python3 -m t5accel.lab.gpu.suite --json "$out" --minutes "${{MINUTES:-7}}" "$@"
+    python3 -m bench.gpu.suite --json "$out" --minutes "${{MINUTES:-7}}" "$@"
     code=$?
     [ $code -ne 0 ] && [ $code -ne 2 ] || exit $code  # 0: it is through or out of time; 2: asked wrongly
 done

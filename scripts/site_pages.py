@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from t5accel.lab.draw import BOARD, LADDER
-from t5accel.lab.rows import chosen, described, recorded, step_ms
+from bench.figures import BOARD, LADDER
+from bench.results import chosen, described, recorded, step_ms
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -102,7 +102,7 @@ def boards() -> str:
 
 
 def browser() -> str:
-    """What `scripts/web.py` recorded of the page, a row for each model."""
+    """What `bench/record/web.py` recorded of the page, a row for each model."""
     record = recorded("web.json")
     lines = []
     for name in dict.fromkeys(row["system"] for row in record["rows"]):

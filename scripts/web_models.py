@@ -12,12 +12,12 @@ from tempfile import TemporaryDirectory
 
 import onnxruntime
 
-from t5accel.demo.menu import menu
+from bench.demo.menu import menu
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.export.manifest import Manifest, describe_file
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.graphs.numbers.convert import convert_export
-from t5accel.lab.rows import chosen, recorded
+from t5accel.graphs.manifest import Manifest, describe_file
+from t5accel.graphs.export import export_t5
+from t5accel.precision.convert import convert_export
+from bench.results import chosen, recorded
 
 READ = (MANIFEST, ENCODER, DECODER, WEIGHTS, "tokenizer.json", "tokenizer_config.json")  # by the page's code
 
@@ -49,7 +49,7 @@ def export(model: str, precision: str, out: Path, id_: str) -> tuple[str, Manife
 
 
 def quality(label: str, manifest: Manifest) -> str | None:
-    """The scores that `scripts/web.py` recorded of these weights, in words; ``None`` if it has not met them."""
+    """The scores that `bench/record/web.py` recorded of these weights, in words; ``None`` if it has not met them."""
     wanted = dict(measured="quality", system=label, settings={"checkpoint": manifest.source["sha256"]})
     found = next(chosen(recorded("web.json")["rows"], **wanted), None)
     return found and ", ".join(f"{name} {found[key]:.1f}" for key, name in SCORES)

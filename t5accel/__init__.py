@@ -7,7 +7,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_WHERE = {"accelerate": "t5accel.api", "load_t5": "t5accel.checkpoints", "T5Dims": "t5accel.t5.sizes"}
+_WHERE = {"accelerate": "t5accel.api", "load_t5": "t5accel.models.load", "T5Dims": "t5accel.models.sizes"}
 
 __all__ = ["T5Dims", "__version__", "accelerate", "load_t5"]
 
@@ -15,8 +15,8 @@ TYPE_CHECKING = False  # editors and type checkers take it for true; the one of 
 
 if TYPE_CHECKING:
     from t5accel.api import accelerate
-    from t5accel.checkpoints import load_t5
-    from t5accel.t5.sizes import T5Dims
+    from t5accel.models.load import load_t5
+    from t5accel.models.sizes import T5Dims
 else:
 
     def __getattr__(name: str) -> object:

@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.families.registry import family_of_model
-from t5accel.graphs.export.cache import checked_export, checked_manifest, given_export
-from t5accel.graphs.export.logit_check import backend_logits
-from t5accel.graphs.export.logit_check import check_logits as compare_logits
-from t5accel.graphs.export.manifest import Manifest
-from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
-from t5accel.t5.sizes import T5_LIKE
-from t5accel.text.text_to_text import tokenizer_of
+from t5accel.models.registry import family_of_model
+from t5accel.graphs.export_cache import checked_export, checked_manifest, given_export
+from t5accel.graphs.logit_check import backend_logits
+from t5accel.graphs.logit_check import check_logits as compare_logits
+from t5accel.graphs.manifest import Manifest
+from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
+from t5accel.models.sizes import T5_LIKE
+from t5accel.tokenization import tokenizer_of
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from t5accel.backends.hf import AcceleratedT5
+    from t5accel.backends.hf_generate import AcceleratedT5
     from t5accel.decoding.backend import Backend
 
 # By what it is tuned for, the recipe in place of another.
@@ -55,9 +55,9 @@ def accelerate(
 
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
-            `export.export_t5`, or a model object, of a family that `families.registry` has. A hub id may be that of an
+            `export.export_t5`, or a model object, of a family that `models.registry` has. A hub id may be that of an
             export, which is downloaded once. What is no export yet is exported once, into the user's cache
-            (`graphs.export.cache`; ``t5accel cache list``).
+            (`graphs.export_cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, a
             `recipes.Recipe`, or a type of torch such as ``torch.float16``; by default fp32, or that of a given export,
             which runs in no other. What a recipe costs in quality is not measured here: `quantize.quantize` lets a
@@ -91,7 +91,7 @@ def accelerate(
     >>> model.tokenizer.batch_decode(model.generate(**batch, max_new_tokens=20), skip_special_tokens=True)
     ['Je suis fatigué.']
     """
-    from t5accel.backends.hf import AcceleratedT5
+    from t5accel.backends.hf_generate import AcceleratedT5
 
     device = _as_device(device)
     settings = SessionSettings(threads=threads, device=device, openvino=runtime == "openvino")
@@ -145,7 +145,7 @@ def open_backend(
     >>> tokenizer(["I am tired."])["input_ids"].shape, what
     ((1, 5), 'ONNX Runtime, fp32')
     """
-    from t5accel.backends.ort.static import OrtStatic
+    from t5accel.backends.ort_static import OrtStatic
 
     recipe = _as_recipe(precision)
     device = _as_device(device)
@@ -231,7 +231,7 @@ def _in_precision(folder: Path, recipe: Recipe | None) -> Manifest:
     if recipe is not None and recipe.name != there:
         raise InputError(
             f"{folder} is an export in {there}, and precision is {recipe.name!r}: give the model or its name, "
-            "or convert the export in fp32 (t5accel.graphs.numbers.quantize, t5accel.graphs.numbers.fp16)."
+            "or convert the export in fp32 (t5accel.precision.gate, t5accel.precision.fp16)."
         )
     return manifest
 
@@ -242,10 +242,10 @@ def _in_torch(
     """On a GPU a T5 with captured steps; else transformers' own model, on a CPU for bf16."""
     import torch
 
-    from t5accel.backends.hf import AcceleratedT5
+    from t5accel.backends.hf_generate import AcceleratedT5
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.backends.torch_static import TorchStatic
-    from t5accel.checkpoints import in_floats, load_t5
+    from t5accel.models.load import in_floats, load_t5
 
     if isinstance(model, str | os.PathLike):
         model, own_tokenizer = load_t5(model)

@@ -37,7 +37,7 @@ from t5accel.cli_options import (
     kept,
     status,
 )
-from t5accel.cli_serving import serving
+from t5accel.serve.cli import serving
 from t5accel.cli_training import training
 from t5accel.errors import InputError, T5AccelError
 
@@ -151,13 +151,13 @@ def run(
 
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
-    from t5accel.checkpoints import require_tokenizer
-    from t5accel.decoding.rules import NONE
+    from t5accel.models.load import require_tokenizer
+    from t5accel.decoding.token_constraints import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
-    from t5accel.tasks import prefix_hint, prefixes_of
-    from t5accel.text.languages import Languages
-    from t5accel.text.text_to_text import text_to_text
+    from bench.tasks import prefix_hint, prefixes_of
+    from t5accel.models.languages import Languages
+    from t5accel.tokenization import text_to_text
 
     require_tokenizer(model)
     backend, tokenizer, with_what = open_backend(
@@ -242,10 +242,10 @@ def export(
     ] = True,
 ) -> None:
     """Write a model as ONNX graphs, with all that is needed to run them without torch."""
-    from t5accel.graphs.export.cache import given_export
-    from t5accel.graphs.export.folder import as_target, require_free
-    from t5accel.graphs.export.t5 import export_t5
-    from t5accel.graphs.numbers.convert import convert_export
+    from t5accel.graphs.export_cache import given_export
+    from t5accel.graphs.export_folder import as_target, require_free
+    from t5accel.graphs.export import export_t5
+    from t5accel.precision.convert import convert_export
 
     if given_export(model):
         raise InputError(f"{model} is an export already. Give the model that it was made from.")
@@ -279,11 +279,11 @@ def quantize(
     threads: ThreadsOption = None,
 ) -> None:
     """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
-    from t5accel.checkpoints import require_tokenizer
-    from t5accel.graphs.export.cache import cached_export, given_export
-    from t5accel.graphs.export.folder import as_target, require_free
-    from t5accel.graphs.numbers.quantize import quantize as behind_a_gate
-    from t5accel.lab.scoring import text_quality
+    from t5accel.models.load import require_tokenizer
+    from t5accel.graphs.export_cache import cached_export, given_export
+    from t5accel.graphs.export_folder import as_target, require_free
+    from t5accel.precision.gate import quantize as behind_a_gate
+    from bench.precision import text_quality
 
     recipe = precision.value
     score = text_quality(eval_, metric, threads=threads, progress=True)
@@ -304,7 +304,7 @@ def quantize(
 @cache.command("list")
 def list_cache() -> None:
     """Show the cached exports."""
-    from t5accel.graphs.export.cache import cache_folder, list_exports
+    from t5accel.graphs.export_cache import cache_folder, list_exports
 
     found = list_exports()
     for one in found:
@@ -320,7 +320,7 @@ def clear_cache(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete all without asking.")] = False,
 ) -> None:
     """Delete cached exports. They are recreated on demand."""
-    from t5accel.graphs.export.cache import clear_exports, list_exports
+    from t5accel.graphs.export_cache import clear_exports, list_exports
 
     if not names and not yes and (found := list_exports()):
         if not sys.stdin.isatty():
@@ -368,17 +368,17 @@ def bench(
 ) -> None:
     """Measure every technique that exists: equal output first, then speed, memory and quality."""
     if suite is Suite.GPU:
-        from t5accel.lab.gpu.suite import run_in_time
+        from bench.gpu.suite import run_in_time
 
         if json is None:
             raise InputError("--suite gpu keeps each result as it comes: give --json FILE.")
         with kept(f"Results so far are in {json}; the same command goes on."):
             return run_in_time(json, minutes, only=only)
-    from t5accel.lab import draw
-    from t5accel.lab.bench import Forced
-    from t5accel.lab.bench import bench as measure_all
-    from t5accel.lab.rows import write_rows
-    from t5accel.lab.techniques import choose
+    from bench import figures as draw
+    from bench.scoreboard import Forced
+    from bench.scoreboard import bench as measure_all
+    from bench.results import write_rows
+    from bench.techniques import choose
 
     chosen, rows = choose(technique or [], model=model), []
     for count in new_tokens:
@@ -421,8 +421,8 @@ def advise(
     explain: Annotated[bool, typer.Option("--explain", help="Show the measured rows it was chosen from.")] = False,
 ) -> None:
     """Recommend a configuration, with the measured row that it rests on."""
-    from t5accel.lab.advise import Need, report
-    from t5accel.lab.advise import advise as advice_for
+    from bench.advise import Need, report
+    from bench.advise import advise as advice_for
 
     limits = {}
     for text in max_loss or []:
@@ -444,7 +444,7 @@ def course(
     out: Annotated[Path, typer.Option(help="Folder for executed copies and the scoreboard.")] = Path("build/course"),
 ) -> None:
     """Run every notebook in order and print a first scoreboard."""
-    from t5accel.lab.course import run_course, summary
+    from bench.course import run_course, summary
 
     with kept(f"Executed copies are in {out}."):
         runs, board = run_course(notebooks, out)

@@ -11,7 +11,7 @@ import typer
 
 
 class Precision(StrEnum):
-    """The numbers that a model runs in: the recipes of `graphs.numbers.recipes`."""
+    """The numbers that a model runs in: the recipes of `precision.recipes`."""
 
     FP32 = "fp32"
     FP16 = "fp16"

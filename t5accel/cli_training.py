@@ -73,7 +73,7 @@ def train(
     import torch
 
     from t5accel import machine
-    from t5accel.students.resumable import prolong as go_back
+    from t5accel.distillation.checkpointing import prolong as go_back
 
     training = _mini("train", "t5accel train")
     config = training.planned(stage, start)[0]
@@ -113,12 +113,12 @@ def distill(
     import torch
 
     from t5accel import machine
-    from t5accel.students.distill import DistillConfig
-    from t5accel.students.distill import distill as run
-    from t5accel.students.resumable import require_device
-    from t5accel.students.shrink import layer_map, shrink_decoder
-    from t5accel.students.student_card import require_place
-    from t5accel.t5.sizes import T5Dims
+    from t5accel.distillation.student import DistillConfig
+    from t5accel.distillation.student import distill as run
+    from t5accel.distillation.checkpointing import require_device
+    from t5accel.distillation.shrink import layer_map, shrink_decoder
+    from t5accel.distillation.model_card import require_place
+    from t5accel.models.sizes import T5Dims
 
     torch.set_num_threads(threads or machine.cpu_threads())
     require_place(out / "model")
@@ -166,9 +166,9 @@ def prune(
     import torch
 
     from t5accel import machine
-    from t5accel.students.prune import PruneConfig
-    from t5accel.students.prune import prune as run
-    from t5accel.students.student_card import require_place
+    from t5accel.distillation.pruning import PruneConfig
+    from t5accel.distillation.pruning import prune as run
+    from t5accel.distillation.model_card import require_place
 
     torch.set_num_threads(threads or machine.cpu_threads())
     config = PruneConfig(
@@ -201,8 +201,8 @@ class _UserRows:
     @classmethod
     def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
         from t5accel.errors import InputError
-        from t5accel.students.examples import read_examples
-        from t5accel.students.validation import validation
+        from t5accel.distillation.examples import read_examples
+        from t5accel.distillation.validation import validation
 
         if weights and len(weights) != len(files):
             raise InputError(f"--weight is given {len(weights)} times for {len(files)} of --data: give one for each.")
@@ -218,7 +218,7 @@ class _UserRows:
 
     def written_by(self, generate: Callable[[list[str]], list[str]], file: Path) -> _UserRows:
         """The same sources with what the teacher writes to them, which is kept in ``file``."""
-        from t5accel.students.teacher_texts import read_teacher_texts, write_teacher_texts
+        from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
 
         wanted = {("examples", source): None for rows in self.examples for source, _ in rows}
         write_teacher_texts(file, generate, list(wanted))
@@ -226,7 +226,7 @@ class _UserRows:
         return replace(self, examples=[[(source, texts[source]) for source, _ in rows] for rows in self.examples])
 
     def mixture(self, tokens: int, *, by_teacher: bool = False):  # noqa: ANN201
-        from t5accel.students.examples import mixed
+        from t5accel.distillation.examples import mixed
 
         known = sum(source in self.evaluated for rows in self.examples for source, _ in rows)
         if known:
@@ -236,7 +236,7 @@ class _UserRows:
     def keep(self, student, tokenizer, folder, whole, **facts) -> None:  # noqa: ANN001, ANN003
         """Save the student with its card, and say how it and the whole model score."""
         from t5accel.metrics import floor_warning
-        from t5accel.students.student_card import save_student
+        from t5accel.distillation.model_card import save_student
 
         typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=_command(), **facts)}")
         for name, model in (("whole model", whole), ("student", student)) if self.validate else ():
@@ -262,15 +262,15 @@ def _mini(name: str, what: str) -> ModuleType:
     from t5accel.errors import InputError
 
     try:
-        return import_module(f"t5accel.mini.{name}")
+        return import_module(f"training.{name}")
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("t5accel.mini"):
+        if not (error.name or "").startswith("training"):
             raise
-        raise InputError(f"{what} works in a checkout of the repository only: t5accel.mini is missing here.") from error
+        raise InputError(f"{what} works in a checkout of the repository only: training is missing here.") from error
 
 
 def _with_tokenizer(name: str):  # noqa: ANN202
-    from t5accel.checkpoints import load_t5
+    from t5accel.models.load import load_t5
     from t5accel.errors import InputError
 
     model, tokenizer = load_t5(name)
@@ -298,7 +298,7 @@ def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
     from t5accel.api import accelerate
     from t5accel.backends.model_defaults import by_defaults
     from t5accel.backends.torch_eager import TorchEager
-    from t5accel.text.text_to_text import text_to_text
+    from t5accel.tokenization import text_to_text
 
     backend = accelerate(name).backend if device == "cpu" else TorchEager(model.to(device))
     return text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=4))
@@ -331,14 +331,14 @@ def evaluate(
     """Score a model or an export, on the bundled evaluation sets or on rows of yours."""
     from json import dumps
 
-    from t5accel import quality
+    from bench import evaluation as quality
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
-    from t5accel.checkpoints import require_tokenizer
+    from t5accel.models.load import require_tokenizer
     from t5accel.errors import InputError
-    from t5accel.lab.scoring import row_scores, scored_rows
+    from bench.precision import row_scores, scored_rows
     from t5accel.metrics import ROW_SCORES, floor_warning
-    from t5accel.text.text_to_text import text_to_text
+    from t5accel.tokenization import text_to_text
 
     if data and (pairs or limit is not None):
         raise InputError("--data scores its rows alone. Leave --pairs and --limit out.")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel import tasks
+from bench import tasks
 from t5accel.errors import InputError, MissingPackageError
 
 Texts, References = Sequence[str], Sequence[Sequence[str]]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.checkpoints import load_t5
-from t5accel.t5.lively import random_t5
+from t5accel.models.load import load_t5
+from t5accel.models.random_init import random_t5
 
 
 def pytest_configure() -> None:
@@ -92,7 +92,7 @@ def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     Options of `export_t5` may be among the sizes.
     """
-    from t5accel.graphs.export.t5 import export_t5
+    from t5accel.graphs.export import export_t5
 
     @cache
     def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
@@ -107,7 +107,7 @@ def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.fixture(scope="session")
 def laid_out(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``laid_out(layout, kind, …)``: the folder with that older layout of that ``tiny_t5``. Shared: do not write."""
-    from t5accel.graphs.older.layouts import export_layout
+    from bench.baselines.layouts import export_layout
 
     @cache
     def export(layout: str, kind: str = "deeper-decoder", **sizes: Any) -> Path:
@@ -121,7 +121,7 @@ def laid_out(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.fixture(scope="session")
 def opened(tiny_t5: Tiny, exported: Callable[..., Path], laid_out: Callable[..., Path]) -> Callable[..., Any]:
     """``opened(runtime, kind, settings, …)``: that backend of that ``tiny_t5``. Shared: patch your own."""
-    from t5accel.backends.ort.session import SessionSettings
+    from t5accel.backends.ort_session import SessionSettings
     from t5accel.backends.torch_eager import TorchEager
 
     @cache
@@ -138,7 +138,7 @@ def opened(tiny_t5: Tiny, exported: Callable[..., Path], laid_out: Callable[...,
 @pytest.fixture(scope="session")
 def exported_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the export of the bundled model and its tokenizer. Shared: do not write there."""
-    from t5accel.graphs.export.t5 import export_t5
+    from t5accel.graphs.export import export_t5
 
     folder = tmp_path_factory.mktemp("export-mini") / "mini"
     export_t5("mini", folder)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from t5accel.tasks import TRANSLATE
-from t5accel.text.text_to_text import TokenizerFile
+from bench.tasks import TRANSLATE
+from t5accel.tokenization import TokenizerFile
 
 WHO = {"The baker": "Le boulanger", "My sister": "Ma sœur", "An old sailor": "Un vieux marin", "Nobody": "Personne"}
 DOES = {"paints": "peint", "carries": "porte", "forgets": "oublie", "repairs": "répare"}

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.backends.ort.static import Buffers, OrtStatic
+from t5accel.backends.ort_static import Buffers, OrtStatic
 from t5accel.decoding.backend import Histories
 
 

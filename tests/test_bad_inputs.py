@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from t5accel.api import accelerate
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import T5AccelError
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.graphs.optimize import optimize_export
+from t5accel.graphs.export import export_t5
+from bench.baselines.optimized_export import optimize_export
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 
 EXAMPLES = 60  # at each entry
@@ -116,7 +116,7 @@ def test_accelerating_what_is_no_model(tmp_path: Path, monkeypatch, offline, mod
 @often
 @given(raw=st.binary(max_size=40))
 def test_a_graph_file_of_any_bytes(folder: Path, tmp_path: Path, raw: bytes) -> None:
-    from t5accel.backends.ort.session import open_session
+    from t5accel.backends.ort_session import open_session
 
     (tmp_path / "encoder.onnx").write_bytes(raw)
     with pytest.raises(T5AccelError, match=r"encoder\.onnx"):

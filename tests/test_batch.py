@@ -29,19 +29,19 @@ from made_up import panicking_tokenizer
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from t5accel import tasks
+from bench import tasks
 from t5accel.api import open_backend
-from t5accel.batch import output
-from t5accel.batch import run as running
-from t5accel.batch.answers import Answer, Answerer, batches
-from t5accel.batch.job import Done, Model, Settings
-from t5accel.batch.output import Output, ShardRecord
-from t5accel.batch.rows import JsonRows, Unfit
-from t5accel.batch.run import run
+from t5accel.serve.batch import output
+from t5accel.serve.batch import run as running
+from t5accel.serve.batch.generate import Answer, Answerer, batches
+from t5accel.serve.batch.job import Done, Model, Settings
+from t5accel.serve.batch.output import Output, ShardRecord
+from t5accel.serve.batch.formats import JsonRows, Unfit
+from t5accel.serve.batch.run import run
 from t5accel.cli import app
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, JobError
-from t5accel.graphs.export.manifest import describe_file
+from t5accel.graphs.manifest import describe_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "translate English to French: "
@@ -125,7 +125,7 @@ def test_an_answer_in_another_row_s_place_would_be_noticed(opened_mini: Any, mon
     texts = [PREFIX + text for text in TEXTS[:20:4]]
     answer = Answerer(*opened_mini, max_new_tokens=24)
     expected = answer(texts)
-    monkeypatch.setattr("t5accel.batch.answers.batches", lambda lengths, most: [[*range(len(lengths))][::-1]])
+    monkeypatch.setattr("t5accel.serve.batch.generate.batches", lambda lengths, most: [[*range(len(lengths))][::-1]])
     assert answer(texts) == expected
     monkeypatch.setattr(answer, "_generated", lambda sources: Answerer._generated(answer, sources[::-1]))
     assert answer(texts) != expected
@@ -692,8 +692,8 @@ def test_shards_written_in_place_and_known_by_their_names_would_be_noticed(
 
 PROGRAM = """
 import sys
-from t5accel.batch.job import Model, Settings
-from t5accel.batch.run import run
+from t5accel.serve.batch.job import Model, Settings
+from t5accel.serve.batch.run import run
 settings = Settings(prefix=sys.argv[4], max_new_tokens=24, shard_rows=10)
 run(sys.argv[1], sys.argv[2], Model(sys.argv[3], threads=1), settings)
 """

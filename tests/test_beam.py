@@ -21,16 +21,16 @@ from programs import KeepsTheFirst, NoReorder, broken, own_generate
 from refused import refused
 from test_greedy import Counter
 
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.continuations import Continuations
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.topk import Continuations
+from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.hypotheses import START, Answers, Tree
-from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied, parity
 
 Batch = tuple[np.ndarray, np.ndarray]

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from refused import refused
 
-import t5accel.lab.techniques as module
-from t5accel import tasks
-from t5accel.checkpoints import BUNDLED
+import bench.techniques as module
+from bench import tasks
+from t5accel.models.load import BUNDLED
 from t5accel.errors import InputError
-from t5accel.lab.bench import Forced, Natural, bench, sizes
-from t5accel.lab.rows import checked
-from t5accel.lab.techniques import (
+from bench.scoreboard import Forced, Natural, bench, sizes
+from bench.results import checked
+from bench.techniques import (
     NAMED,
     REFERENCE,
     TECHNIQUES,
@@ -24,7 +24,7 @@ from t5accel.lab.techniques import (
     weight_bytes,
 )
 from t5accel.parity import ParityError
-from t5accel.t5.lively import random_t5
+from t5accel.models.random_init import random_t5
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 

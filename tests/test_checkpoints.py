@@ -30,18 +30,19 @@ from refused import refused
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
 
-from t5accel import accelerate, checkpoints
+from t5accel import accelerate
+from t5accel.models import load as checkpoints
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import HUB_ALIASES, data_folder, load_t5
-from t5accel.decoding.greedy import greedy
+from t5accel.models.load import HUB_ALIASES, data_folder, load_t5
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied
-from t5accel.students.gates import Gates
-from t5accel.students.prune import remove
-from t5accel.t5.lively import RANDOM_SIZES, random_t5
-from t5accel.t5.sizes import T5Dims
-from t5accel.text.text_to_text import tokenizer_of
+from t5accel.distillation.gates import Gates
+from t5accel.distillation.pruning import remove
+from t5accel.models.random_init import RANDOM_SIZES, random_t5
+from t5accel.models.sizes import T5Dims
+from t5accel.tokenization import tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 # Parameters of the published checkpoints (a tied head counted once), so that our table is checked against the world.

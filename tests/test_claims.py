@@ -16,14 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from t5accel.lab.gpu.cells import LENGTHS, cells_for
-from t5accel.lab.gpu.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
-from t5accel.lab.peers import GRIDS
-from t5accel.study import on_gpu
-from t5accel.study.bert_ladder import ON_GPU
-from t5accel.study.gpt2_ways import GRAPHS, NO_CACHE, PYTORCH
+from bench.gpu.cells import LENGTHS, cells_for
+from bench.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
+from bench.peers import GRIDS
+from bench.gpu import other_models as on_gpu
+from bench.bert.ladder import ON_GPU
+from bench.gpt2_ways import GRAPHS, NO_CACHE, PYTORCH
 
-# What is timed on a GPU, by the suite and by `study.on_gpu`: a cell's name, systems, texts, source and new tokens.
+# What is timed on a GPU, by the suite and by `bench.gpu.other_models`: a cell's name, systems, texts, source and new tokens.
 TIMED = [(cell.name, cell.systems, cell.batch, cell.source_tokens, cell.new_tokens)
          for cell in cells_for((9, 0)) if cell.measured == "speed"]  # fmt: skip
 TIMED += [(f"random:gpt2, {new} tokens", (PYTORCH, NO_CACHE, *GRAPHS), 1, 8, new) for new in (64, 256)]
@@ -113,7 +113,7 @@ def test_every_claim_has_its_row(claims: dict[str, Any]) -> None:
 def test_the_record_is_what_the_script_makes_of_the_files(script: ModuleType) -> None:
     recorded = json.loads((RESULTS / "claims.json").read_text(encoding="utf-8"))
     made = json.loads(json.dumps(script.record(script.read())))
-    assert made == recorded, "a file of results has changed: python scripts/claims.py"
+    assert made == recorded, "a file of results has changed: python bench/record/claims.py"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
@@ -141,7 +141,7 @@ def test_a_measured_row_names_its_file_and_an_unmeasured_one_says_what_is_needed
 def test_claims_look_only_where_something_can_be(claims: dict[str, Any], script: ModuleType) -> None:
     assert {name for name, *_ in TIMED if name.startswith("random:")} <= {*on_gpu.cells(Path(), device="cpu")}
     named = {(name, system) for name, systems, *_ in TIMED for system in systems}
-    to_come = {f"peers-{grid}.json" for grid in GRIDS}  # that scripts/peers.py writes
+    to_come = {f"peers-{grid}.json" for grid in GRIDS}  # that bench/record/peers.py writes
     for claim in [*claims.values(), *(claim["beside"] for claim in claims.values() if "beside" in claim)]:
         for spec in claim.get("figures", {}).values():
             for row in script.rows_of(spec, claim["rows"]):
@@ -365,7 +365,7 @@ GPT2_FED, GPT2_BOUND = (
 
 
 def by_system(**more: Any) -> Seconds:
-    """Seconds by the name of a constant of `lab.gpu.systems`, and what it is of GPT-2; 1 for all others."""
+    """Seconds by the name of a constant of `bench.systems`, and what it is of GPT-2; 1 for all others."""
     names = dict(FED=(FED, *GPT2_FED), BOUND=(BOUND, *GPT2_BOUND), CAPTURED=(CAPTURED,), TENSORRT=(TENSORRT,),
                  GRAPH=(GRAPH,), RECOMPUTE=(RECOMPUTE,), NAIVE=(NAIVE, NO_CACHE), HALF=("fp16",))  # fmt: skip
     times = {system: seconds for name, seconds in more.items() for system in names[name]}

@@ -20,32 +20,32 @@ from typer.testing import CliRunner
 
 import t5accel.cli
 import t5accel.doctor
-import t5accel.lab.advise
-import t5accel.lab.bench
-import t5accel.lab.course
-import t5accel.mini.train as training
-import t5accel.mini.validate as validate
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.static import OrtStatic
+import bench.advise
+import bench.scoreboard
+import bench.course
+import training.train as training
+import training.validate as validate
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_static import OrtStatic
 from t5accel.cli import app
 from t5accel.cli_options import ExportPrecision, IntegerPrecision, Precision
-from t5accel.cli_serving import serving as serving_commands
+from t5accel.serve.cli import serving as serving_commands
 from t5accel.cli_training import training as training_commands
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.doctor import Check
 from t5accel.errors import InputError
-from t5accel.graphs.export.manifest import read_manifest
-from t5accel.graphs.numbers.quantize import quantize_export
-from t5accel.graphs.numbers.recipes import RECIPES
-from t5accel.lab.advise import Advice, Need
-from t5accel.lab.bench import Forced
-from t5accel.lab.course import NotebookError, NotebookRun
-from t5accel.lab.draw import board
-from t5accel.lab.scoring import text_quality
-from t5accel.lab.techniques import REFERENCE, choose
-from t5accel.mini.validate import HeldOutQuality
-from t5accel.tasks import rows, source_text
-from t5accel.text.text_to_text import TokenizerFile, text_to_text
+from t5accel.graphs.manifest import read_manifest
+from t5accel.precision.gate import quantize_export
+from t5accel.precision.recipes import RECIPES
+from bench.advise import Advice, Need
+from bench.scoreboard import Forced
+from bench.course import NotebookError, NotebookRun
+from bench.figures import board
+from bench.precision import text_quality
+from bench.techniques import REFERENCE, choose
+from training.validate import HeldOutQuality
+from bench.tasks import rows, source_text
+from t5accel.tokenization import TokenizerFile, text_to_text
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (app, serving_commands, training_commands)
@@ -286,7 +286,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, 
     Path("rows.jsonl").write_text(json.dumps({"source": TEXT, "target": "x"}))
     tiny_t5().save_pretrained("mute")
     for name in ("load_t5", "export_t5"):
-        monkeypatch.setattr(f"t5accel.graphs.export.cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
+        monkeypatch.setattr(f"t5accel.graphs.export_cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
     for model in ("random:t5-small", "mute"):
         assert f"{model} has " in refused(*command, model) and "no tokenizer" in refused(*command, model)
 
@@ -383,7 +383,7 @@ def test_an_interrupted_command_says_what_it_has_kept(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("t5accel.batch.run.run", interrupt)
+    monkeypatch.setattr("t5accel.serve.batch.run.run", interrupt)
     monkeypatch.setattr("t5accel.api.open_backend", interrupt)
     (tmp_path / "in.txt").write_text(TEXT)
     result = call("batch", tmp_path / "in.txt", "--out", "answers")
@@ -448,7 +448,7 @@ def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
 def test_export_refuses_before_it_loads(tmp_path, monkeypatch, exported_mini):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "letter.txt").write_text("a letter")
-    monkeypatch.setattr("t5accel.graphs.export.t5.load_t5", lambda name: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr("t5accel.graphs.export.load_t5", lambda name: pytest.fail("loaded for nothing"))
     for precision in ("fp32", "int8"):
         options = ("export", "--model", "mini-d1", "--precision", precision, "--out")
         assert "so it is kept" in refused(*options, tmp_path / "letters", "--overwrite")
@@ -497,7 +497,7 @@ def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path
     assert result.exit_code == 0 and "in fp32 0.00: loses 0.00" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("Warning: The model in fp32 scores exact_match 0.00")
     rising = iter([40.0, 40.5])
-    monkeypatch.setattr("t5accel.lab.scoring.text_quality", lambda *_, **__: lambda _: {"exact_match": next(rising)})
+    monkeypatch.setattr("bench.precision.text_quality", lambda *_, **__: lambda _: {"exact_match": next(rising)})
     result = call("quantize", "--model", exported_mini, "--out", tmp_path / "more", *options)
     assert "exact_match 40.50, in fp32 40.00: gains 0.50, a loss of 1 is allowed" in result.stdout
     assert "Warning" not in result.stderr
@@ -548,7 +548,7 @@ def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monke
     )
     out.mkdir()
     (out / "letter.txt").write_text("a letter")
-    monkeypatch.setattr("t5accel.lab.scoring._opened", lambda *given: pytest.fail("scored for nothing"))
+    monkeypatch.setattr("bench.precision._opened", lambda *given: pytest.fail("scored for nothing"))
     assert "so it is kept" in refused("quantize", "--model", exported_mini, "--out", out, *options, "--overwrite")
     assert [path.name for path in out.iterdir()] == ["letter.txt"]
 
@@ -564,7 +564,7 @@ def measured(monkeypatch):
         calls.append((model, job, [technique.name for technique in techniques], options))
         return ROWS
 
-    monkeypatch.setattr(t5accel.lab.bench, "bench", bench)
+    monkeypatch.setattr(bench.scoreboard, "bench", bench)
     return calls
 
 
@@ -619,7 +619,7 @@ def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_pa
         calls.append((need, results))
         return Advice(need)
 
-    monkeypatch.setattr(t5accel.lab.advise, "advise", advise)
+    monkeypatch.setattr(bench.advise, "advise", advise)
     result = call(
         "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
         "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",
@@ -645,7 +645,7 @@ def test_advise_recommends_for_the_bundled_model_in_few_lines_and_explains_in_mo
 def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_path):
     calls = []
     run = NotebookRun("00_start.ipynb", 7.0, tmp_path / "00_start.ipynb")
-    monkeypatch.setattr(t5accel.lab.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
+    monkeypatch.setattr(bench.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
     result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
     assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
     assert "00_start.ipynb: 7 s\n" in result.stdout and "the board" in result.stdout
@@ -655,7 +655,7 @@ def test_course_with_a_notebook_that_fails_ends_in_words(monkeypatch):
     def fail(*where):
         raise NotebookError("00_start.ipynb failed; the copy as far as it ran is out/00_start.ipynb.")
 
-    monkeypatch.setattr(t5accel.lab.course, "run_course", fail)
+    monkeypatch.setattr(bench.course, "run_course", fail)
     assert "00_start.ipynb failed" in refused("course")
 
 
@@ -771,8 +771,8 @@ def test_load_fails_where_no_server_answers():
 
 
 def test_a_demo_on_a_port_in_use_is_refused_before_a_model_loads(monkeypatch):
-    monkeypatch.setattr("t5accel.demo.page._gradio", lambda: None)
-    monkeypatch.setattr("t5accel.demo.page.way", lambda *given: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr("bench.demo.page._gradio", lambda: None)
+    monkeypatch.setattr("bench.demo.page.way", lambda *given: pytest.fail("loaded for nothing"))
     monkeypatch.setitem(sys.modules, "starlette.middleware", SimpleNamespace(Middleware=None))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -19,16 +19,16 @@ import torch
 from made_up import PAIRS, log
 from test_cli import call, refused, said
 
-import t5accel.students.distill as module
-import t5accel.students.prune as pruning
-import t5accel.students.teacher_texts as texts
-from t5accel.checkpoints import load_t5
-from t5accel.students.distill import DistillConfig
-from t5accel.students.teacher_texts import read_teacher_texts
-from t5accel.t5.lively import random_t5
-from t5accel.t5.narrow import widths
-from t5accel.t5.sizes import T5Dims
-from t5accel.tasks import TRANSLATE
+import t5accel.distillation.student as module
+import t5accel.distillation.pruning as pruning
+import t5accel.distillation.teacher_outputs as texts
+from t5accel.models.load import load_t5
+from t5accel.distillation.student import DistillConfig
+from t5accel.distillation.teacher_outputs import read_teacher_texts
+from t5accel.models.random_init import random_t5
+from t5accel.models.pruned import widths
+from t5accel.models.sizes import T5Dims
+from bench.tasks import TRANSLATE
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back", "random_state_put_back")
 
@@ -261,9 +261,9 @@ def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, stran
 def test_an_installation_without_that_room_says_so_and_everything_else_works(
     teacher: Path, data: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("t5accel.mini")]:
+    for name in [name for name in sys.modules if name.startswith("training")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "t5accel.mini", None)  # importing it raises ModuleNotFoundError
+    monkeypatch.setitem(sys.modules, "training", None)  # importing it raises ModuleNotFoundError
     pairs = ("--pairs", tmp_path / "pairs.tsv")
     for arguments in (("train", *pairs, "--out", tmp_path / "out"), ("evaluate", *pairs)):
         assert "in a checkout of the repository only" in refused(*arguments)

@@ -31,19 +31,19 @@ from programs import (
 from test_encoder_cache import check, masked_variants
 from test_greedy import check_equals_generate
 
-from t5accel.backends.older.hybrid import HybridOnnxT5
-from t5accel.backends.older.past_layouts import MergedGraphs, ThreeGraphs, WholeGraph
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.pointers import OrtPointers
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.backends.ort.static import OrtStatic
+from bench.baselines.hybrid import HybridOnnxT5
+from bench.baselines.layout_backends import MergedGraphs, ThreeGraphs, WholeGraph
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_cuda import OrtPointers
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.graphs.older.layouts import export_layout
+from t5accel.graphs.export import export_t5
+from bench.baselines.layouts import export_layout
 from t5accel.parity import parity
 
 ONE_THREAD = SessionSettings(threads=1)

@@ -1,7 +1,7 @@
 """Copying a helper must work: a module and what it imports, alone in an empty folder, and its examples still run.
 
 The package's ``__init__`` files are emptied on the way, as for someone who copies single files: an example therefore
-imports from the module that defines a name (``from t5accel.checkpoints import load_t5``), not from the package.
+imports from the module that defines a name (``from t5accel.models.load import load_t5``), not from the package.
 """
 
 import ast
@@ -20,15 +20,15 @@ from test_repository import MODULES, ROOT, own_imports
 WITHOUT_EXAMPLE = {
     "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
     "t5accel.cli": "its functions are commands; their tests run them",
-    "t5accel.cli_serving": "the same",
-    "t5accel.demo.page": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",
-    "t5accel.lab.triton_model": "Triton calls it; tests put a stand-in in its place",
-    "t5accel.lab.course": "it starts kernels and runs whole notebooks",
+    "t5accel.serve.cli": "the same",
+    "bench.demo.page": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",
+    "bench.serving.triton_model": "Triton calls it; tests put a stand-in in its place",
+    "bench.course": "it starts kernels and runs whole notebooks",
 }
 NOT_COPIED = {
     "t5accel",  # the lazy front door
     "t5accel.__main__",  # a script that runs when it is imported
-    "t5accel.backends.triton_attention",  # its kernels need Triton: make test-kernel
+    "bench.baselines.triton_attention",  # its kernels need Triton: make test-kernel
 }
 COPIED = [name for name, path in MODULES.items() if path.name != "__init__.py" and name not in NOT_COPIED]
 

@@ -11,10 +11,10 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from test_draw import RECORD, ROWS
 
 from t5accel.errors import InputError, MissingPackageError, install
-from t5accel.lab import course
-from t5accel.lab.course import NotebookError, NotebookRun, execute, notebooks_in, run_course, summary
-from t5accel.lab.draw import board
-from t5accel.lab.rows import write_json
+from bench import course
+from bench.course import NotebookError, NotebookRun, execute, notebooks_in, run_course, summary
+from bench.figures import board
+from bench.results import write_json
 
 
 def write_notebook(path: Path, *cells: str) -> Path:
@@ -51,7 +51,7 @@ def measured(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(course, "bench", lambda *given, **options: calls.append((given, options)) or ROWS)
     monkeypatch.setattr(course, "data_folder", lambda: tmp_path)
-    monkeypatch.setattr("t5accel.lab.rows.data_folder", lambda: tmp_path)
+    monkeypatch.setattr("bench.results.data_folder", lambda: tmp_path)
     return calls
 
 

@@ -13,18 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 from t5accel.api import open_backend
-from t5accel.decoding.greedy import greedy
-from t5accel.demo import page as demo
-from t5accel.demo import reading
-from t5accel.demo.at_home import AtHome
-from t5accel.demo.menu import EXAMPLES, WRONG, menu
-from t5accel.demo.race import TRANSFORMERS, Way, ways_of
+from t5accel.decoding.greedy_search import greedy
+from bench.demo import page as demo
+from bench.demo import reading
+from bench.demo.at_home import AtHome
+from bench.demo.menu import EXAMPLES, WRONG, menu
+from bench.demo.race import TRANSFORMERS, Way, ways_of
 from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.mini.reader import train_wordpiece
-from t5accel.study.bert import random_bert
-from t5accel.study.spans import answers, read, torch_run
-from t5accel.tasks import NAMES, UNANSWERABLE, references, rows, source_text
-from t5accel.text.text_to_text import text_to_text
+from training.reader import train_wordpiece
+from bench.bert.model import random_bert
+from bench.bert.spans import answers, read, torch_run
+from bench.tasks import NAMES, UNANSWERABLE, references, rows, source_text
+from t5accel.tokenization import text_to_text
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -204,7 +204,7 @@ def test_a_text_that_no_rung_can_read_gets_a_sentence(
 
 
 def test_where_the_readers_are_not_bundled_a_sentence_says_so(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("t5accel.study.bert.data_folder", lambda: tmp_path)
+    monkeypatch.setattr("bench.bert.model.data_folder", lambda: tmp_path)
     with pytest.raises(ModelUnavailableError, match="not bundled here"):
         list(demo.readings("Who?", "Ann.", load=reading.bundled.__wrapped__))
 

@@ -14,15 +14,15 @@ from programs import Strict, StrictChooser, junk
 from test_greedy import BAD_BATCHES, anything, bounds, valid
 from transformers import T5Config
 
-from t5accel.backends.hf import AcceleratedT5
+from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.lookup import lookup
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.prompt_lookup import lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.errors import InputError
-from t5accel.graphs.numbers.probe import checked_example
+from t5accel.precision.calibration import checked_example
 
 often = settings(max_examples=150, deadline=None)
 

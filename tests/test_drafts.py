@@ -11,15 +11,15 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding import drafts as drafts_module
+from t5accel.decoding import drafting as drafts_module
 from t5accel.decoding.backend import Backend, Generated, Histories
-from t5accel.decoding.draft_lengths import LONGEST_PAUSE, DraftLength
-from t5accel.decoding.drafts import Drafts, Likeliest, verified
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.speculation import LONGEST_PAUSE, DraftLength
+from t5accel.decoding.drafting import Drafts, Likeliest, verified
+from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.request import Request, Steps
 from t5accel.parity import assert_varied
 

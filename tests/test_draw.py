@@ -10,9 +10,9 @@ from refused import refused
 from test_ladder import TOY, shown
 
 from t5accel.errors import InputError, MissingPackageError, install
-from t5accel.lab import draw
-from t5accel.lab.draw import board, caption, page, plot_board, plot_ladders, plot_standings, table
-from t5accel.lab.peers import GRID, Standing
+from bench import figures as draw
+from bench.figures import board, caption, page, plot_board, plot_ladders, plot_standings, table
+from bench.peers import GRID, Standing
 
 REFERENCE = dict(
     measured="speed", system="the reference", reference="the reference", backend="theirs", model="mini",

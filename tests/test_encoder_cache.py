@@ -23,7 +23,7 @@ from t5accel.backends.torch_eager import TorchEager, TorchSource
 from t5accel.decoding import encoder_cache
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.encoder_cache import EncoderCache, row_keys
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied, parity
 

@@ -30,13 +30,13 @@ from refused import refused
 from silence import quiet
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.backends.ort.static import OrtStatic
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.checks import read_json_object
 from t5accel.decoding.backend import right_aligned
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import (
     ExportError,
     InputError,
@@ -45,20 +45,20 @@ from t5accel.errors import (
     T5AccelError,
     UnknownModelError,
 )
-from t5accel.families.lively import random_model
-from t5accel.families.registry import BEYOND_T5
-from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.build.layers import LOWEST, decoder_graph, encoder_graph
-from t5accel.graphs.build.t5_weights import T5Weights
+from t5accel.models.random_families import random_model
+from t5accel.models.registry import BEYOND_T5
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.layers import LOWEST, decoder_graph, encoder_graph
+from t5accel.graphs.weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec, names
-from t5accel.graphs.export.folder import LARGEST_INSIDE
-from t5accel.graphs.export.logit_check import backend_logits, check_logits
-from t5accel.graphs.export.manifest import read_manifest, write_manifest
-from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
+from t5accel.graphs.export_folder import LARGEST_INSIDE
+from t5accel.graphs.logit_check import backend_logits, check_logits
+from t5accel.graphs.manifest import read_manifest, write_manifest
+from t5accel.graphs.export import export_t5, source_hash, t5_weights
 from t5accel.parity import ParityError, assert_varied, parity
-from t5accel.t5.rules import logit_scale, relative_position_bucket
-from t5accel.t5.sizes import T5Dims
-from t5accel.text.text_to_text import text_to_text, tokenizer_of
+from t5accel.models.t5_math import logit_scale, relative_position_bucket
+from t5accel.models.sizes import T5Dims
+from t5accel.tokenization import text_to_text, tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers.normalizers import Lowercase
 from tokenizers.processors import TemplateProcessing
 
-import t5accel.checkpoints as checkpoints
-import t5accel.graphs.export.cache as module
+import t5accel.models.load as checkpoints
+import t5accel.graphs.export_cache as module
 from t5accel.api import accelerate, open_backend
-from t5accel.checkpoints import hub_snapshot, load_t5
-from t5accel.decoding.greedy import greedy
+from t5accel.models.load import hub_snapshot, load_t5
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
-from t5accel.graphs.export.cache import (
+from t5accel.graphs.export_cache import (
     cache_folder,
     cached_export,
     checked_manifest,
@@ -29,9 +29,9 @@ from t5accel.graphs.export.cache import (
     given_export,
     list_exports,
 )
-from t5accel.graphs.export.manifest import read_manifest, write_manifest
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.text.text_to_text import text_to_text
+from t5accel.graphs.manifest import read_manifest, write_manifest
+from t5accel.graphs.export import export_t5
+from t5accel.tokenization import text_to_text
 
 
 @pytest.fixture(autouse=True)

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from refused import refused
 
-import t5accel.lab.family as module
+import bench.family as module
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import load_t5
-from t5accel.graphs.numbers.recipes import RECIPES
-from t5accel.lab import harness
-from t5accel.lab.family import family_rows, pareto, recorded_family
-from t5accel.lab.rows import checked
+from t5accel.models.load import load_t5
+from t5accel.precision.recipes import RECIPES
+from bench import harness
+from bench.family import family_rows, pareto, recorded_family
+from bench.results import checked
 from t5accel.parity import ParityError
-from t5accel.students.gates import Gates
-from t5accel.students.prune import remove
-from t5accel.students.shrink import shrink_decoder
-from t5accel.t5.lively import random_t5
-from t5accel.t5.sizes import T5Dims
+from t5accel.distillation.gates import Gates
+from t5accel.distillation.pruning import remove
+from t5accel.distillation.shrink import shrink_decoder
+from t5accel.models.random_init import random_t5
+from t5accel.models.sizes import T5Dims
 
 TINY = dict(vocab_size=8000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2)
 QUICK = dict(rounds=2, source_tokens=6, new_tokens=3)

@@ -14,8 +14,8 @@ from test_narrow import SIZES, narrowed
 
 from t5accel.errors import InputError
 from t5accel.parity import ParityError
-from t5accel.students.gates import Gates, gated
-from t5accel.t5.narrow import parts
+from t5accel.distillation.gates import Gates, gated
+from t5accel.models.pruned import parts
 
 ATTENTION = "decoder.block.2.layer.1.EncDecAttention"
 NEW = histories(6, 2, 7)

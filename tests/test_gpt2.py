@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.backends.ort.session import SessionSettings, open_session
+from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import UnknownModelError
 from t5accel.parity import assert_varied
-from t5accel.study.gpt2 import (
+from bench.gpt2 import (
     Moved,
     bytes_of_logits,
     cached,

@@ -9,9 +9,9 @@ import pytest
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from t5accel.lab.gpu import pictures
-from t5accel.lab.gpu.cells import LENGTHS, cells_for
-from t5accel.lab.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC
+from bench.gpu import figures as pictures
+from bench.gpu.cells import LENGTHS, cells_for
+from bench.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC
 
 CELLS = cells_for((9, 0))
 

@@ -21,16 +21,17 @@ from refused import refused
 
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.lab import harness
-from t5accel.lab import rows as records
-from t5accel.lab.gpu import measure as measuring
-from t5accel.lab.gpu import suite, systems
-from t5accel.lab.gpu.cells import LENGTHS, RUNTIMES, Cell, cells_for
-from t5accel.lab.gpu.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
-from t5accel.lab.launches import Prices
-from t5accel.t5.lively import RANDOM_SIZES
-from t5accel.t5.roofline import decoder_weights_per_step
-from t5accel.t5.sizes import T5Dims
+from bench import harness
+from bench import results as records
+from bench.gpu import measure as measuring
+from bench.gpu import suite
+from bench import systems
+from bench.gpu.cells import LENGTHS, RUNTIMES, Cell, cells_for
+from bench.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
+from bench.launches import Prices
+from t5accel.models.random_init import RANDOM_SIZES
+from t5accel.roofline import decoder_weights_per_step
+from t5accel.models.sizes import T5Dims
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_CPU = [name for name in SYSTEMS if name not in (systems.TENSORRT, systems.KERNEL)]
@@ -341,8 +342,8 @@ def test_a_process_that_is_killed_leaves_a_row_that_says_so(toy: str, tmp_path: 
     path = tmp_path / "rows.json"
     program = f"""
 import os
-from t5accel.lab.gpu import suite
-from t5accel.lab.gpu.cells import Cell
+from bench.gpu import suite
+from bench.gpu.cells import Cell
 suite.measure = lambda *a, **k: os._exit(139)
 sizes = dict(model={toy!r}, dtype="float32", batch=2, source_tokens=9, new_tokens=6, least_s=0.0)
 suite.run_suite({str(path)!r}, device="cpu", cells=[Cell("toy, speed", "speed", **sizes)])
@@ -402,7 +403,7 @@ def test_no_minutes(tmp_path: Path) -> None:
 
 def test_a_cell_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
     program = (
-        "import time\nfrom t5accel.lab.gpu import suite\n"
+        "import time\nfrom bench.gpu import suite\n"
         "suite.run_suite = lambda *_, **__: time.sleep(60)\n"
         f"suite.run_in_time({str(tmp_path / 'x.json')!r}, 0.001, grace_s=0.2)"
     )
@@ -414,7 +415,7 @@ def test_a_cell_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [["-m", "t5accel", "bench", "--suite", "gpu"], ["-m", "t5accel.lab.gpu.suite"]])
+@pytest.mark.parametrize("command", [["-m", "t5accel", "bench", "--suite", "gpu"], ["-m", "bench.gpu.suite"]])
 def test_without_a_gpu_one_sentence_says_so(tmp_path: Path, command: list[str]) -> None:
     asked = [sys.executable, *command, "--json", str(tmp_path / "rows.json")]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -460,10 +461,10 @@ def test_the_bundle_alone_measures_with_torch_transformers_and_numpy(toy: str, t
 import importlib.util, sys, t5accel
 assert not [name for name in ("onnx", "onnxruntime", "datasets", "sacrebleu") if importlib.util.find_spec(name)]
 assert t5accel.__file__.startswith({str(bundle)!r}), t5accel.__file__
-from t5accel.lab.gpu.cells import Cell, RUNTIMES
-from t5accel.lab.gpu.systems import GRAPH, RECOMPUTE, REFERENCE, STATIC
-from t5accel.lab.gpu.suite import run_suite
-from t5accel.checkpoints import load_t5
+from bench.gpu.cells import Cell, RUNTIMES
+from bench.systems import GRAPH, RECOMPUTE, REFERENCE, STATIC
+from bench.gpu.suite import run_suite
+from t5accel.models.load import load_t5
 assert load_t5("random:flan-t5-small")[0].config.d_model == 512  # as the suite's own cells are named
 sizes = dict(model={toy!r}, dtype="float32", batch=2, source_tokens=9, new_tokens=5, least_s=0.0)
 systems = (REFERENCE, STATIC, GRAPH, RECOMPUTE, *RUNTIMES)

@@ -22,7 +22,7 @@ from programs import KeepsTheFirst, NoMask, broken, own_generate
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_batch, as_count, as_integers
 from t5accel.decoding.backend import Backend, Generated, Histories, right_aligned
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
 
@@ -341,8 +341,8 @@ import sys
 for name in ("torch", "transformers", "onnxruntime"):
     sys.modules[name] = None  # importing it fails from now on
 import numpy as np
-import t5accel.text.text_to_text
-from t5accel.decoding.greedy import greedy
+import t5accel.tokenization
+from t5accel.decoding.greedy_search import greedy
 class Counter:
     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
     def encode(self, input_ids, attention_mask): return input_ids

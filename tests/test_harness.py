@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from t5accel.errors import InputError, UnequalWorkError
-from t5accel.lab import harness
-from t5accel.lab.harness import FEWEST_ROUNDS, Way, measured
-from t5accel.lab.rows import checked
+from bench import harness
+from bench.harness import FEWEST_ROUNDS, Way, measured
+from bench.results import checked
 from t5accel.parity import ParityError
 from t5accel.timing import Work
 

@@ -25,21 +25,21 @@ from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
 from transformers.generation import BaseStreamer
 
-from t5accel.backends.hf import AcceleratedT5
+from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.hf_cache import DecoderCache
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, T5AccelError
-from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied, parity
-from t5accel.tasks import rows as task_rows
-from t5accel.tasks import source_text
-from t5accel.text.pipeline import text2text
-from t5accel.text.text_to_text import tokenizer_of
+from bench.tasks import rows as task_rows
+from bench.tasks import source_text
+from t5accel.pipeline import text2text
+from t5accel.tokenization import tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ATOL = 1e-4
@@ -641,7 +641,7 @@ def test_plain_greedy_search_is_our_own_loop(pair, batch, monkeypatch, options: 
 )  # fmt: skip
 def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
     _, ours = pair
-    monkeypatch.setattr("t5accel.backends.hf.greedy_steps", None)
+    monkeypatch.setattr("t5accel.backends.hf_generate.greedy_steps", None)
     ours.generate(**batch, max_new_tokens=3, **options)
 
 

@@ -18,15 +18,15 @@ from test_hf import SHORT, V5, Log, behind, check, decoder_ids, on_onnx, referen
 from transformers import Seq2SeqTrainer
 
 from t5accel.api import accelerate
-from t5accel.backends.hf import AcceleratedT5
-from t5accel.backends.ort.static import OrtStatic
+from t5accel.backends.hf_generate import AcceleratedT5
+from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.families.lively import random_model
-from t5accel.families.registry import BEYOND_T5
+from t5accel.models.random_families import random_model
+from t5accel.models.registry import BEYOND_T5
 from t5accel.parity import assert_varied, parity
 
 SIZES = dict(
@@ -275,7 +275,7 @@ def test_the_count_of_parameters_in_other_families(name: str) -> None:
 
 
 def test_the_count_of_parameters_of_a_pruned_model() -> None:
-    from t5accel.checkpoints import load_t5
+    from t5accel.models.load import load_t5
 
     own = load_t5("mini-d1p")[0]
     ours = behind(on_onnx(own), own)

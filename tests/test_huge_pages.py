@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t5accel.backends.ort import memory as module
-from t5accel.backends.ort.memory import huge_bytes, huge_pages
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.decoding.greedy import greedy
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.t5.lively import random_t5
+from t5accel.backends import ort_memory as module
+from t5accel.backends.ort_memory import huge_bytes, huge_pages
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.decoding.greedy_search import greedy
+from t5accel.graphs.export import export_t5
+from t5accel.models.random_init import random_t5
 
 SIZE = 64 << 20
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from test_surgery import operators, run
 
 from t5accel.errors import InputError
-from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.numbers import integer_graphs, integers
-from t5accel.graphs.numbers.integer_graphs import Integers
-from t5accel.graphs.numbers.integers import SHRUNK, Blocks, in_blocks, in_channels
-from t5accel.graphs.numbers.recipes import Recipe, Scheme
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.precision import integer_graphs
+from t5accel.precision import integers
+from t5accel.precision.integer_graphs import Integers
+from t5accel.precision.integers import SHRUNK, Blocks, in_blocks, in_channels
+from t5accel.precision.recipes import Recipe, Scheme
 
 BITS, SIZES = [4, 8], [16, 32, 64]
 

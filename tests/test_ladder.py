@@ -17,9 +17,9 @@ from refused import refused
 from script import load_script
 
 from t5accel.errors import InputError, UnequalWorkError
-from t5accel.lab import harness
-from t5accel.lab.bench import Forced, Natural
-from t5accel.lab.ladder import (
+from bench import harness
+from bench.scoreboard import Forced, Natural
+from bench.ladder import (
     GATE,
     Rung,
     account,
@@ -32,11 +32,11 @@ from t5accel.lab.ladder import (
     way_to,
     with_quality_of,
 )
-from t5accel.lab.rows import checked
-from t5accel.lab.techniques import NAMED, Subject
+from bench.results import checked
+from bench.techniques import NAMED, Subject
 from t5accel.parity import ParityError
-from t5accel.quality import MAIN_SCORES
-from t5accel.t5.lively import random_t5
+from bench.evaluation import MAIN_SCORES
+from t5accel.models.random_init import random_t5
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
@@ -103,9 +103,9 @@ def test_every_rung_adds_one_idea_to_one_below_it(rungs: tuple[Rung, ...]) -> No
 
 
 def test_the_student_has_rungs_where_it_is_bundled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("t5accel.lab.ladder.BUNDLED", {"mini": "mini-t5"})
+    monkeypatch.setattr("bench.ladder.BUNDLED", {"mini": "mini-t5"})
     assert {rung.model for rung in natural_rungs()} == {None}
-    monkeypatch.setattr("t5accel.lab.ladder.BUNDLED", {"mini": "mini-t5", "mini-d1": "mini-t5-d1"})
+    monkeypatch.setattr("bench.ladder.BUNDLED", {"mini": "mini-t5", "mini-d1": "mini-t5-d1"})
     assert {rung.model for rung in natural_rungs()} == {None, "mini-d1"}
 
 
@@ -326,7 +326,7 @@ def test_the_script_climbs_all_ladders_writes_and_draws(script: Any, tmp_path: P
     ]  # fmt: skip
     content = json.loads(path.read_text(encoding="utf-8"))
     assert {"machine", "versions", "commit", "date", "rows"} <= content.keys()
-    assert content["command"] == "python scripts/ladder.py --texts 5 --rounds 1"
+    assert content["command"] == "python bench/record/ladder.py --texts 5 --rounds 1"
     ladders = by_ladder(content["rows"])
     assert [*ladders] == ["random:t5-small, 64 forced tokens", "random:t5-small, 256 forced tokens",
                           "mini, 5 summaries at natural length"]  # fmt: skip

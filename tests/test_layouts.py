@@ -15,20 +15,20 @@ import pytest
 import torch
 from programs import PROGRAM, Watched, check_program, histories_of
 
-from t5accel.backends.hf import AcceleratedT5
-from t5accel.backends.older.past_layouts import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.hf_generate import AcceleratedT5
+from bench.baselines.layout_backends import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
-from t5accel.graphs.export.t5 import export_t5, t5_weights
-from t5accel.graphs.older import layouts
-from t5accel.graphs.older.layout_sizes import LayoutSizes, layout_sizes
-from t5accel.graphs.older.layouts import DESCRIPTION, export_layout, read_layout
-from t5accel.graphs.older.row_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
-from t5accel.lab.traffic import StepTraffic, bytes_per_step
-from t5accel.t5.lively import random_t5
+from t5accel.graphs.export import export_t5, t5_weights
+from bench.baselines import layouts
+from bench.baselines.layout_sizes import LayoutSizes, layout_sizes
+from bench.baselines.layouts import DESCRIPTION, export_layout, read_layout
+from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
+from bench.traffic import StepTraffic, bytes_per_step
+from t5accel.models.random_init import random_t5
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [ThreeGraphs, MergedGraphs, WholeGraph]

@@ -16,7 +16,7 @@ import uvicorn
 from test_cli import call, refused
 
 from t5accel.errors import InputError
-from t5accel.lab.load import Load, Outcome, ask, offer
+from bench.serving.load import Load, Outcome, ask, offer
 
 BODY = {"text": "a"}
 ANSWER = b'{"answers": [{"texts": ["a"], "tokens": [3]}, {"texts": ["b", "c"], "tokens": [1, 1]}]}'

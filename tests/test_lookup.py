@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from refused import refused
 from test_drafts import RUNTIMES, Machine, sources
 
-from t5accel import tasks
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from bench import tasks
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.lookup import FIXED, VERIFYING, Copier, Text, best_length, lookup
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.prompt_lookup import FIXED, VERIFYING, Copier, Text, best_length, lookup
 from t5accel.decoding.request import Request
-from t5accel.graphs.numbers.convert import convert_export
-from t5accel.graphs.numbers.recipes import Recipe, Scheme
+from t5accel.precision.convert import convert_export
+from t5accel.precision.recipes import Recipe, Scheme
 from t5accel.parity import assert_varied, token_agreement
-from t5accel.text.text_to_text import TokenizerFile
+from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 

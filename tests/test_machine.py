@@ -17,7 +17,7 @@ from refused import refused
 
 from t5accel import machine
 from t5accel.machine import cpu_threads, memory_bytes
-from t5accel.t5.roofline import decoder_weights_per_step, roofline
+from t5accel.roofline import decoder_weights_per_step, roofline
 
 LINUX = sys.platform.startswith("linux")
 
@@ -245,7 +245,7 @@ def test_the_count_equals_the_weights_of_a_real_decoder():
         for name, weight in model.decoder.named_parameters()
         if not any(part in name for part in left_out)
     )  # fmt: skip
-    from t5accel.t5.sizes import T5Dims  # here, for it imports torch
+    from t5accel.models.sizes import T5Dims  # here, for it imports torch
 
     assert decoder_weights_per_step(T5Dims.of(model)) == counted + model.lm_head.weight.numel()
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
-from t5accel import quality
+from bench import evaluation as quality
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.greedy import greedy
-from t5accel.t5.sizes import T5Dims
-from t5accel.text.text_to_text import text_to_text
+from t5accel.decoding.greedy_search import greedy
+from t5accel.models.sizes import T5Dims
+from t5accel.tokenization import text_to_text
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/mini-t5"
 RECORD = Path(__file__).resolve().parents[1] / "data/results/training-mini.json"

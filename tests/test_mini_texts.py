@@ -23,13 +23,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import CORPUS, PAIRS
 
-from t5accel import tasks
-from t5accel.checkpoints import load_t5
+from bench import tasks
+from t5accel.models.load import load_t5
 from t5accel.errors import InputError
-from t5accel.mini import mixture, practice, report_templates, story_templates, vocabulary
-from t5accel.mini.composed_reports import composed_event, make_composed_report, statements
-from t5accel.mini.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
-from t5accel.mini.mixture import (
+from training import curriculum as mixture
+from training import exercises as practice
+from training.texts import report_templates
+from training.texts import story_templates
+from training import vocabulary
+from training.texts.composed_reports import composed_event, make_composed_report, statements
+from training.texts.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
+from training.curriculum import (
     CONTEXT,
     FOURTH_CURRICULUM,
     HIDE_WHAT_IS_ASKED,
@@ -42,19 +46,19 @@ from t5accel.mini.mixture import (
     sources,
     student_mixture,
 )
-from t5accel.mini.pairs import balanced, joined, read_pairs, split_pairs, tidy
-from t5accel.mini.practice import (
+from training.pairs import balanced, joined, read_pairs, split_pairs, tidy
+from training.exercises import (
     common_words,
     finding_example,
     matching_example,
     recall_example,
     repetition_example,
 )
-from t5accel.mini.reports import Report, make_report, reports
-from t5accel.mini.stories import Question, make_crowd, make_question, questions
-from t5accel.mini.train import SECOND_STAGE
-from t5accel.mini.vocabulary import ALPHABET, train_tokenizer
-from t5accel.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
+from training.texts.reports import Report, make_report, reports
+from training.texts.stories import Question, make_crowd, make_question, questions
+from training.train import SECOND_STAGE
+from training.vocabulary import ALPHABET, train_tokenizer
+from bench.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
 
 EVAL_SEED = 20261121  # of the bundled evaluation sets: changing a template or a draw would orphan their scores
 HALVES = (False, True)  # seen in training, held out
@@ -369,7 +373,7 @@ def test_a_report_of_statements_repeats_what_comes_first_what_names_the_same_and
 
 def test_composed_examples_are_the_same_in_every_process() -> None:
     code = (
-        "import random; from t5accel.mini.mixture import mini_examples; rng = random.Random(7);"
+        "import random; from training.curriculum import mini_examples; rng = random.Random(7);"
         "draw = mini_examples(); names = [n for n in draw if 'composed' in n or n == 'finding'];"
         "print(len(names), [draw[n](rng) for n in names for _ in range(20)])"
     )

@@ -24,22 +24,22 @@ from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, his
 from refused import refused
 from test_encoder_cache import check, in_threads, logits_of, tokens_of
 
-from t5accel.backends.ort import memory as encoder_slices
-from t5accel.backends.ort import pointers as ort_pointers
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.captured import OrtCaptured
-from t5accel.backends.ort.memory import run_into
-from t5accel.backends.ort.numpy import OrtNumpy, OrtSource, of_each_head
-from t5accel.backends.ort.pointers import OrtPointers, bind_tensor
-from t5accel.backends.ort.session import SessionSettings, open_session
+from t5accel.backends import ort_memory as encoder_slices
+from t5accel.backends import ort_cuda as ort_pointers
+from t5accel.backends.ort_iobinding import OrtBound
+from bench.baselines.ort_cuda_graph import OrtCaptured
+from t5accel.backends.ort_memory import run_into
+from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, of_each_head
+from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
+from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.lab.traffic import bytes_per_step
+from t5accel.graphs.export import export_t5
+from bench.traffic import bytes_per_step
 from t5accel.parity import parity
-from t5accel.t5.sizes import T5Dims
+from t5accel.models.sizes import T5Dims
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_THREAD = SessionSettings(threads=1)
@@ -107,7 +107,7 @@ def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeyp
         seen.append((inputs["input_ids"].shape, all(array.base is not None for array in outputs.values())))
         run_into(session, inputs, outputs)
 
-    monkeypatch.setattr("t5accel.backends.ort.numpy.run_into", noted)
+    monkeypatch.setattr("t5accel.backends.ort_numpy.run_into", noted)
     monkeypatch.setattr(encoder_slices, "TOKENS", 26)
     check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
     rows, longest = ids.shape
@@ -279,7 +279,7 @@ def test_a_session_that_fails_on_cuda_says_why_and_prints_nothing(exported, monk
 
 
 def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) -> None:
-    from t5accel.backends.ort import numpy as ort
+    from t5accel.backends import ort_numpy as ort
 
     monkeypatch.setattr(ort, "open_session", lambda *_: None)
     monkeypatch.setattr(ort, "require_contract", lambda *_: None)
@@ -656,10 +656,10 @@ for name in ("torch", "transformers", "onnx", "safetensors", "tqdm", "filelock",
     raise AssertionError(f"{name} should be blocked")
 
 from RUNTIME_MODULE import RUNTIME
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.decoding.greedy import greedy
-from t5accel.text.text_to_text import text_to_text
-from t5accel.text.text_to_text import TokenizerFile
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.decoding.greedy_search import greedy
+from t5accel.tokenization import text_to_text
+from t5accel.tokenization import TokenizerFile
 
 backend = RUNTIME(sys.argv[1], settings=SessionSettings(threads=1))
 translate = text_to_text(
@@ -721,9 +721,9 @@ def test_a_pickle_is_of_the_export_that_was_there(exported, tiny_t5, tmp_path: P
 FORKED = """
 import os, signal, sys, threading
 import numpy as np
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.backends.ort.static import OrtStatic
-from t5accel.decoding.greedy import greedy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import OrtStatic
+from t5accel.decoding.greedy_search import greedy
 
 backend = OrtStatic(sys.argv[1], settings=SessionSettings(threads=2))
 ids = np.random.default_rng(0).integers(3, 300, (40, 60))

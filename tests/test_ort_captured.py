@@ -12,9 +12,9 @@ import torch
 from programs import ATOL, PROGRAM, check_program, teacher_forced
 from test_torch_static import check_eager_tokens
 
-from t5accel.backends.ort import captured as captured_module
-from t5accel.backends.ort.captured import MULTIPLE, OrtCaptured
-from t5accel.backends.ort.session import SessionSettings, open_session
+from bench.baselines import ort_cuda_graph as captured_module
+from bench.baselines.ort_cuda_graph import MULTIPLE, OrtCaptured
+from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.decoding.backend import Backend
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import DECODER
@@ -132,7 +132,7 @@ def test_options_of_a_provider_reach_it(exported, monkeypatch) -> None:
         asked.append(provider_options)
         return inner(*arguments, **options)
 
-    monkeypatch.setattr("t5accel.backends.ort.session.session_class", lambda: session)
+    monkeypatch.setattr("t5accel.backends.ort_session.session_class", lambda: session)
     open_session(exported() / DECODER, SessionSettings(), provider_options={"enable_cuda_graph": "1"})
     assert asked == [[{"enable_cuda_graph": "1"}]]
 
@@ -162,7 +162,7 @@ def test_on_cuda_fp32_is_fp32_unless_it_is_asked_for_otherwise(monkeypatch, give
         asked.append(provider_options)
         return SimpleNamespace(get_providers=lambda: providers, disable_fallback=lambda: None)
 
-    monkeypatch.setattr("t5accel.backends.ort.session.session_class", lambda: session)
+    monkeypatch.setattr("t5accel.backends.ort_session.session_class", lambda: session)
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     open_session("decoder.onnx", SessionSettings(device="cuda"), provider_options=given)
     assert asked == [[{"use_tf32": tf32}]]

@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_faults import cross_row_left, shifted_column, stale_mask
 
-from t5accel.backends.ort.memory import Pool
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.backends.ort.static import COLUMNS, OrtStatic
+from t5accel.backends.ort_memory import Pool
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import COLUMNS, OrtStatic
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.lookup import lookup
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.prompt_lookup import lookup
 from t5accel.errors import ExportError
-from t5accel.graphs.build.step import step_graph
+from t5accel.graphs.fused_step import step_graph
 from t5accel.graphs.contract import STEP
-from t5accel.graphs.export.t5 import export_t5, t5_weights
-from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.export import export_t5, t5_weights
+from t5accel.precision.convert import convert_export
 from t5accel.parity import parity
 
 ONE_THREAD = SessionSettings(threads=1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
 
-from t5accel import quality
+from bench import evaluation as quality
 from t5accel.errors import InputError, T5AccelError
 from t5accel.parity import ParityError, assert_varied, parity, token_agreement
 

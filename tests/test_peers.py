@@ -15,11 +15,11 @@ import pytest
 from script import load_script
 
 from t5accel.errors import InputError, PeerError
-from t5accel.families.lively import random_model
-from t5accel.families.registry import BEYOND_T5
-from t5accel.graphs.numbers.recipes import RECIPES
-from t5accel.lab.harness import pairwise
-from t5accel.lab.peers import (
+from t5accel.models.random_families import random_model
+from t5accel.models.registry import BEYOND_T5
+from t5accel.precision.recipes import RECIPES
+from bench.harness import pairwise
+from bench.peers import (
     GRID,
     GRIDS,
     OPTIMUM,
@@ -40,7 +40,7 @@ from t5accel.lab.peers import (
     standings,
     table,
 )
-from t5accel.lab.rows import checked
+from bench.results import checked
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +163,7 @@ def test_every_environment_has_its_list_with_exact_versions():
 
 
 def start(engine: str, folder: Path, model: Path) -> Worker:
-    command = [sys.executable, str(ROOT / "scripts/peer_worker.py"), engine, str(model), "--scratch",
+    command = [sys.executable, str(ROOT / "bench/peer_worker.py"), engine, str(model), "--scratch",
                str(folder / "scratch"), "--threads", "1"]  # fmt: skip
     environment = {"T5ACCEL_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return Worker(command, log=folder / f"{engine}.log", environment=environment)
@@ -269,7 +269,7 @@ def test_families_are_measured_as_they_are_published(script: Any, tmp_path: Path
 
 def test_a_missing_environment_is_named(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/peers.py"), "--build", str(tmp_path), "--json", str(tmp_path / "x.json")],
+        [sys.executable, str(ROOT / "bench/record/peers.py"), "--build", str(tmp_path), "--json", str(tmp_path / "x.json")],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode != 0 and "transformers4/bin/python is missing: `make peers`" in done.stderr

@@ -11,10 +11,10 @@ import pytest
 from script import load_script
 
 from t5accel.errors import InputError
-from t5accel.lab.plan import RENTS, Rent, Speed, attempts, bill, costs, knee, knees_table, speeds
-from t5accel.lab.rates import keeps_up
-from t5accel.lab.rows import checked, chosen, recorded
-from t5accel.lab.simulation import Failures, Pace
+from bench.scale import RENTS, Rent, Speed, attempts, bill, costs, knee, knees_table, speeds
+from bench.serving.rates import keeps_up
+from bench.results import checked, chosen, recorded
+from bench.simulation import Failures, Pace
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/scale.md").read_text(encoding="utf-8")
 SPEED = Speed("short", 100.0, 700.0, threads=2, read_bytes=50, written_bytes=80, file="")
@@ -22,7 +22,7 @@ SPEED = Speed("short", 100.0, 700.0, threads=2, read_bytes=50, written_bytes=80,
 
 def test_the_page_has_the_tables_of_what_is_recorded() -> None:
     assert len(re.findall("<!-- plan: ", PAGE)) == 3
-    assert load_script("scale").drawn(PAGE) == PAGE, "python scripts/scale.py --page docs/scale.md"
+    assert load_script("scale").drawn(PAGE) == PAGE, "python bench/record/scale.py --page docs/scale.md"
 
 
 def test_the_numbers_in_the_pages_sentences_are_recorded() -> None:
@@ -89,7 +89,7 @@ def test_the_measured_knee_stands_beside_the_simulated_ones_when_it_is_there(mon
     point = dict(measured="open loop", cell="curve", model="mini", system="t5accel serve", p99_s=0.1, limit_s=1.0)
     simulated = dict(measured="simulation", rate_per_s=120.0, p99_s=0.9, settings={"replicas": 10})
     files = {"scale.json": [{"measured": "pace", "settings": {}}, simulated], "serving.json": []}
-    monkeypatch.setattr("t5accel.lab.plan.recorded", lambda file: {"rows": files[file]})
+    monkeypatch.setattr("bench.scale.recorded", lambda file: {"rows": files[file]})
     assert "not recorded yet" in knees_table() and re.search(r"10, simulated +120 +12 +0.90 +–", knees_table())
     files["serving.json"] = [{**point, "rate_per_s": 41.0, "answered": 200, "unanswered": 0}]
     assert "not recorded" not in knees_table() and re.search(r"1, measured +41 +41", knees_table())

@@ -32,26 +32,26 @@ from test_export import Graphs, histories, same_logits, teacher_forced
 from test_gates import some_kept
 from test_narrow import generated, narrowed
 
-import t5accel.students.prune as module
-from t5accel.backends.hf import AcceleratedT5
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
+import t5accel.distillation.pruning as module
+from t5accel.backends.hf_generate import AcceleratedT5
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import load_t5
-from t5accel.decoding.greedy import greedy
+from t5accel.models.load import load_t5
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.build.layers import decoder_graph, encoder_graph
+from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.export.t5 import export_t5, t5_weights
-from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.export import export_t5, t5_weights
+from t5accel.precision.convert import convert_export
 from t5accel.parity import ParityError, assert_varied, parity
-from t5accel.students.distill import distill
-from t5accel.students.gates import Gates, gated
-from t5accel.students.importance import Kept, choose, magnitude
-from t5accel.students.prune import PruneConfig, prune, remove
-from t5accel.students.shrink import shrink_decoder
-from t5accel.t5.narrow import parts, widths
-from t5accel.t5.sizes import T5Dims
+from t5accel.distillation.student import distill
+from t5accel.distillation.gates import Gates, gated
+from t5accel.distillation.importance import Kept, choose, magnitude
+from t5accel.distillation.pruning import PruneConfig, prune, remove
+from t5accel.distillation.shrink import shrink_decoder
+from t5accel.models.pruned import parts, widths
+from t5accel.models.sizes import T5Dims
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ALL = ["deeper-decoder", "shallower-decoder", "gated-untied", "mt5", "umt5"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from t5accel.errors import InputError
-from t5accel.graphs.numbers.integers import in_blocks, in_channels
-from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme
-from t5accel.students.quantization_aware import Rounded, fine_tune, rounded_weights
+from t5accel.precision.integers import in_blocks, in_channels
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme
+from training.quantization_aware import Rounded, fine_tune, rounded_weights
 
 SOURCE, TARGET = [[5, 6, 7, 1], [8, 9, 1]], [[20, 21, 1], [22, 1]]
 

@@ -23,29 +23,29 @@ from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
 
 from t5accel.api import accelerate, tuned
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.export.cache import cached_export, list_exports
-from t5accel.graphs.export.manifest import describe_file, read_manifest, write_manifest
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.graphs.numbers import integer_graphs
-from t5accel.graphs.numbers.convert import convert_export
-from t5accel.graphs.numbers.fp16 import half_export
-from t5accel.graphs.numbers.integers import Blocks, in_blocks
-from t5accel.graphs.numbers.probe import Example, probe, ranges
-from t5accel.graphs.numbers.quantize import quantize, quantize_export
-from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, recipe_of
-from t5accel.graphs.numbers.sensitivity import groups_of
-from t5accel.graphs.optimize import optimize_export
+from t5accel.graphs.export_cache import cached_export, list_exports
+from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
+from t5accel.graphs.export import export_t5
+from t5accel.precision import integer_graphs
+from t5accel.precision.convert import convert_export
+from t5accel.precision.fp16 import half_export
+from t5accel.precision.integers import Blocks, in_blocks
+from t5accel.precision.calibration import Example, probe, ranges
+from t5accel.precision.gate import quantize, quantize_export
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_of
+from bench.sensitivity import groups_of
+from bench.baselines.optimized_export import optimize_export
 from t5accel.graphs.saved_graph import check_external_data, contrib_operators, count_nodes
-from t5accel.lab.scoring import agreement
+from bench.precision import agreement
 from t5accel.parity import ParityError, parity, token_agreement
-from t5accel.text.text_to_text import TokenizerFile
+from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [OrtNumpy, OrtBound]

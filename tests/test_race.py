@@ -8,9 +8,9 @@ from itertools import count
 import numpy as np
 import pytest
 
-from t5accel.demo.race import difference, generate_stream, race, way, ways_of
+from bench.demo.race import difference, generate_stream, race, way, ways_of
 from t5accel.errors import InputError
-from t5accel.t5.lively import random_t5
+from t5accel.models.random_init import random_t5
 
 SIZES = dict(vocab_size=300, d_model=32, d_kv=12, d_ff=64, num_heads=4, num_layers=2, num_decoder_layers=2)
 

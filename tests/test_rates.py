@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from script import load_script
 
-from t5accel.checkpoints import BUNDLED, data_folder
+from t5accel.models.load import BUNDLED, data_folder
 from t5accel.errors import InputError
-from t5accel.lab.rates import (
+from bench.serving.rates import (
     BASELINE,
     OURS,
     STATIC,
@@ -26,10 +26,10 @@ from t5accel.lab.rates import (
     swept,
     table,
 )
-from t5accel.lab.rows import checked
-from t5accel.lab.servers import Server, other, ours
+from bench.results import checked
+from bench.serving.servers import Server, other, ours
 from t5accel.parity import ParityError
-from t5accel.text.text_to_text import tokenizer_of
+from t5accel.tokenization import tokenizer_of
 
 
 def point(rate: float, p99_s: float, **more: Any) -> dict[str, Any]:

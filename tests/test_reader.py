@@ -13,10 +13,10 @@ import pytest
 import torch
 from made_up import log
 
-import t5accel.mini.reader as module
+import training.reader as module
 from t5accel.errors import InputError
-from t5accel.mini.mixture import evaluation_sources, mini_examples
-from t5accel.mini.reader import (
+from training.curriculum import evaluation_sources, mini_examples
+from training.reader import (
     Labels,
     ReaderConfig,
     encoder_of,
@@ -28,11 +28,11 @@ from t5accel.mini.reader import (
     train_reader,
     train_wordpiece,
 )
-from t5accel.students.batches import Mixture, Part, Phase
-from t5accel.study.bert import load_bert, threshold_of, widths
-from t5accel.study.bert_pruning import Pruning
-from t5accel.study.spans import read, torch_run
-from t5accel.tasks import UNANSWERABLE
+from t5accel.distillation.batches import Mixture, Part, Phase
+from bench.bert.model import load_bert, threshold_of, widths
+from bench.bert.pruning import Pruning
+from bench.bert.spans import read, torch_run
+from bench.tasks import UNANSWERABLE
 
 TINY = ReaderConfig(steps=4, hidden_size=32, intermediate_size=64, num_layers=2, vocab_size=300, warmup_steps=1)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from t5accel import quality
-from t5accel.checkpoints import data_folder
-from t5accel.quality import QuestionQuality
-from t5accel.study.bert import PRUNED, READER, load_bert, threshold_of, widths
-from t5accel.study.bert_ladder import GATE
-from t5accel.study.spans import answerer, torch_run
+from bench import evaluation as quality
+from t5accel.models.load import data_folder
+from bench.evaluation import QuestionQuality
+from bench.bert.model import PRUNED, READER, load_bert, threshold_of, widths
+from bench.bert.ladder import GATE
+from bench.bert.spans import answerer, torch_run
 
 NAMES = (READER, PRUNED)
 

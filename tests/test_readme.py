@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from t5accel.cli import app
-from t5accel.lab.draw import board
-from t5accel.lab.gpu.systems import BOUND, CAPTURED, GRAPH, REFERENCE
-from t5accel.lab.rows import step_ms
-from t5accel.t5.lively import random_t5
+from bench.figures import board
+from bench.systems import BOUND, CAPTURED, GRAPH, REFERENCE
+from bench.results import step_ms
+from t5accel.models.random_init import random_t5
 
 ROOT = Path(__file__).resolve().parents[1]
 README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/WORKSHOP.md"))

@@ -7,8 +7,8 @@ from statistics import median
 
 import pytest
 
-from t5accel.lab.ladder import by_ladder, fastest
-from t5accel.lab.peers import (
+from bench.ladder import by_ladder, fastest
+from bench.peers import (
     GRID,
     OPTIMUM,
     OURS,
@@ -22,9 +22,9 @@ from t5accel.lab.peers import (
     named,
     standings,
 )
-from t5accel.lab.rates import BASELINE, STATIC, said
-from t5accel.lab.rates import OURS as OURS_SERVED
-from t5accel.lab.rows import chosen
+from bench.serving.rates import BASELINE, STATIC, said
+from bench.serving.rates import OURS as OURS_SERVED
+from bench.results import chosen
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from script import load_script
 
-from t5accel.lab.rows import checked
+from bench.results import checked
 from t5accel.parity import ParityError
 from t5accel.timing import Work
 
@@ -117,6 +117,6 @@ def test_the_command_writes_a_record(retest: ModuleType, tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "argv", ["retest.py", "--json", str(tmp_path / "retest.json"), "--rounds", "2"])
     retest.main()
     content = json.loads((tmp_path / "retest.json").read_text())
-    assert content["command"] == "python scripts/retest.py --rounds 2"
+    assert content["command"] == "python bench/record/retest.py --rounds 2"
     assert {"machine", "versions", "date", "commit", "rows"} <= content.keys()
     assert len(capsys.readouterr().out.splitlines()) == len(content["rows"])

@@ -10,8 +10,8 @@ import pytest
 
 from t5accel import machine
 from t5accel.errors import InputError
-from t5accel.lab import rows
-from t5accel.lab.rows import KEYS, checked, described, here, recorded, rows_so_far, scores, write_json, write_rows
+from bench import results as rows
+from bench.results import KEYS, checked, described, here, recorded, rows_so_far, scores, write_json, write_rows
 
 RECORDED = sorted((Path(__file__).resolve().parents[1] / "data/results").glob("*.json"))
 
@@ -110,7 +110,7 @@ def test_every_recorded_row_is_of_the_one_kind(path: Path) -> None:
 
 
 def test_scores_of_all_parts_are_keys_of_rows_and_missing_ones_are_omitted() -> None:
-    from t5accel.quality import evaluate
+    from bench.evaluation import evaluate
 
     report = evaluate(lambda texts: ["unanswerable"] * len(texts), limit=1).to_json()
     found = scores(report)

@@ -18,35 +18,35 @@ from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from t5accel.api import open_backend
-from t5accel.backends.hf import AcceleratedT5
-from t5accel.backends.older.past_layouts import ThreeGraphs
-from t5accel.backends.ort.captured import OrtCaptured
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.backends.ort.static import OrtStatic
+from t5accel.backends.hf_generate import AcceleratedT5
+from bench.baselines.layout_backends import ThreeGraphs
+from bench.baselines.ort_cuda_graph import OrtCaptured
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.backends.torch_recompute import TorchRecompute
+from bench.baselines.torch_recompute import TorchRecompute
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.batch.answers import Answerer
-from t5accel.checkpoints import load_t5
+from t5accel.serve.batch.generate import Answerer
+from t5accel.models.load import load_t5
 from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.distribution import Sampling
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.job import Job
-from t5accel.decoding.lookup import lookup
-from t5accel.decoding.rules import NONE, Rules, rules_of, special_tokens, until_end
+from t5accel.decoding.greedy_search import greedy
+from t5accel.serve.request import Job
+from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.token_constraints import NONE, Rules, rules_of, special_tokens, until_end
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.export.manifest import read_manifest, write_manifest
-from t5accel.graphs.export.t5 import export_t5, source_hash, t5_weights
-from t5accel.graphs.older.layouts import export_layout
-from t5accel.serving.scheduler import Scheduler
-from t5accel.serving.schemas import Completion, Generate
-from t5accel.serving.server import opened
-from t5accel.serving.settings import Settings
+from t5accel.graphs.manifest import read_manifest, write_manifest
+from t5accel.graphs.export import export_t5, source_hash, t5_weights
+from bench.baselines.layouts import export_layout
+from t5accel.serve.scheduler import Scheduler
+from t5accel.serve.schemas import Completion, Generate
+from t5accel.serve.server import opened
+from t5accel.serve.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 
@@ -280,7 +280,7 @@ def test_what_no_loop_applies_is_refused_by_name(tiny_t5, padded_batch, name: st
 
 def test_each_field_of_transformers_is_applied_refused_or_known_to_be_harmless(tiny_t5) -> None:
     """A value of its own in every field that the installed version has: none is overlooked."""
-    from t5accel.decoding import rules
+    from t5accel.decoding import token_constraints as rules
 
     for name in vars(GenerationConfig()):
         if not name.startswith("_"):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from refused import refused
 
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.distribution import Sampling, probabilities
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import generators, sample
 from t5accel.parity import assert_varied
 

@@ -20,9 +20,9 @@ from test_repository import loaded_by
 
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.distribution import Sampling
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.job import Answer, Job
-from t5accel.decoding.rules import NONE, Rules
+from t5accel.decoding.greedy_search import greedy
+from t5accel.serve.request import Answer, Job
+from t5accel.decoding.token_constraints import NONE, Rules
 from t5accel.decoding.sampling import sample
 from t5accel.errors import (
     CancelledError,
@@ -32,9 +32,9 @@ from t5accel.errors import (
     QueueFullError,
     ShuttingDownError,
 )
-from t5accel.serving.budget import Limits
-from t5accel.serving.scheduler import Scheduler
-from t5accel.serving.ticket import Ticket
+from t5accel.serve.limits import Limits
+from t5accel.serve.scheduler import Scheduler
+from t5accel.serve.ticket import Ticket
 
 
 class Alone(Machine):
@@ -599,5 +599,5 @@ def test_no_limits(options: dict[str, Any]) -> None:
 
 
 def test_the_engine_needs_no_web_and_no_torch() -> None:
-    modules = loaded_by("import t5accel.serving.scheduler, t5accel.backends.ort.static")
+    modules = loaded_by("import t5accel.serve.scheduler, t5accel.backends.ort_static")
     assert not {"torch", "transformers", "fastapi", "pydantic", "prometheus_client", "uvicorn"} & modules

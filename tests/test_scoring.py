@@ -14,16 +14,16 @@ import torch
 from test_export import export_t5, histories
 from test_export import teacher_forced as torch_logits
 
-from t5accel import quality
+from bench import evaluation as quality
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
-from t5accel.graphs.numbers.probe import Example
-from t5accel.graphs.numbers.quantize import quantize_export
-from t5accel.lab.scoring import agreement, text_quality
+from t5accel.precision.calibration import Example
+from t5accel.precision.gate import quantize_export
+from bench.precision import agreement, text_quality
 from t5accel.metrics import ROW_SCORES
-from t5accel.students.validation import validation
-from t5accel.text.text_to_text import text_to_text
+from t5accel.distillation.validation import validation
+from t5accel.tokenization import text_to_text
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,16 @@ from onnx import numpy_helper
 from test_export import MODELS, histories
 from test_quantize import Sensitive
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.export.manifest import read_manifest
-from t5accel.graphs.numbers.probe import Example
-from t5accel.graphs.numbers.quantize import quantize, quantize_export
-from t5accel.graphs.numbers.recipes import RECIPES, Recipe, Scheme, group_of, recipe_of
-from t5accel.graphs.numbers.sensitivity import GroupScores, groups_of, only, ranked, sweep
-from t5accel.lab.scoring import agreement
+from t5accel.graphs.manifest import read_manifest
+from t5accel.precision.calibration import Example
+from t5accel.precision.gate import quantize, quantize_export
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme, group_of, recipe_of
+from bench.sensitivity import GroupScores, groups_of, only, ranked, sweep
+from bench.precision import agreement
 
 TWO_AND_THREE = [
     "embedding",

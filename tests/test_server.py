@@ -31,14 +31,15 @@ import pytest
 from test_scheduler import Joining
 from typer.testing import CliRunner
 
-import t5accel.serving.server
+import t5accel.serve.server
 from t5accel.cli import app as commands
 from t5accel.errors import InputError
-from t5accel.lab.abuse import KINDS, abuse, fuzz, head, hostile, request, send
-from t5accel.serving import logs, responses
-from t5accel.serving.app import make_app
-from t5accel.serving.guard import HEALTH
-from t5accel.serving.settings import Settings
+from bench.serving.fuzz import KINDS, abuse, fuzz, head, hostile, request, send
+from t5accel.serve import logs
+from t5accel.serve import responses
+from t5accel.serve.app import make_app
+from t5accel.serve.middleware import HEALTH
+from t5accel.serve.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "translate English to French: I am tired."
@@ -697,14 +698,14 @@ def test_the_folder_of_a_model_is_not_told(tmp_path: Path) -> None:
 def test_every_setting_is_a_flag_but_the_key() -> None:
     import inspect
 
-    from t5accel.cli_serving import serve
+    from t5accel.serve.cli import serve
 
     assert set(inspect.signature(serve).parameters) == Settings.model_fields.keys() - {"api_key"}
 
 
 def test_flags_win_over_the_environment(monkeypatch) -> None:
     given: list[Settings] = []
-    monkeypatch.setattr(t5accel.serving.server, "serve", given.append)
+    monkeypatch.setattr(t5accel.serve.server, "serve", given.append)
     monkeypatch.setenv("T5ACCEL_ROWS", "5")
     monkeypatch.setenv("T5ACCEL_QUEUE", "6")
     result = CliRunner().invoke(commands, ["serve", "--rows", "7"])
@@ -740,7 +741,7 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
 def test_what_would_serve_nobody_or_everybody_is_refused_at_the_start(
     arguments: list[str], environment: dict[str, str], match: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(t5accel.serving.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
+    monkeypatch.setattr(t5accel.serve.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(commands, ["serve", *arguments])
@@ -760,7 +761,7 @@ def test_what_may_be_served(arguments: list[str], environment: dict[str, str], m
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     opened: list[Settings] = []
-    monkeypatch.setattr(t5accel.serving.server, "opened", opened.append)
+    monkeypatch.setattr(t5accel.serve.server, "opened", opened.append)
     CliRunner().invoke(commands, ["serve", "--port", "0", *arguments])
     assert len(opened) == 1
 
@@ -776,27 +777,27 @@ def test_a_taken_port_is_one_sentence() -> None:
 def test_a_port_that_is_taken_while_the_model_loads_is_one_sentence(monkeypatch) -> None:
     """Two servers may bind one port as long as none listens."""
     settings = Settings(port=0)
-    (first,) = t5accel.serving.server.bound(settings)
+    (first,) = t5accel.serve.server.bound(settings)
     with first:
         settings = Settings(port=first.getsockname()[1])
-        second = t5accel.serving.server.bound(settings)
+        second = t5accel.serve.server.bound(settings)
         first.listen()
         with pytest.raises(InputError, match=f"port {settings.port} cannot be served: .*in use"):
-            t5accel.serving.server.listen(None, None, settings, second)
+            t5accel.serve.server.listen(None, None, settings, second)
         second[0].close()
 
 
 def test_a_precision_that_cannot_be_served_is_refused_before_a_model_is_opened(monkeypatch) -> None:
-    monkeypatch.setattr(t5accel.serving.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
+    monkeypatch.setattr(t5accel.serve.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
     for precision, match in (("int8-dynamic", "depend on who else is being served"), ("int9", "precision .*'int9'")):
         result = CliRunner().invoke(commands, ["serve", "--precision", precision])
         assert result.exit_code == 2 and re.search(match, result.stderr)
 
 
 def test_serving_everybody_warns(caplog) -> None:
-    t5accel.serving.server.checked(Settings(host="0.0.0.0", allow_unauthenticated=True), {})
-    t5accel.serving.server.checked(Settings(host="0.0.0.0"), {"T5ACCEL_API_KEY": "geheim"})
-    t5accel.serving.server.checked(Settings(allow_unauthenticated=True), {})
+    t5accel.serve.server.checked(Settings(host="0.0.0.0", allow_unauthenticated=True), {})
+    t5accel.serve.server.checked(Settings(host="0.0.0.0"), {"T5ACCEL_API_KEY": "geheim"})
+    t5accel.serve.server.checked(Settings(allow_unauthenticated=True), {})
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "no API key" in record.getMessage()
 
@@ -804,7 +805,7 @@ def test_serving_everybody_warns(caplog) -> None:
 def test_a_batch_in_which_no_request_fits_is_refused(folder: Path, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_CACHE", str(folder / "cache"))
     with pytest.raises(InputError, match="1 rows, 1 source tokens and 1 new tokens needs .* bytes of keys and values"):
-        t5accel.serving.server.opened(Settings(precision="int8", key_value_mb=1))
+        t5accel.serve.server.opened(Settings(precision="int8", key_value_mb=1))
 
 
 # A process of its own
@@ -1033,7 +1034,7 @@ def test_ctrl_c_ends_a_server_in_good_order_and_its_log_is_json(folder: Path) ->
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait() == 0
     lines = [json.loads(line) for line in server.log.splitlines()]
-    assert {"t5accel.serving", "uvicorn.error"} <= {line["logger"] for line in lines}
+    assert {"t5accel.serve", "uvicorn.error"} <= {line["logger"] for line in lines}
     assert any(line["message"].startswith("GET /health/ready 200") for line in lines)
     server.end()
 
@@ -1169,7 +1170,7 @@ def test_a_limit_of_open_files_is_raised_or_named(folder: Path) -> None:
 
     for hard, code in ((4096, 0), (200, 2)):
         found = subprocess.run(
-            [sys.executable, "-c", "import resource; from t5accel.serving.server import checked, Settings\n"
+            [sys.executable, "-c", "import resource; from t5accel.serve.server import checked, Settings\n"
              "from t5accel.errors import T5AccelError\n"
              "try: checked(Settings(connections=1000))\n"
              "except T5AccelError as error: print(error); raise SystemExit(2)\n"
@@ -1186,7 +1187,7 @@ def test_a_limit_of_open_files_is_raised_or_named(folder: Path) -> None:
 
 def test_parts_of_an_answer_are_not_held_back() -> None:
     """asyncio switches Nagle's delay off where a socket names its protocol, which accepted ones take over."""
-    (listening,) = t5accel.serving.server.bound(Settings(port=0))
+    (listening,) = t5accel.serve.server.bound(Settings(port=0))
     with listening:
         assert listening.proto == socket.IPPROTO_TCP
 

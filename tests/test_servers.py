@@ -18,12 +18,12 @@ from test_scheduler import Joining
 from test_server import Letters
 
 from t5accel.errors import InputError, MissingPackageError, PeerError
-from t5accel.lab.load import ask
-from t5accel.lab.other_servers import Batches, make_app
-from t5accel.lab.servers import Running, Server, free_port, other, ours
-from t5accel.lab.static_batch import Asked, together
-from t5accel.lab.triton import triton_server, write_repository
-from t5accel.lab.triton_model import TritonPythonModel
+from bench.serving.load import ask
+from bench.serving.other_servers import Batches, make_app
+from bench.serving.servers import Running, Server, free_port, other, ours
+from bench.serving.static_batch import Asked, together
+from bench.serving.triton import triton_server, write_repository
+from bench.serving.triton_model import TritonPythonModel
 
 TEXT = "translate English to French: I am tired."
 

@@ -20,21 +20,21 @@ from row_faults import cross_row_left, shifted_column, stale_mask
 from test_scheduler import run
 
 from t5accel.api import open_backend
-from t5accel.backends.ort.numpy import OrtNumpy, OrtSource
-from t5accel.backends.ort.session import SessionSettings
-from t5accel.backends.ort.static import OrtStatic, StaticState
+from t5accel.backends.ort_numpy import OrtNumpy, OrtSource
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import OrtStatic, StaticState
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.beam import Beams, beam_search
-from t5accel.decoding.continuations import Continuations
+from t5accel.decoding.topk import Continuations
 from t5accel.decoding.distribution import Sampling
-from t5accel.decoding.job import Job
+from t5accel.serve.request import Job
 from t5accel.decoding.sampling import sample
 from t5accel.errors import InputError
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.graphs.numbers.convert import convert_export
+from t5accel.graphs.export import export_t5
+from t5accel.precision.convert import convert_export
 from t5accel.parity import parity
-from t5accel.serving.budget import KeyValueBytes, Limits
-from t5accel.serving.scheduler import Scheduler
+from t5accel.serve.limits import KeyValueBytes, Limits
+from t5accel.serve.scheduler import Scheduler
 
 ONE_THREAD = SessionSettings(threads=1)
 PRECISIONS = ("fp32", "int8", "int4")

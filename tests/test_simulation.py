@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5accel.errors import InputError
-from t5accel.lab.simulation import Failures, Pace, simulate
+from bench.simulation import Failures, Pace, simulate
 
 MIXED = [4, 5, 6, 7, 8, 4, 5, 6, 7, 128]
 PACE = Pace(step_s=0.0015, row_s=0.0001, join_s=0.002)

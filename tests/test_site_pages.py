@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script import SCRIPTS, load_script
 
-from t5accel.lab.rows import recorded
+from bench.results import recorded
 
 ROOT = SCRIPTS.parent
 pages = load_script("site_pages")

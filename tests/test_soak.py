@@ -6,7 +6,7 @@ import numpy as np
 from refused import refused
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.lab.soak import Soak, soak
+from bench.record.soak import Soak, soak
 
 SMALL = dict(generations=6, settled_after=3, largest_batch=3, longest_source=5, longest_answer=2)
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel import quality
+from bench import evaluation as quality
 from t5accel.errors import InputError
-from t5accel.mini.reader import train_wordpiece
-from t5accel.study.spans import answerer, answers, best_spans, read, threshold_from
-from t5accel.tasks import UNANSWERABLE
+from training.reader import train_wordpiece
+from bench.bert.spans import answerer, answers, best_spans, read, threshold_from
+from bench.tasks import UNANSWERABLE
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 
-from t5accel.backends.ort import memory as encoder_slices
-from t5accel.backends.ort.bound import OrtBound
-from t5accel.backends.ort.memory import Pool, Spare
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.decoding.greedy import greedy
+from t5accel.backends import ort_memory as encoder_slices
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_memory import Pool, Spare
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.decoding.greedy_search import greedy
 
 
 def address(array: np.ndarray) -> int:

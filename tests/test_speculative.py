@@ -17,17 +17,17 @@ from test_drafts import RUNTIMES, Machine, sources
 from test_greedy import Counter
 from test_sampling import SAMPLINGS, Chain, answer_odds, excess
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import draft_model
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.draft_model import Guesser
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.speculative import accept, speculative
 from t5accel.errors import InputError
-from t5accel.graphs.export.t5 import export_t5
+from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)

@@ -30,15 +30,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.decoding.greedy import greedy
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, T5AccelError
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
-from t5accel.graphs.export.manifest import Manifest, read_manifest, write_manifest
-from t5accel.graphs.export.staging import locked
-from t5accel.graphs.export.t5 import export_t5
-from t5accel.t5.lively import random_t5
-from t5accel.t5.sizes import T5Dims
+from t5accel.graphs.manifest import Manifest, read_manifest, write_manifest
+from t5accel.graphs.atomic_write import locked
+from t5accel.graphs.export import export_t5
+from t5accel.models.random_init import random_t5
+from t5accel.models.sizes import T5Dims
 
 ROOT = Path(__file__).resolve().parents[1]
 AGAIN = r"overwrite=True"
@@ -511,7 +511,7 @@ def test_remnants_are_cleared_and_those_of_living_neighbours_are_not(tiny_t5, tm
 WRITING = """
 import sys, time
 from pathlib import Path
-from t5accel.graphs.export.staging import locked, staged
+from t5accel.graphs.atomic_write import locked, staged
 with locked(Path(sys.argv[1])), staged(Path(sys.argv[1])) as folder:
     (folder / "graph").write_bytes(b"cut sho")
     print(folder, flush=True)
@@ -627,8 +627,8 @@ SMALL: dict[str, Any] = dict(
     vocab_size=300, d_model=32, d_kv=12, d_ff=64, num_heads=4, num_layers=2, eos_token_id=1, pad_token_id=0
 )
 PRELOAD = ["torch", "pytest", "hypothesis", "tqdm", "filelock", "transformers.modeling_outputs"]
-PRELOAD += ["t5accel.backends.ort.numpy", "transformers.models.t5.modeling_t5", "t5accel.graphs.export.t5"]
-PRELOAD += ["t5accel.t5.lively", "unittest.mock"]
+PRELOAD += ["t5accel.backends.ort_numpy", "transformers.models.t5.modeling_t5", "t5accel.graphs.export"]
+PRELOAD += ["t5accel.models.random_init", "unittest.mock"]
 
 
 class Child:
@@ -794,7 +794,7 @@ def test_processes_that_export_different_models_do_not_mix_them(tmp_path: Path) 
 
 
 def export_to_a_full_disk(folder: Path, say: Callable[[Any], None]) -> None:
-    from t5accel.checkpoints import load_t5
+    from t5accel.models.load import load_t5
 
     model, tokenizer, answers = random_t5(SMALL, seed=1), load_t5("mini")[1], []
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -859,7 +859,7 @@ def test_without_permission(tmp_path_factory) -> None:
 
 
 def test_waiting_for_another_writer_is_said(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("t5accel.graphs.export.staging.PATIENCE_S", 0.05)
+    monkeypatch.setattr("t5accel.graphs.atomic_write.PATIENCE_S", 0.05)
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:

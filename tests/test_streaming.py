@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from refused import refused
 from test_drafts import Machine, sources
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.distribution import Sampling
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.lookup import lookup
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.prompt_lookup import lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream, stream_text
 from t5accel.parity import assert_varied
-from t5accel.text.text_to_text import TokenizerFile
+from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ALGORITHMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

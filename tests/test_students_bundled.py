@@ -8,19 +8,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
-from t5accel import quality
+from bench import evaluation as quality
 from t5accel.api import accelerate
-from t5accel.backends.ort.numpy import OrtNumpy
+from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.checkpoints import BUNDLED, data_folder, load_t5
-from t5accel.decoding.greedy import greedy
-from t5accel.graphs.export.cache import cached_export
-from t5accel.graphs.export.manifest import read_manifest
-from t5accel.lab.rows import chosen, recorded
-from t5accel.lab.techniques import TECHNIQUES
+from t5accel.models.load import BUNDLED, data_folder, load_t5
+from t5accel.decoding.greedy_search import greedy
+from t5accel.graphs.export_cache import cached_export
+from t5accel.graphs.manifest import read_manifest
+from bench.results import chosen, recorded
+from bench.techniques import TECHNIQUES
 from t5accel.parity import assert_varied
-from t5accel.t5.sizes import T5Dims
-from t5accel.text.text_to_text import text_to_text
+from t5accel.models.sizes import T5Dims
+from t5accel.tokenization import text_to_text
 
 RECORDED = {
     "mini-d1": ("distillation.json", "1 layer, hidden, longer"),

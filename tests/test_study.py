@@ -13,13 +13,13 @@ import torch
 from script import load_script
 
 from t5accel.errors import InputError
-from t5accel.lab.gpu.suite import table
-from t5accel.lab.rows import checked
-from t5accel.mini.reader import train_wordpiece
+from bench.gpu.suite import table
+from bench.results import checked
+from training.reader import train_wordpiece
 from t5accel.parity import ParityError
-from t5accel.study.bert import random_bert, resize, widths
-from t5accel.study.bert_graphs import fed_run
-from t5accel.study.bert_ladder import (
+from bench.bert.model import random_bert, resize, widths
+from bench.bert.graphs import fed_run
+from bench.bert.ladder import (
     ON_GPU,
     RUNGS,
     Readers,
@@ -29,11 +29,11 @@ from t5accel.study.bert_ladder import (
     size_bytes,
     speed_rows,
 )
-from t5accel.study.bert_served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
-from t5accel.study.gpt2 import bytes_of_logits, random_gpt2
-from t5accel.study.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
-from t5accel.study.on_gpu import cells
-from t5accel.study.spans import answerer, torch_run
+from bench.bert.served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
+from bench.gpt2 import bytes_of_logits, random_gpt2
+from bench.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
+from bench.gpu.other_models import cells
+from bench.bert.spans import answerer, torch_run
 
 SIZES: dict[str, Any] = dict(
     vocab_size=150, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
@@ -205,7 +205,7 @@ def test_a_recording_goes_on_with_the_part_that_is_missing(tmp_path: Path, monke
     study.main()
     content = json.loads((tmp_path / "rows.json").read_text())
     assert done == ["one", "two"] and [row["cell"] for row in content["rows"]] == ["one", "two"]
-    assert content["command"] == "python scripts/study.py gpt2"
+    assert content["command"] == "python bench/record/other_models.py gpt2"
 
 
 def test_the_parts_of_the_recordings_are_named_once(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5accel.errors import ExportError
-from t5accel.graphs.build.builder import GraphBuilder
-from t5accel.graphs.numbers.surgery import Product, check, drop_unused, products, rebuild, sort
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.rewriting import Product, check, drop_unused, products, rebuild, sort
 
 WEIGHT = np.array([[1, 2], [3, 4], [5, 7]], dtype=np.float32)  # (K, N) = (3, 2)
 X = np.array([[1, -2, 0.5], [0, 3, 4]], dtype=np.float32)

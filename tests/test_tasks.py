@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from refused import refused
 
-from t5accel import tasks
+from bench import tasks
 from t5accel.errors import InputError, MissingPackageError
 
 GOOD = {

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from refused import refused
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.greedy import greedy
+from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.text.text_to_text import text_to_text
+from t5accel.tokenization import text_to_text
 
 
 @pytest.fixture(scope="module")

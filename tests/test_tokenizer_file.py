@@ -17,9 +17,9 @@ from made_up import panicking_tokenizer
 from refused import refused
 from test_encoder_cache import in_threads
 
-from t5accel.checkpoints import data_folder
+from t5accel.models.load import data_folder
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError
-from t5accel.text.text_to_text import TokenizerFile, text_to_text
+from t5accel.tokenization import TokenizerFile, text_to_text
 
 BUNDLED = data_folder() / "mini-t5"
 TASKS = ("translation", "summaries", "questions")

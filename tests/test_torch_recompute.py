@@ -11,10 +11,10 @@ from programs import ATOL
 from refused import refused
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.backends.torch_recompute import TorchRecompute
+from bench.baselines.torch_recompute import TorchRecompute
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.decoding.greedy import greedy
-from t5accel.lab.launches import Prices, operators
+from t5accel.decoding.greedy_search import greedy
+from bench.launches import Prices, operators
 from t5accel.parity import assert_varied
 
 
@@ -75,7 +75,7 @@ def test_operators_of_a_step_are_counted_and_views_are_not(tiny_t5, padded_batch
 
 def test_what_a_layer_and_a_gate_add_to_a_step(padded_batch) -> None:
     """The gate's product joins the other one; transformers' own GELU would be eight operators."""
-    from t5accel.t5.lively import random_t5
+    from t5accel.models.random_init import random_t5
 
     def count(**sizes: Any) -> int:
         model = random_t5(dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300) | sizes)
@@ -96,7 +96,7 @@ def test_the_floor_is_launches_and_bytes() -> None:
 def test_kernels_and_prices_on_a_gpu(tiny_t5, padded_batch) -> None:
     import torch
 
-    from t5accel.lab.launches import kernels, prices
+    from bench.launches import kernels, prices
 
     backend = TorchStatic(tiny_t5().cuda())
     slot = backend.start(backend.encode(*padded_batch)).slot

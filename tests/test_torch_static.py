@@ -15,13 +15,13 @@ from programs import ATOL, teacher_forced
 from refused import refused
 
 from t5accel.backends import cuda_graphs, torch_static
-from t5accel.backends.ort.captured import OrtCaptured
-from t5accel.backends.static_t5 import LONGEST_RUN
+from bench.baselines.ort_cuda_graph import OrtCaptured
+from t5accel.backends.torch_static_model import LONGEST_RUN
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy import AT_ONCE, greedy
-from t5accel.decoding.lookup import lookup
+from t5accel.decoding.greedy_search import AT_ONCE, greedy
+from t5accel.decoding.prompt_lookup import lookup
 from t5accel.parity import assert_varied, parity
 
 SMALL = (8, 16, 32)

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from made_up import CORPUS, PAIRS, log
 from test_batches import PHASES, SMALL
 
-import t5accel.mini.train as training
-from t5accel.checkpoints import load_t5
+import training.train as training
+from t5accel.models.load import load_t5
 from t5accel.errors import InputError, JobError
-from t5accel.mini.aim import Aim
-from t5accel.mini.grow import grown
-from t5accel.mini.mixture import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
-from t5accel.mini.train import TrainConfig, new_model, reproduce, second_model, train
-from t5accel.mini.vocabulary import train_tokenizer
-from t5accel.students.batches import packed
-from t5accel.students.optimise import (
+from training.head_init import Aim
+from training.grow import grown
+from training.curriculum import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
+from training.train import TrainConfig, new_model, reproduce, second_model, train
+from training.vocabulary import train_tokenizer
+from t5accel.distillation.batches import packed
+from t5accel.distillation.optimizer import (
     IGNORED,
     PooledDropout,
     batch_loss,
@@ -29,8 +29,8 @@ from t5accel.students.optimise import (
     padded,
     use_pooled_dropout,
 )
-from t5accel.students.resumable import prolong
-from t5accel.tasks import TRANSLATE
+from t5accel.distillation.checkpointing import prolong
+from bench.tasks import TRANSLATE
 
 pytestmark = pytest.mark.usefixtures("random_state_put_back")
 

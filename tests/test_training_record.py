@@ -8,8 +8,8 @@ from pathlib import Path
 
 from script import load_script
 
-from t5accel.lab.draw import plot_losses
-from t5accel.lab.rows import checked, recorded
+from bench.figures import plot_losses
+from bench.results import checked, recorded
 
 
 def written(path: Path, *rows: tuple[int, float]) -> Path:

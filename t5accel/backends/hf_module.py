@@ -11,8 +11,8 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.graphs.contract import WEIGHTS
-from t5accel.t5.narrow import resize
-from t5accel.t5.sizes import T5_LIKE
+from t5accel.models.pruned import resize
+from t5accel.models.sizes import T5_LIKE
 
 _INFERENCE_ONLY = "An accelerated model is for inference only: train transformers' own model, then accelerate that."
 

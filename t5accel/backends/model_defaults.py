@@ -11,8 +11,8 @@ import numpy as np
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.rules import NONE, Rules, ended
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.token_constraints import NONE, Rules, ended
 
 
 def by_defaults(
@@ -55,7 +55,7 @@ def by_defaults(
     if not rules.unsupported:
         search = greedy if beams == 1 else partial(beam_search, num_beams=beams)
         return lambda ids, mask: search(backend, ids, mask, max_new_tokens=longest, **first).sequences
-    from t5accel.backends.hf import AcceleratedT5
+    from t5accel.backends.hf_generate import AcceleratedT5
 
     generate, ends = AcceleratedT5.around(backend).generate, rules.ends(backend.eos_token_id)
     options: dict[str, Any] = dict(

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.decoding.backend import Histories
-from t5accel.decoding.rules import rules_of, special_tokens
+from t5accel.decoding.token_constraints import rules_of, special_tokens
 from t5accel.errors import InputError
-from t5accel.families.registry import family_of_model
+from t5accel.models.registry import family_of_model
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
@@ -71,8 +71,8 @@ class TorchEager:
         use_cache: with ``False`` every step runs the decoder over all tokens so far (the naive way; the encoder still
             runs once).
 
-    >>> from t5accel.checkpoints import load_t5
-    >>> from t5accel.decoding.greedy import greedy
+    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.decoding.greedy_search import greedy
     >>> backend = TorchEager(load_t5("random:t5-small")[0])
     >>> greedy(backend, [[100, 200, 1]], max_new_tokens=5).sequences.shape
     (1, 5)

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from t5accel.backends.cuda_graphs import captured
-from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
+from t5accel.backends.torch_static_model import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories
-from t5accel.decoding.rules import rules_of, special_tokens
+from t5accel.decoding.token_constraints import rules_of, special_tokens
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class TorchStatic:
         InputError: ``buckets`` are not ascending lengths, or graphs are asked for on a CPU; or as `StaticT5`.
         MissingPackageError: as `StaticT5`.
 
-    >>> from t5accel.checkpoints import load_t5
-    >>> from t5accel.decoding.greedy import greedy
+    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.decoding.greedy_search import greedy
     >>> backend = TorchStatic(load_t5("random:t5-small")[0])
     >>> greedy(backend, [[100, 200, 1]], max_new_tokens=5).sequences.shape
     (1, 5)

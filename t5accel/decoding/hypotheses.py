@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from t5accel.decoding.continuations import pick
+from t5accel.decoding.topk import pick
 
 START = 0  # the node in front of all first tokens; as an answer, one of no tokens
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from t5accel.checks import as_batch, as_count, as_integers, check_vocabulary
 from t5accel.decoding.backend import Backend, Forbidden, Generated, check_backend
-from t5accel.decoding.rules import NONE, Rules
+from t5accel.decoding.token_constraints import NONE, Rules
 from t5accel.errors import InputError
 
 

@@ -11,7 +11,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
 from t5accel.decoding.request import Request, Step, Steps, from_steps
-from t5accel.decoding.rules import ended
+from t5accel.decoding.token_constraints import ended
 
 
 @from_steps

@@ -15,7 +15,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.distribution import Sampling, draw
 from t5accel.decoding.draft_model import Guesser, RandomGuesser, odds_after
-from t5accel.decoding.drafts import Drafts, Likeliest, verified, without
+from t5accel.decoding.drafting import Drafts, Likeliest, verified, without
 from t5accel.decoding.request import Request, Step, Steps, from_steps
 from t5accel.decoding.sampling import generators
 from t5accel.errors import InputError

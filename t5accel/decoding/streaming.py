@@ -10,8 +10,8 @@ import numpy as np
 
 from t5accel.checks import as_integers
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.greedy import greedy
-from t5accel.decoding.lookup import lookup
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.prompt_lookup import lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.errors import InputError

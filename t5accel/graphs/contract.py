@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.errors import InputError
-from t5accel.t5.sizes import T5Dims
+from t5accel.models.sizes import T5Dims
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
 SHORTLIST = "decoder_shortlist.onnx"  # an optional third graph: the decoder with a second, smaller head

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from t5accel.checks import check_file
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.build.builder import GraphBuilder
+from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder
-from t5accel.graphs.export.folder import ALIGNMENT
+from t5accel.graphs.export_folder import ALIGNMENT
 
 
 def count_nodes(path: str | os.PathLike[str]) -> Counter[str]:

@@ -15,10 +15,10 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from t5accel import tasks
-from t5accel.batch.job import Model, Settings
-from t5accel.batch.run import run
-from t5accel.lab.servers import free_port
+from bench import tasks
+from t5accel.serve.batch.job import Model, Settings
+from t5accel.serve.batch.run import run
+from bench.serving.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build/servers/ray/bin/python"
@@ -29,9 +29,9 @@ PROGRAM = f"""
 import sys
 from dataclasses import replace
 from functools import partial
-from t5accel.batch.job import Model, Settings
-from t5accel.batch.run import in_this_process, run
-from t5accel.cluster.shards import on_ray
+from t5accel.serve.batch.job import Model, Settings
+from t5accel.serve.batch.run import in_this_process, run
+from t5accel.serve.ray_batch import on_ray
 from t5accel.errors import T5AccelError
 given, out, model, engine, stuck_s, shard_rows = sys.argv[1:]
 settings = replace({SETTINGS!r}, shard_rows=int(shard_rows))

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from t5accel.api import open_backend
-from t5accel.lab.load import ask
-from t5accel.lab.servers import Running, Server
-from t5accel.lab.static_batch import Asked, together
+from bench.serving.load import ask
+from bench.serving.servers import Running, Server
+from bench.serving.static_batch import Asked, together
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build/servers/ray/bin/python"

@@ -14,10 +14,10 @@ from urllib.request import Request, urlopen
 import pytest
 
 from t5accel.api import open_backend
-from t5accel.lab.load import ask
-from t5accel.lab.servers import Running
-from t5accel.lab.static_batch import Asked, together
-from t5accel.lab.triton import triton_server, write_repository
+from bench.serving.load import ask
+from bench.serving.servers import Running
+from bench.serving.static_batch import Asked, together
+from bench.serving.triton import triton_server, write_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("I am tired.", "Where is my bag?", "We have two cats.", "She reads a book.", "The house is small.", "Help me.")

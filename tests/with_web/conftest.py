@@ -24,7 +24,7 @@ TEST_S = 1800  # beyond this something hangs that has no limit of its own
 
 @pytest.fixture(scope="session")
 def web() -> ModuleType:
-    """scripts/web.py, which drives the page."""
+    """bench/record/web.py, which drives the page."""
     assert os.environ.get("CHROMIUM"), "CHROMIUM is not set: run `make test-web`, which finds a browser"
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)

@@ -20,8 +20,8 @@ import pytest
 from conftest import OUT, ROOT
 from playwright.sync_api import Browser, Page, expect
 
-from t5accel.demo.menu import menu
-from t5accel.tasks import rows
+from bench.demo.menu import menu
+from bench.tasks import rows
 
 TEMPORARY = OUT / "demo-tmp"
 START_S, ANSWER_MS = 600, 300_000

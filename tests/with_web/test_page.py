@@ -20,11 +20,11 @@ import pytest
 from conftest import OUT, ROOT
 from playwright.sync_api import BrowserContext, Page, expect
 
-from t5accel.backends.ort.numpy import OrtNumpy
-from t5accel.decoding.greedy import greedy
-from t5accel.graphs.export.manifest import read_manifest
-from t5accel.tasks import rows
-from t5accel.text.text_to_text import TokenizerFile
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.decoding.greedy_search import greedy
+from t5accel.graphs.manifest import read_manifest
+from bench.tasks import rows
+from t5accel.tokenization import TokenizerFile
 
 TEXTS = 10  # of each task
 MODELS = ("student", "int8", "fp32")

@@ -1,13 +1,13 @@
 """Corpus BLEU, 0 to 100, as a local ``evaluate`` module: ``evaluate.load("data/metrics/bleu")``, no network needed.
 
-A thin shell: the one implementation is ``t5accel.quality.bleu`` (sacrebleu). The hub's ``bleu`` runs from 0 to 1.
+A thin shell: the one implementation is ``bench.evaluation.bleu`` (sacrebleu). The hub's ``bleu`` runs from 0 to 1.
 """
 
 # one import per line: evaluate reads them as text
 import datasets
 import evaluate
 
-from t5accel import quality
+from bench import evaluation as quality
 
 
 class Bleu(evaluate.Metric):

@@ -1,13 +1,13 @@
 """Corpus chrF, 0 to 100, as a local ``evaluate`` module: ``evaluate.load("data/metrics/chrf")``, no network needed.
 
-A thin shell: the one implementation is ``t5accel.quality.chrf`` (sacrebleu).
+A thin shell: the one implementation is ``bench.evaluation.chrf`` (sacrebleu).
 """
 
 # one import per line: evaluate reads them as text
 import datasets
 import evaluate
 
-from t5accel import quality
+from bench import evaluation as quality
 
 
 class Chrf(evaluate.Metric):

@@ -1,6 +1,6 @@
 """Mean ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 100, as a local ``evaluate`` module, no network needed.
 
-``evaluate.load("data/metrics/rouge")``. A thin shell: the implementation is ``t5accel.quality.rouge`` (rouge-score).
+``evaluate.load("data/metrics/rouge")``. A thin shell: the implementation is ``bench.evaluation.rouge`` (rouge-score).
 The hub's ``rouge`` runs from 0 to 1.
 """
 
@@ -8,7 +8,7 @@ The hub's ``rouge`` runs from 0 to 1.
 import datasets
 import evaluate
 
-from t5accel import quality
+from bench import evaluation as quality
 
 
 class Rouge(evaluate.Metric):

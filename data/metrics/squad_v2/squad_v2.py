@@ -1,6 +1,6 @@
 """Exact match and F1 of short answers, 0 to 100, as a local ``evaluate`` module, no network needed.
 
-``evaluate.load("data/metrics/squad_v2")``. A thin shell: the one implementation is ``t5accel.quality.exact_match`` and
+``evaluate.load("data/metrics/squad_v2")``. A thin shell: the one implementation is ``bench.evaluation.exact_match`` and
 ``f1``, with SQuAD v2's normalisation. Unlike the hub's ``squad_v2`` it takes plain texts and lists of texts.
 """
 
@@ -8,7 +8,7 @@
 import datasets
 import evaluate
 
-from t5accel import quality
+from bench import evaluation as quality
 
 
 class SquadV2(evaluate.Metric):

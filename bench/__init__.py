@@ -1,0 +1,1 @@
+"""How this repository measures; never in the wheel."""

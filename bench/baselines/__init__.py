@@ -1,0 +1,1 @@
+"""Slower layouts and techniques to compare with."""

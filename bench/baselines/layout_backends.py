@@ -1,0 +1,263 @@
+"""Backends over the layouts of the past: three graphs, two of them merged, and the whole model in one.
+
+What they share with one another, and not with `ort`, is their batch of rows: each row holds a copy of what its source
+brings, tiled when a state is started. Shapes: R = B * K rows, else as in `row_graphs`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.decoding.backend import Histories
+from t5accel.decoding.token_constraints import Rules
+from t5accel.errors import InputError
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
+from bench.baselines.layouts import Layout, read_layout
+from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, MERGED_DECODER, WHOLE
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """B sources, ready to be started.
+
+    Attributes:
+        inputs: what each of its rows brings to the graphs, by name, (B, …).
+    """
+
+    inputs: Arrays
+
+
+@dataclass
+class RowState:
+    """A decoder state of R rows.
+
+    Attributes:
+        rows: how long each row's past is.
+        source: what the graphs are handed for the sources, by name, (R, …): from the first step on also keys and values
+            of cross-attention, (R, H_i, S, d_kv).
+        past: what they are handed for the history: keys and values (R, H_i, P, d_kv), or tokens (R, P).
+        traffic: the bytes that the last step handed in and took back, each by kind of tensor, from its arrays.
+    """
+
+    rows: Histories
+    source: Arrays
+    past: Arrays = field(default_factory=dict)
+    traffic: tuple[dict[str, int], dict[str, int]] | None = None
+
+
+class RowBackend(ABC):
+    """What `ThreeGraphs`, `MergedGraphs` and `WholeGraph` have in common. Each is a `Backend`, fed with numpy arrays.
+
+    Threads may share a backend; a state belongs to one of them. A method that raises leaves the state as it was.
+
+    Args:
+        folder: what `layouts.export_layout` wrote.
+        settings: threads, memory and device of all sessions.
+
+    Raises:
+        ExportError: there is no such layout, or it is damaged.
+        MissingPackageError: onnxruntime is not installed, or not the one for the device.
+    """
+
+    layout: str  # whose folders it opens
+
+    def __init__(self, folder: str | os.PathLike[str], *, settings: SessionSettings | None = None):
+        self.description, self.sessions = open_layout(folder, self.layout, settings)
+        self.outputs = {file: [out.name for out in session.get_outputs()] for file, session in self.sessions.items()}
+        self.dims, tokens = self.description.dims, self.description.tokens
+        self.vocab_size, self.pad_token_id = self.dims.vocab_size, tokens["pad_token_id"]
+        self.eos_token_id, self.decoder_start_token_id = tokens["eos_token_id"], tokens["decoder_start_token_id"]
+        self.rules = Rules.from_json(dict(self.description.rules))
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> RowSource:
+        return RowSource(self._run_encoder(np.ascontiguousarray(input_ids), np.ascontiguousarray(attention_mask)))
+
+    def start(self, source: RowSource, rows_per_source: int = 1) -> RowState:
+        rows = Histories.empty(len(source.inputs["attention_mask"]), rows_per_source)
+        return RowState(rows, {name: array.repeat(rows.shape[1], 0) for name, array in source.inputs.items()})
+
+    def step(self, state: RowState, input_ids: np.ndarray) -> np.ndarray:
+        count = input_ids.shape[2]
+        rows = state.rows.appended(count)
+        file, inputs = self._inputs(state, np.ascontiguousarray(input_ids.reshape(-1, count)), rows)
+        outputs = self._run(file, inputs)
+        source, past = self._after(state, inputs, outputs)
+        state.traffic = _bytes_by_kind(inputs), _bytes_by_kind(outputs)
+        state.rows, state.source, state.past = rows, source, past
+        return outputs["logits"][:, -count:].reshape(*input_ids.shape, self.vocab_size)
+
+    def reorder(self, state: RowState, rows: np.ndarray) -> None:
+        histories, index = state.rows.reordered(rows)
+        if index is not None:  # the rows of a source share what it brings: only their pasts change places
+            state.past = _rows_of(state.past, index)
+        state.rows = histories
+
+    def trim(self, state: RowState, accepted: np.ndarray) -> None:
+        histories, index = state.rows.trimmed(accepted)
+        if index is not None:
+            flat = index.reshape(math.prod(histories.shape), histories.width)
+            state.past = {name: _positions_of(array, flat) for name, array in state.past.items()}
+        state.rows = histories
+
+    def keep(self, state: RowState, sources: np.ndarray) -> None:
+        histories, kept = state.rows.kept(sources)
+        rows_per_source = histories.shape[1]
+        index = (kept[:, None] * rows_per_source + np.arange(rows_per_source)).ravel()
+        source, past = (_rows_of(arrays, index) for arrays in (state.source, state.past))
+        state.rows, state.source, state.past = histories, source, past
+
+    # Which graphs run, on what, and what stays of it: with a cache
+
+    def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> Arrays:
+        """(B, S) tokens and mask -> what a state starts with, (B, …)."""
+        hidden = self._run(ENCODER, {"input_ids": ids, "attention_mask": mask})["last_hidden_state"]
+        return {"attention_mask": mask, "encoder_hidden_states": hidden}
+
+    @abstractmethod
+    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+        """For (R, T) tokens, after which the histories are ``rows``, the graph to run and all that it is handed."""
+
+    def _after(self, state: RowState, inputs: Arrays, outputs: Arrays) -> tuple[Arrays, Arrays]:
+        """What a state holds after a step: ``source``, ``past``."""
+        layers, source = self.dims.decoder_layers, dict(state.source)
+        if not self._has_begun(state):
+            for cross, computed in zip(names("cross", layers), names("present_cross", layers), strict=True):
+                source[cross] = outputs[computed]
+        pairs = zip(names("past", layers), names("present", layers), strict=True)
+        return source, {past: outputs[present] for past, present in pairs}
+
+    # The same for all
+
+    def _has_begun(self, state: RowState) -> bool:
+        return "cross_key_0" in state.source
+
+    def _past_mask(self, state: RowState) -> np.ndarray:
+        """(R, P) int64."""
+        return state.rows.mask().reshape(math.prod(state.rows.shape), state.rows.width)
+
+    def _run(self, file: str, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        outputs = self.outputs[file]
+        return dict(zip(outputs, self.sessions[file].run(outputs, inputs), strict=True))
+
+
+class ThreeGraphs(RowBackend):
+    """fastT5's layout: one decoder graph for the first step, another for all later ones.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from t5accel.decoding.greedy_search import greedy
+    >>> from bench.baselines.layouts import export_layout
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = export_layout("mini", f"{folder}/mini", "fastt5")
+    ...     greedy(ThreeGraphs(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
+    (1, 5)
+    """
+
+    layout = "fastt5"
+
+    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+        if not self._has_begun(state):
+            return INIT_DECODER, {"input_ids": new, **state.source}
+        return DECODER, {"input_ids": new, "past_mask": self._past_mask(state), **state.source, **state.past}
+
+    def _after(self, state: RowState, inputs: Arrays, outputs: Arrays) -> tuple[Arrays, Arrays]:
+        source, past = super()._after(state, inputs, outputs)
+        source.pop("encoder_hidden_states", None)  # later steps read the keys and values that were made of it
+        return source, past
+
+
+class MergedGraphs(RowBackend):
+    """optimum's merged layout: one decoder graph, which is told at every step which branch of it to run.
+
+    It asks for the inputs of both branches each time, also for those that the branch does not read.
+    """
+
+    layout = "merged"
+
+    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+        begun = self._has_begun(state)
+        always = {"input_ids": new, "past_mask": self._past_mask(state), "use_cache_branch": np.array([begun])}
+        nothing = {} if begun else self._nothing(len(new))
+        return MERGED_DECODER, {**always, **nothing, **state.source, **state.past}
+
+    def _nothing(self, rows: int) -> Arrays:
+        """A history and cross tensors of no positions."""
+        return {
+            f"{prefix}_{name}_{layer}": np.zeros((rows, heads, 0, self.dims.d_kv), dtype=np.float32)
+            for prefix, by_layer in (("past", self.dims.decoder_heads), ("cross", self.dims.cross_heads))
+            for layer, heads in enumerate(by_layer)
+            for name in ("key", "value")
+        }
+
+
+class WholeGraph(RowBackend):
+    """The complete model as one graph: every step encodes the source and decodes all tokens so far again."""
+
+    layout = "whole"
+
+    def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> Arrays:
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+        past = state.past.get("decoder_input_ids", new[:, :0])
+        tokens = np.concatenate([past, new], axis=1)
+        mask = rows.mask().reshape(tokens.shape)
+        return WHOLE, {"decoder_input_ids": tokens, "decoder_attention_mask": mask, **state.source}
+
+    def _after(self, state: RowState, inputs: Arrays, outputs: Arrays) -> tuple[Arrays, Arrays]:
+        return state.source, {"decoder_input_ids": inputs["decoder_input_ids"]}
+
+
+def open_layout(
+    folder: str | os.PathLike[str], layout: str, settings: SessionSettings | None = None
+) -> tuple[Layout, dict[str, InferenceSession]]:
+    """Read a folder of that layout and open a session on each of its graphs, by file name.
+
+    Raises:
+        ExportError: there is no such layout, it is damaged, or this ONNX Runtime cannot run it.
+        InputError: an argument is of another kind.
+        MissingPackageError: onnxruntime is not installed, or not the one for the device.
+    """
+    settings = SessionSettings() if settings is None else settings
+    if not isinstance(settings, SessionSettings):
+        raise InputError(f"settings is {settings!r:.80}; give SessionSettings.")
+    description, folder = read_layout(folder, layout), as_folder(folder)
+    return description, {file: open_session(folder / file, settings) for file in LAYOUTS[layout]}
+
+
+def _rows_of(arrays: Arrays, index: np.ndarray) -> Arrays:
+    return {name: array[index] for name, array in arrays.items()}
+
+
+def _positions_of(array: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Of (R, H, P, d_kv) or (R, P) the positions (R, n) of each row."""
+    if array.ndim == 2:
+        return np.take_along_axis(array, index, axis=1)
+    return np.ascontiguousarray(np.take_along_axis(array, index[:, None, :, None], axis=2))
+
+
+def _bytes_by_kind(arrays: Arrays) -> dict[str, int]:
+    counted: dict[str, int] = {}
+    for name, array in arrays.items():
+        kind = _kind(name)
+        counted[kind] = counted.get(kind, 0) + array.nbytes
+    return counted
+
+
+def _kind(name: str) -> str:
+    """As `bench.traffic` calls it."""
+    if name.startswith(("cross_", "present_cross_")):
+        return "cross_attention"
+    return "self_attention" if name.startswith(("past_key_", "past_value_", "present_")) else name

@@ -1,0 +1,154 @@
+"""The layouts of the past, with which our two graphs are compared: folders written from the same weights, and read.
+
+- ``"whole"``: the complete T5 in one graph, without a cache. What the others answer.
+- ``"onnxt5"``: encoder and head as graphs; the decoder stays in torch, where it can have a cache (the class OnnxT5 of a
+  post in Hugging Face's forum, 2020; the package onnxt5 has another layout: a decoder graph without a cache).
+- ``"fastt5"``: three graphs, encoder, first step and later steps, because a graph takes no missing history (the package
+  fastT5, 2021). The decoder's weights stand there twice.
+- ``"merged"``: both decoders in one graph behind an ``If``, so that the weights stand once (``decoder_model_merged`` of
+  Hugging Face's optimum).
+
+`row_graphs` builds the graphs, `layout_sizes` weighs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t5accel.models.load import load_t5
+from t5accel.checks import as_count, check_file, read_json_object
+from t5accel.decoding.token_constraints import rules_of, special_tokens
+from t5accel.errors import ExportError, InputError
+from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.contract import as_folder
+from t5accel.graphs.export_folder import LARGEST_INSIDE, WeightsFile, as_target, is_occupied
+from t5accel.graphs.atomic_write import locked, staged
+from t5accel.graphs.export import source_hash, t5_weights
+from bench.baselines.layout_graphs import LAYOUTS
+from t5accel.models.sizes import T5Dims
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DESCRIPTION = "layout.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a folder says about itself, the content of ``layout.json``.
+
+    Attributes:
+        name: of the layout.
+        source: ``{"name", "sha256"}`` of the checkpoint, as in a `Manifest`.
+        dims: the model's sizes.
+        tokens: ``pad_token_id``, ``eos_token_id`` and ``decoder_start_token_id``.
+        files: bytes of each file beside it.
+        rules: what the model asks of every answer, as in a `Manifest`.
+    """
+
+    name: str
+    source: Mapping[str, str]
+    dims: T5Dims
+    tokens: Mapping[str, int]
+    files: Mapping[str, int]
+    rules: Mapping[str, Any]
+
+
+def export_layout(
+    model: PreTrainedModel | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    layout: str,
+    *,
+    external_threshold_bytes: int = LARGEST_INSIDE,
+) -> Layout:
+    """Write the graphs of one of these layouts in fp32. The folder is there whole or not at all.
+
+    Args:
+        model: a T5-like model, or a name that `checkpoints.load_t5` knows.
+        folder: takes the graphs; made if it is missing, and must be empty if it is there.
+        layout: ``"whole"``, ``"onnxt5"``, ``"fastt5"`` or ``"merged"``.
+        external_threshold_bytes: the weights of a larger graph lie in a file beside it, of its own: no graph of these
+            projects shared one. At most 2 GB, which is what an ONNX file can hold.
+
+    Raises:
+        ExportError: the folder is taken, or cannot be written; nothing is left of the attempt.
+        InputError: another argument is wrong.
+        NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from t5accel.models.random_init import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> with TemporaryDirectory() as folder:
+    ...     export_layout(model, f"{folder}/tiny", "fastt5").files.keys()
+    dict_keys(['decoder.onnx', 'encoder.onnx', 'init_decoder.onnx'])
+    """
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise InputError(f"layout is {layout!r:.80}; give one of {', '.join(LAYOUTS)}.")
+    threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
+    if threshold > LARGEST_INSIDE:
+        raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
+    target = as_target(folder)
+    name = type(model).__name__
+    if isinstance(model, str | os.PathLike):
+        name = os.fspath(model)
+        model, _ = load_t5(model)
+    weights = t5_weights(model)
+    # What is no T5 is noticed here, before anything is written.
+    graphs = {file: build(weights) for file, build in LAYOUTS[layout].items()}
+    source = {"name": name, "sha256": source_hash(model, weights)}
+    with locked(target):
+        if is_occupied(target):
+            raise ExportError(f"{target} is not empty, so it is kept: give another folder.")
+        with staged(target) as partial:
+            for file, graph in graphs.items():
+                _write(partial / file, graph, threshold)
+            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+            written = Layout(
+                layout, source, weights.dims, special_tokens(model), files, rules_of(model).to_json()
+            )  # fmt: skip
+            (partial / DESCRIPTION).write_text(json.dumps(asdict(written), indent=1) + "\n", encoding="utf-8")
+    return written
+
+
+def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
+    """Read what `export_layout` wrote, and check that its files are there and of their sizes.
+
+    Args:
+        folder: of the export.
+        layouts: those that are wanted; by default any.
+
+    Raises:
+        ExportError: there is no layout, it is damaged, or it is of another layout.
+        InputError: ``folder`` is no path.
+    """
+    folder = as_folder(folder)
+    again = "Write it again with export_layout(model, an empty folder, layout)."
+    try:
+        content = read_json_object(folder / DESCRIPTION, ExportError)
+        dims = T5Dims(**{key: tuple(size) if isinstance(size, list) else size for key, size in content["dims"].items()})
+        found = Layout(**{**content, "dims": dims})
+        for name, size in found.files.items():
+            if check_file(folder / name, ExportError) != size:
+                raise ExportError(f"{folder / name} is not of {size} bytes.")
+    except ExportError as error:
+        raise ExportError(f"{folder} holds no whole layout: {error} {again}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ExportError(f"{folder / DESCRIPTION} is damaged ({type(error).__name__}: {error}). {again}") from error
+    if layouts and found.name not in layouts:
+        raise ExportError(f"{folder} is of the layout {found.name!r}; wanted is {' or '.join(layouts)}.")
+    return found
+
+
+def _write(path: Path, graph: GraphBuilder, threshold: int) -> None:
+    from tqdm import tqdm
+
+    plan, beside = WeightsFile.plan({path.name: graph}, threshold), f"{path.name}.data"
+    if plan.places:
+        plan.write(path.with_name(beside), tqdm(disable=True))
+    places = {name: (beside, offset, length) for name, (_, offset, length) in plan.references().items()}
+    path.write_bytes(graph.proto(places).SerializeToString())

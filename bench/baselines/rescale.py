@@ -1,0 +1,58 @@
+"""The same function in other numbers: a T5 whose residual stream is many times as large, and whose answers are not.
+
+Published T5 checkpoints have numbers beyond the end of fp16; a small model trained for a course has not. This gives it
+such numbers, so that what happens to the large ones can be seen without them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING
+
+from t5accel.checks import is_number
+from t5accel.errors import InputError
+from t5accel.models.sizes import T5Dims
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def rescaled(model: PreTrainedModel, factor: float = 256.0) -> PreTrainedModel:
+    """A copy whose residual streams are ``factor`` times as large, and which computes the same.
+
+    What enters the stream is multiplied: the embedding, and the weights by which attention (``o``) and feed-forward
+    (``wo``) end. Every norm divides by the size of the stream, so all between stays as it is; where the embedding also
+    is the head, the decoder's last norm takes the factor out again. With a power of two not even the rounding changes,
+    but for the tiny number that norms add.
+
+    Args:
+        model: a T5-like model; it is not changed.
+        factor: more than 0.
+
+    Raises:
+        InputError: ``factor`` is no such number.
+        NotT5Error: the model is of another kind.
+
+    >>> import torch
+    >>> from t5accel.models.random_init import random_t5
+    >>> own = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> ids = dict(input_ids=torch.tensor([[5, 6, 1]]), decoder_input_ids=torch.tensor([[0, 7]]))
+    >>> with torch.inference_mode():
+    ...     torch.allclose(own(**ids).logits, rescaled(own)(**ids).logits, rtol=1e-4, atol=1e-4)
+    True
+    """
+    import torch
+
+    if not is_number(factor) or not 0 < factor < math.inf:
+        raise InputError(f"factor is {factor!r}; give a number above 0, best a power of two.")
+    dims = T5Dims.of(model)
+    larger = copy.deepcopy(model)
+    ends = (".o.weight", ".wo.weight", "embed_tokens.weight")
+    with torch.no_grad():
+        for name, weight in larger.named_parameters():  # tied ones once, as shared.weight
+            if name == "shared.weight" or name.endswith(ends):
+                weight *= factor
+        if dims.tied:
+            larger.decoder.final_layer_norm.weight /= factor
+    return larger

@@ -1,0 +1,1 @@
+"""A BERT reader, accelerated by the same steps."""

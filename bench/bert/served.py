@@ -1,0 +1,219 @@
+"""A reader behind FastAPI, as the post served its BERT: request by request, asked one after the other or at random.
+
+    python -m bench.bert.served mini-bert --tokenizer data/mini-bert --threshold 0 --port 8001
+
+serves PyTorch; a graph (``.onnx``) in the model's place is served by ONNX Runtime. ``POST /generate`` takes the text
+of T5's task, "question: … context: …".
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.models.load import load_pretrained
+from t5accel.errors import InputError
+from bench.serving.load import Load, ask, offer
+from bench.serving.other_servers import Batches, serve
+from bench.serving.rates import load_row, one_by_one
+from bench.results import Row
+from bench.serving.servers import Running, Server
+from bench.serving.static_batch import Answered, Asked
+from t5accel.parity import ParityError
+from bench.bert.model import load_bert
+from bench.bert.graphs import bound_to, fed_run
+from bench.bert.spans import CLS, PAD, SEP, UNK, Run, answerer, as_berts, torch_run
+from bench.tasks import CONTEXT, QUESTION
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTION_WORDS, MARKS = 5, 3  # [CLS] and two [SEP]
+COMPARED = 3  # answers of each length
+
+
+def numbered(vocabulary: int) -> PreTrainedTokenizerBase:
+    """A tokenizer for random weights, whose words are the numbers of the tokens.
+
+    >>> numbered(50)("t7", "t9 t11").input_ids
+    [2, 7, 3, 9, 11, 3]
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = [PAD, UNK, CLS, SEP]
+    words = special + [f"t{number}" for number in range(len(special), vocabulary)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return as_berts(tokenizer)
+
+
+def asked_of(words: Sequence[str], tokens: int, *, seed: int = 0) -> str:
+    """A question and a text of random words, of so many tokens in all if each word is one.
+
+    >>> len(numbered(50)(*asked_of(["t7", "t9"], 12).removeprefix(QUESTION).split(CONTEXT)).input_ids)
+    12
+    """
+    drawn = np.random.default_rng([tokens, seed]).choice(words, tokens - MARKS)
+    return QUESTION + " ".join(drawn[:QUESTION_WORDS]) + CONTEXT + " ".join(drawn[QUESTION_WORDS:])
+
+
+def single_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Those of a tokenizer that are one token each."""
+    return sorted(word for word in tokenizer.get_vocab() if word.isalnum())
+
+
+def opened(model: str, *, threads: int, bound: bool = False) -> Run:
+    """A graph on ONNX Runtime, or a BERT in PyTorch, for texts of any length.
+
+    Args:
+        model: a file of a graph, or what `load_bert` takes.
+        bound: on memory that stays, once for each length, all on one session; for one text.
+    """
+    if not model.endswith(".onnx"):
+        import torch
+
+        torch.set_num_threads(threads)
+        return torch_run(load_bert(model)[0])
+    settings = SessionSettings(threads=threads)
+    if not bound:
+        return fed_run(model, settings)
+    session, by_length = open_session(model, settings), {}
+
+    def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        tokens = inputs["input_ids"].shape[1]
+        if tokens not in by_length:
+            by_length[tokens] = bound_to(session, 1, tokens)
+        return by_length[tokens](inputs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server, and what its answers have to be.
+
+    Attributes:
+        name: as rows have it.
+        model, bound: as in `opened`.
+        tokenizer: a folder.
+        threshold: as in `spans.answers`.
+        answer: the answers that it has to give, from the same graph or an equal one, on another way.
+        precision: as rows have it.
+    """
+
+    name: str
+    model: str
+    tokenizer: str
+    threshold: float
+    answer: Callable[[list[str]], list[str]]
+    bound: bool = False
+    precision: str = "fp32"
+
+    def server(self, threads: int) -> Server:
+        """Its process."""
+        command = [sys.executable, "-m", "bench.bert.served", self.model, f"--tokenizer={self.tokenizer}",
+                   f"--threshold={self.threshold}", f"--threads={threads}", "--port={port}"]  # fmt: skip
+        return Server(self.name, command + ["--bound"] * self.bound, precision=self.precision)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How much is asked: the post's random requests, so many for each length, then the open loop over all lengths.
+
+    Attributes:
+        lengths: tokens of question and text.
+        requests: one after the other, of each length.
+        seconds: of the open loop.
+        load: of the open loop, as a share of what the first server can answer one by one.
+    """
+
+    lengths: Sequence[int] = (32, 64, 128, 256, 512)
+    requests: int = 50
+    seconds: float = 10.0
+    load: float = 0.6
+
+
+def served_rows(
+    served: Sequence[Served], words: Sequence[str], protocol: Protocol, *, threads: int, logs: Path,
+    stories: Sequence[str] = (), **facts: Any,
+) -> list[Row]:  # fmt: skip
+    """Every server by itself: its answers compared, then timed by length, then under the same load as the others.
+
+    Args:
+        served: the first one is the reference, whose speed sets the rate of the open loop.
+        words: of one token each.
+        logs: a folder for what the servers write.
+        stories: texts whose answers are compared as well: a trained reader finds none in random words.
+        facts: what all rows say.
+
+    Raises:
+        ParityError: a server gives another answer than it has to.
+        InputError: all answers are the same.
+    """
+    bodies = {
+        length: [{"text": asked_of(words, length, seed=seed)} for seed in range(protocol.requests)]
+        for length in protocol.lengths
+    }
+    texts = [*stories, *(body["text"] for of_length in bodies.values() for body in of_length[:COMPARED])]
+    expected = {answer: [answer([text])[0] for text in texts] for answer in {one.answer for one in served}}
+    first = expected[served[0].answer]
+    if len({*first}) < 2:
+        raise InputError(f"All answers of {served[0].name!r} are {first[0]!r}: nothing can be compared.")
+    rows: list[Row] = []
+    for one in served:
+        about = {**facts, "system": one.name, "precision": one.precision, "threads": threads}
+        with Running(one.server(threads), logs / f"{one.name.replace(' ', '-')}.log") as running:
+            url = running.url + running.server.path
+            found = [ask(url, {"text": text})[0] for text in texts]
+            wrong = sum(text != right for text, right in zip(found, expected[one.answer], strict=True))
+            if wrong:
+                raise ParityError(f"{one.name}: {wrong} of {len(found)} answers are not those of its model.")
+            equal = sum(text == right for text, right in zip(found, first, strict=True))
+            new: list[Row] = [
+                {"measured": "equality", "equal": equal, "of": len(found), "distinct": len({*first})},
+                *({**one_by_one(running, bodies[length]), "source_tokens": length} for length in protocol.lengths),
+            ]
+            if not rows:
+                means = [row["mean_s"] for row in new if row["measured"] == "sequential"]
+                rate = protocol.load * len(means) / sum(means)
+            mixed = [body for of_length in bodies.values() for body in of_length]
+            load = Load(running.url, mixed, rate_per_s=rate, seconds=protocol.seconds)
+            row = load_row(load, asyncio.run(offer(load)), limit_s=5 / rate, measured="open loop")
+            del row["tokens_per_s"]  # of spans nobody counts them
+            rows += [{**row, **about} for row in (*new, row)]
+    return rows
+
+
+def main() -> None:
+    """Serve one."""
+    from transformers import AutoTokenizer
+
+    from t5accel import machine
+
+    parser = argparse.ArgumentParser(description="Serve a BERT that answers questions, on 127.0.0.1.")
+    parser.add_argument("model", help="mini-bert, random:bert-large, a folder, or a graph (.onnx)")
+    parser.add_argument("--tokenizer", required=True, help="its folder")
+    parser.add_argument("--threshold", type=float, required=True, help="by which no answer has to score higher")
+    parser.add_argument("--bound", action="store_true", help="on memory that stays")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=machine.cpu_threads())
+    args = parser.parse_args()
+    run = opened(args.model, threads=args.threads, bound=args.bound)
+    answer = answerer(load_pretrained(AutoTokenizer.from_pretrained, args.tokenizer), run, threshold=args.threshold)
+
+    def answered(asked: Sequence[Asked]) -> list[Answered]:
+        return [(text, len(text.split())) for text in answer([one.text for one in asked])]
+
+    serve(Batches(answered), args.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Answers as spans of a text: from questions to a BERT's inputs, and from its two scores per token to an answer.
+
+An extractive reader scores every token as the first and as the last one of the answer. As SQuAD 2.0 has it (Rajpurkar,
+Jia and Liang 2018), the first token, ``[CLS]``, stands for "the text does not say": where it scores higher than the
+best span by more than a threshold, the reader abstains. Needs numpy and a tokenizer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from t5accel.errors import InputError
+from bench.tasks import CONTEXT, QUESTION, UNANSWERABLE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+PAD, UNK, CLS, SEP = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
+# From a BERT's inputs, by name, each (B, S) int64, to its start and end logits, each (B, S).
+Run = Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
+MOST_TOKENS = 512  # that a BERT of the published sizes has positions for
+LONGEST_ANSWER = 8  # tokens; of the stories that a reader is trained on, none has more than 5
+
+
+class Read(NamedTuple):
+    """Questions and their texts as tokens.
+
+    Attributes:
+        inputs: ``input_ids``, ``token_type_ids`` and ``attention_mask``, each (B, S) int64.
+        in_context: (B, S) bool: the tokens of the text that may answer.
+        places: (B, S, 2): first and last character of each token, in its own text.
+        contexts: the texts.
+    """
+
+    inputs: dict[str, np.ndarray]
+    in_context: np.ndarray
+    places: np.ndarray
+    contexts: Sequence[str]
+
+
+def read(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], contexts: Sequence[str], *,
+    padded_to: int | None = None,
+) -> Read:  # fmt: skip
+    """A batch for a BERT; a text that is too long loses its end.
+
+    Args:
+        padded_to: so many tokens in every row, in place of the longest row's.
+
+    Raises:
+        InputError: there are no questions, or not as many texts.
+    """
+    if not questions or len(questions) != len(contexts):
+        raise InputError(f"{len(questions)} questions on {len(contexts)} texts: give a text for each, at least one.")
+    encoded = tokenizer(
+        list(questions), list(contexts), truncation="only_second", max_length=padded_to or MOST_TOKENS,
+        padding="max_length" if padded_to else True, return_offsets_mapping=True, return_token_type_ids=True,
+    )  # fmt: skip
+    names = ("input_ids", "token_type_ids", "attention_mask")
+    inputs = {name: np.array(encoded[name], dtype=np.int64) for name in names}
+    in_context = np.array([[part == 1 for part in encoded.sequence_ids(i)] for i in range(len(questions))])
+    return Read(inputs, in_context, np.array(encoded["offset_mapping"]), contexts)
+
+
+def as_berts(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    """A tokenizer that holds BERT's four special tokens, so that pairs become ``[CLS] question [SEP] text [SEP]``."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ids
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP,
+        model_max_length=MOST_TOKENS, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )  # fmt: skip
+
+
+def best_spans(
+    start: np.ndarray, end: np.ndarray, in_context: np.ndarray, *, longest: int = LONGEST_ANSWER
+) -> tuple[np.ndarray, np.ndarray]:
+    """First and last token of the likeliest span of each row, (B, 2), and how much less it scores than no answer, (B,).
+
+    Args:
+        start, end: logits, (B, S); those of token 0 are of no answer.
+        in_context: (B, S): where a span may begin and end.
+        longest: tokens of a span at most.
+
+    >>> start, end = np.array([[0.0, 1.0, 5.0, 0.0]]), np.array([[0.0, 4.0, 1.0, 3.0]])
+    >>> best_spans(start, end, np.array([[False, False, True, True]]))
+    (array([[2, 3]]), array([-8.]))
+    """
+    columns = np.arange(start.shape[1])
+    length = columns[None, :] - columns[:, None]
+    allowed = in_context[:, :, None] & in_context[:, None, :] & (length >= 0) & (length < longest)
+    scores = np.where(allowed, start[:, :, None] + end[:, None, :], -np.inf)
+    flat = scores.reshape(len(start), -1)
+    best = flat.argmax(1)
+    spans = np.stack(np.divmod(best, start.shape[1]), axis=1)
+    return spans, start[:, 0] + end[:, 0] - flat[np.arange(len(flat)), best]
+
+
+def answers(batch: Read, start: np.ndarray, end: np.ndarray, *, threshold: float) -> list[str]:
+    """The answers to a batch, letter by letter from its texts, or "unanswerable".
+
+    Args:
+        threshold: abstain where no answer scores higher than the best span by more than this
+            (``null_score_diff_threshold`` in SQuAD's own scripts).
+    """
+    spans, difference = best_spans(start, end, batch.in_context)
+    found = []
+    for row, (first, last) in enumerate(spans):
+        begins, ends = batch.places[row, first, 0], batch.places[row, last, 1]
+        found.append(UNANSWERABLE if difference[row] > threshold else batch.contexts[row][begins:ends])
+    return found
+
+
+def answerer(
+    tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float, padded_to: int | None = None
+) -> Callable[[list[str]], list[str]]:
+    """A function from T5's texts, "question: … context: …", to answers, as `quality.evaluate` takes it.
+
+    Args:
+        run: the model, on whatever runtime.
+        threshold, padded_to: as in `answers` and `read`.
+    """
+
+    def answer(texts: list[str]) -> list[str]:
+        parts = [text.removeprefix(QUESTION).split(CONTEXT, 1) for text in texts]
+        if wrong := [text for text, part in zip(texts, parts, strict=True) if len(part) != 2]:
+            raise InputError(f"{wrong[0]!r:.80} is no 'question: … context: …'.")
+        batch = read(tokenizer, [part[0] for part in parts], [part[1] for part in parts], padded_to=padded_to)
+        return answers(batch, *run(batch.inputs), threshold=threshold)
+
+    return answer
+
+
+def threshold_from(differences: Sequence[float], f1: Sequence[float], unanswerable: Sequence[bool]) -> float:
+    """The threshold with the best F1 over all questions, as SQuAD's evaluation script searches it.
+
+    Args:
+        differences: of each question, as `best_spans` gives it.
+        f1: what the best span of each would score; for those without an answer it does not matter.
+        unanswerable: which questions have no answer.
+
+    >>> threshold_from([-5.0, -4.0, 1.0, 3.0], [100.0, 100.0, 0.0, 0.0], [False, False, True, True])
+    -1.5
+    """
+    order = np.argsort(differences)
+    gained = np.where(np.array(unanswerable)[order], -100.0, np.array(f1)[order])
+    answered = np.concatenate([[0.0], np.cumsum(gained)])  # by how many of the surest are answered
+    cut = int(answered.argmax())
+    edges = np.concatenate([[-np.inf], np.array(differences)[order], [np.inf]])
+    low, high = edges[cut], edges[cut + 1]
+    return float((low + high) / 2 if np.isfinite(low + high) else high - 1 if np.isfinite(high) else low + 1)
+
+
+def torch_run(model: Any) -> Run:
+    """A ``BertForQuestionAnswering`` as a function of numpy arrays, on its own device."""
+    import torch
+
+    def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        with torch.inference_mode():
+            given = {name: torch.from_numpy(np.asarray(array)).to(model.device) for name, array in inputs.items()}
+            outputs = model(**given)
+        return tuple(logits.float().cpu().numpy() for logits in (outputs.start_logits, outputs.end_logits))
+
+    return run

@@ -1,0 +1,217 @@
+"""Several ways of answering one text, side by side, one step at a time: who has computed least goes next.
+
+So every step has the machine to itself, each way's time is the one that it takes alone, and what is seen is a race.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from t5accel import machine
+from t5accel.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TRANSFORMERS = "transformers"
+STUDENT_OF = {"mini": "mini-d1"}  # what comes with the package
+KEPT = 8  # ways that stay in memory
+
+
+@dataclass
+class Lane:
+    """How far a way has come: its tokens, and the seconds that it has computed, until the first one and in all."""
+
+    tokens: list[int] = field(default_factory=list)
+    first_s: float | None = None
+    seconds: float = 0.0
+    has_ended: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole answer, its source included."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+
+def race(
+    streams: Mapping[str, Iterable[Sequence[int]]], *, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[dict[str, Lane]]:
+    """Take new tokens from several streams, always from the one that has computed least, and say after each how far.
+
+    Args:
+        streams: by name; each gives the new tokens of a step. They are closed when the race is over, or given up.
+        clock: in seconds.
+
+    Returns:
+        The same dictionary each time, which changes.
+
+    >>> ticks = iter(range(0, 90, 3))  # every step takes three seconds
+    >>> *_, last = race({"a": [[5], [6]], "b": [[5, 6]]}, clock=lambda: next(ticks))
+    >>> last["a"].tokens == last["b"].tokens, last["a"].seconds, last["b"].first_s
+    (True, 6.0, 3.0)
+    """
+    lanes = {name: Lane() for name in streams}
+    running = {name: iter(stream) for name, stream in streams.items()}
+    try:
+        while running:
+            name = min(running, key=lambda one: lanes[one].seconds)
+            lane, started = lanes[name], clock()
+            new = next(running[name], None)
+            took = clock() - started
+            if new is None:
+                lane.has_ended = True
+                del running[name]
+            else:
+                lane.seconds += took
+                lane.tokens += new
+                lane.first_s = lane.first_s or lane.seconds
+            yield lanes
+    finally:
+        for stream in running.values():
+            if hasattr(stream, "close"):
+                stream.close()
+
+
+def difference(expected: Sequence[int], tokens: Sequence[int]) -> str:
+    """Whether two answers are the same, in words.
+
+    >>> difference([5, 6, 1], [5, 6, 1]), difference([5, 6, 1], [5, 7, 1])
+    ('the same tokens', 'other tokens from number 2 on')
+    """
+    if list(expected) == list(tokens):
+        return "the same tokens"
+    same = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=False)) if a != b), None)
+    return f"other tokens from number {1 + (min(len(expected), len(tokens)) if same is None else same)} on"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way that is loaded and warm.
+
+    Attributes:
+        stream: ids and mask (1, S) and the most new tokens -> the new tokens of each step.
+        tokenizer: of transformers, or a `TokenizerFile`.
+        size_bytes: of its weights, graphs included.
+    """
+
+    stream: Callable[[np.ndarray, np.ndarray, int], Iterator[list[int]]]
+    tokenizer: Any
+    size_bytes: int
+
+
+def ways_of(model: str) -> dict[str, tuple[str, str]]:
+    """The ways of answering with a model, the reference first: by label the model and the precision that `way` takes.
+
+    >>> list(ways_of("mini"))
+    ['transformers, fp32', 'ours, fp32', 'ours, int8', 'student, int8', 'ours, int4']
+    """
+    found = {"transformers, fp32": (model, TRANSFORMERS)}
+    found |= {f"ours, {precision}": (model, precision) for precision in ("fp32", "int8")}
+    if student := STUDENT_OF.get(model):
+        found["student, int8"] = student, "int8"
+    return found | {"ours, int4": (model, "int4")}
+
+
+@lru_cache(maxsize=KEPT)
+def way(model: str, precision: str) -> Way:
+    """Load a model, or take it from the last ones, and warm it up.
+
+    Args:
+        model: as of `api.accelerate`.
+        precision: ``"fp32"``, ``"int8"`` or ``"int4"``, by our engine; or `TRANSFORMERS`, its ``generate()`` in fp32.
+
+    Raises:
+        InputError: it has no tokenizer; else as of `api.open_backend`.
+    """
+    from t5accel.api import open_backend
+    from t5accel.models.load import load_t5
+    from t5accel.decoding.streaming import stream
+    from bench.techniques import bytes_of
+
+    if precision == TRANSFORMERS:
+        loaded, tokenizer = load_t5(model)
+        size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in loaded.parameters())
+
+        def tokens(ids: np.ndarray, mask: np.ndarray, most: int) -> Iterator[list[int]]:
+            return generate_stream(loaded, ids, mask, most)
+    else:
+        backend, tokenizer, _ = open_backend(model, precision=precision)
+        size_bytes = bytes_of(backend.folder)
+
+        def tokens(ids: np.ndarray, mask: np.ndarray, most: int) -> Iterator[list[int]]:
+            return (new.tolist() for (new,) in stream(backend, ids, mask, max_new_tokens=most))
+
+    if tokenizer is None:
+        raise InputError(f"{model} has no tokenizer: give a model that was saved with one.")
+    batch = tokenizer(["Warm up."], return_tensors="np", padding=True)
+    for _ in tokens(batch["input_ids"], batch["attention_mask"], 4):
+        pass
+    return Way(tokens, tokenizer, size_bytes)
+
+
+class _GivenUp(Exception):
+    """Nobody asks for more tokens."""
+
+
+def generate_stream(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray, most: int) -> Iterator[list[int]]:
+    """The new tokens of transformers' own greedy ``generate()``, which computes only while it is asked for the next.
+
+    Args:
+        model: an encoder-decoder.
+        ids, mask: (1, S).
+        most: new tokens.
+    """
+    import torch
+    from transformers.generation.streamers import BaseStreamer
+
+    wanted: SimpleQueue[bool] = SimpleQueue()
+    given: SimpleQueue[Any] = SimpleQueue()
+
+    class HandOver(BaseStreamer):
+        has_begun = False
+
+        def put(self, value: Any) -> None:
+            if not self.has_begun:  # the start token, which is no answer
+                self.has_begun = True
+                return
+            given.put(value.flatten().tolist())
+            if not wanted.get():
+                raise _GivenUp
+
+        def end(self) -> None: ...
+
+    def work() -> None:
+        if not wanted.get():
+            return
+        try:
+            torch.set_num_threads(machine.cpu_threads())  # of this thread
+            model.generate(
+                input_ids=torch.from_numpy(np.asarray(ids)), attention_mask=torch.from_numpy(np.asarray(mask)),
+                do_sample=False, num_beams=1, max_new_tokens=most, streamer=HandOver(),
+            )  # fmt: skip
+            given.put(None)
+        except _GivenUp:
+            pass
+        except BaseException as error:  # the caller's, in whose thread it is raised
+            given.put(error)
+
+    Thread(target=work, daemon=True).start()
+    try:
+        while True:
+            wanted.put(True)
+            found = given.get()
+            if found is None:
+                return
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        wanted.put(False)

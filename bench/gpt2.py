@@ -1,0 +1,293 @@
+"""GPT-2 on ONNX Runtime: with a key/value cache or computed anew, fed from numpy or on bound memory, bytes counted.
+
+What a step hands over decides on a GPU, where it crosses a bus; Michaël Benesty's post on accelerating generative
+models (ELS-RD, 2021/22) found ONNX Runtime slower than PyTorch until the tensors stayed. A graph that computes every
+position anew gives logits for every position: for 256 tokens of GPT-2 that adds up to more than 6 GB.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.errors import UnknownModelError
+from bench.bert.exporting import export_quietly
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RANDOM_SIZES: dict[str, dict[str, int]] = {
+    "gpt2": {},  # the configuration's own defaults: 124 million weights (Radford et al. 2019)
+    "gpt2-medium": dict(n_embd=1024, n_layer=24, n_head=16),
+}
+# From prompts (B, P) and a number of tokens N to the tokens (B, N) that follow greedily.
+Generate = Callable[[np.ndarray, int], np.ndarray]
+
+
+@dataclass
+class Moved:
+    """The bytes that runs have handed over between Python and the runtime, in both directions."""
+
+    size_bytes: int = 0
+
+    def count(self, *arrays: np.ndarray) -> None:
+        self.size_bytes += sum(array.nbytes for array in arrays)
+
+
+def random_gpt2(size: str | Mapping[str, Any] = "gpt2", *, seed: int = 0) -> PreTrainedModel:
+    """A seeded ``GPT2LMHeadModel`` in evaluation mode whose greedy output varies.
+
+    As transformers draws it, a tied head favours the token just read, which then comes for ever: here the last norm has
+    random signs, and attention is sharper.
+
+    Args:
+        size: one of `RANDOM_SIZES`, or keyword arguments of ``GPT2Config``.
+
+    Raises ``UnknownModelError`` for another size.
+    """
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    if isinstance(size, str) and size not in RANDOM_SIZES:
+        raise UnknownModelError(f"No random size {size!r}: there are {', '.join(RANDOM_SIZES)}.")
+    sizes = RANDOM_SIZES[size] if isinstance(size, str) else size
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, pad_token_id=0, **sizes)).eval()
+        for name, weight in model.named_parameters():
+            if "wpe" in name:
+                weight.normal_(0.0, 0.1)
+            elif name.endswith("c_attn.weight") or name.endswith("c_proj.weight"):
+                weight.mul_(5.0)
+        norm = model.transformer.ln_f.weight
+        norm.mul_(torch.randint(2, norm.shape) * 2.0 - 1.0)
+    return model
+
+
+def names(layers: int) -> tuple[list[str], list[str]]:
+    """What keys and values are called going in and coming out: past and present, layer by layer.
+
+    >>> names(1)
+    (['past_key_0', 'past_value_0'], ['present_key_0', 'present_value_0'])
+    """
+    kinds = [f"{kind}_{layer}" for layer in range(layers) for kind in ("key", "value")]
+    return [f"past_{kind}" for kind in kinds], [f"present_{kind}" for kind in kinds]
+
+
+def export_gpt2(
+    model: PreTrainedModel, path: str | os.PathLike[str], *, cache: bool, last_logits: bool = False
+) -> Path:
+    """The model as one graph, written out here in plain PyTorch, so that it exports alike on all transformers.
+
+    ``input_ids (B,T)``, with a cache also ``past_key_i`` and ``past_value_i (B,H,P,d)`` → ``logits (B,T,V)``, with a
+    cache also ``present_key_i`` and ``present_value_i (B,H,P+T,d)``.
+
+    Args:
+        last_logits: those of the last position alone, (B,1,V).
+    """
+    import torch
+
+    config, transformer = model.config, model.transformer
+    heads, size = config.n_head, config.n_embd // config.n_head
+    past_names, present_names = names(config.n_layer if cache else 0)
+
+    def attention(block: Any, x: Any, past: Sequence[Any]) -> tuple[Any, Any, Any]:
+        batch, new, width = x.shape
+        q, k, v = (
+            part.view(batch, new, heads, size).transpose(1, 2) for part in block.attn.c_attn(x).split(width, dim=2)
+        )
+        if past:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        columns = torch.arange(k.shape[2])
+        hidden = columns[None, :] > columns[k.shape[2] - new :][:, None]
+        scores = (q @ k.transpose(2, 3) / size**0.5).masked_fill(hidden, torch.finfo(torch.float32).min)
+        mixed = (scores.softmax(3) @ v).transpose(1, 2).reshape(batch, new, width)
+        return block.attn.c_proj(mixed), k, v
+
+    class Flat(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model  # whose weights become the graph's
+
+        def forward(self, input_ids: Any, *past: Any) -> tuple[Any, ...]:
+            begin = past[0].shape[2] if past else 0
+            positions = torch.arange(begin, begin + input_ids.shape[1])
+            x = transformer.wte(input_ids) + transformer.wpe(positions)
+            present: list[Any] = []
+            for layer, block in enumerate(transformer.h):
+                added, *kept = attention(block, block.ln_1(x), past[2 * layer : 2 * layer + 2])
+                present += kept
+                x = x + added
+                x = x + block.mlp(block.ln_2(x))
+            x = transformer.ln_f(x[:, -1:] if last_logits else x)
+            return (model.lm_head(x), *present) if cache else (model.lm_head(x),)
+
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    past = tuple(torch.zeros(2, heads, 4, size) for _ in past_names)
+    axes = {"input_ids": {0: "batch", 1: "new"}, "logits": {0: "batch"} if last_logits else {0: "batch", 1: "new"}}
+    axes |= {name: {0: "batch", 2: "past"} for name in past_names}
+    axes |= {name: {0: "batch", 2: "all"} for name in present_names}
+    if not cache:
+        present_names = []
+    return export_quietly(Flat(), (ids, *past), path, ["input_ids", *past_names], ["logits", *present_names], axes)
+
+
+def torch_greedy(model: PreTrainedModel, *, cache: bool = True) -> Generate:
+    """transformers' own ``generate``, also that of optimum's models."""
+    import torch
+
+    def generate(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
+        ids = torch.from_numpy(prompts).to(model.device)
+        tokens = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, use_cache=cache,
+            min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0, eos_token_id=model.config.vocab_size,
+        )  # fmt: skip
+        return tokens[:, ids.shape[1] :].cpu().numpy()
+
+    return generate
+
+
+def recomputed(
+    path: str | os.PathLike[str], *, bound: bool, moved: Moved, last_logits: bool = False, threads: int | None = None,
+    device: str = "cpu",
+) -> Generate:  # fmt: skip
+    """Every step computes all positions anew, by a graph without cache.
+
+    Args:
+        last_logits: as the graph was exported.
+        bound: ids and logits lie in memory that stays; else both are handed over in every step.
+        moved: counts on.
+        device: ``"cpu"`` or ``"cuda"``. There only the logits stay, in a tensor of torch's.
+    """
+    session = open_session(path, SessionSettings(threads=threads, device=device))
+    vocabulary = session.get_outputs()[0].shape[2]
+
+    def fed(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
+        ids = prompts
+        for _ in range(new_tokens):
+            (logits,) = session.run(["logits"], {"input_ids": ids})
+            moved.count(ids, logits)
+            ids = np.concatenate([ids, logits[:, -1].argmax(1)[:, None]], axis=1)
+        return ids[:, prompts.shape[1] :]
+
+    def stays(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
+        batch, begin = prompts.shape
+        longest = begin + new_tokens
+        ids = np.concatenate([prompts, np.zeros((batch, new_tokens), np.int64)], axis=1)
+        memory = np.empty(batch * (1 if last_logits else longest) * vocabulary, np.float32)
+        binding = session.io_binding()
+        moved.count(prompts)
+        for length in range(begin, longest):
+            given = np.ascontiguousarray(ids[:, :length])
+            shape = (batch, 1 if last_logits else length, vocabulary)
+            binding.bind_input("input_ids", "cpu", 0, np.int64, given.shape, given.ctypes.data)
+            binding.bind_output("logits", "cpu", 0, np.float32, shape, memory.ctypes.data)
+            session.run_with_iobinding(binding)
+            logits = memory[: int(np.prod(shape))].reshape(shape)[:, -1]
+            ids[:, length] = logits.argmax(1)
+            moved.count(logits)  # the row that is looked at: all others stay where they are
+        return ids[:, begin:]
+
+    if bound and device != "cpu":
+        return recomputed_on_tensors(session, device, moved, last_logits=last_logits)
+    return stays if bound else fed
+
+
+def recomputed_on_tensors(session: Any, device: str, moved: Moved, *, last_logits: bool = False) -> Generate:
+    """The same with logits in a tensor of torch's, where the likeliest token is found: only that comes to the host."""
+    import torch
+
+    from t5accel.backends.ort_cuda import bind_tensor  # which needs torch
+
+    vocabulary = session.get_outputs()[0].shape[2]
+
+    def generate(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
+        batch, begin = prompts.shape
+        longest = begin + new_tokens
+        ids = np.concatenate([prompts, np.zeros((batch, new_tokens), np.int64)], axis=1)
+        on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        size = batch * (1 if last_logits else longest) * vocabulary
+        memory, binding = torch.empty(size, dtype=torch.float32, device=on), session.io_binding()
+        for length in range(begin, longest):
+            given = np.ascontiguousarray(ids[:, :length])
+            shape = (batch, 1 if last_logits else length, vocabulary)
+            logits = memory[: math.prod(shape)].view(shape)
+            binding.bind_cpu_input("input_ids", given)
+            bind_tensor(binding, "logits", logits, dtype=torch.float32, device=on, is_output=True)
+            session.run_with_iobinding(binding)  # returns when all is computed
+            chosen = logits[:, -1].argmax(1).cpu().numpy()
+            ids[:, length] = chosen
+            moved.count(given, chosen)
+        return ids[:, begin:]
+
+    return generate
+
+
+def cached(
+    path: str | os.PathLike[str], *, bound: bool, moved: Moved, threads: int | None = None, device: str = "cpu"
+) -> Generate:
+    """Every step computes the new position alone, by a graph with a key/value cache.
+
+    Args:
+        bound: keys and values stay with the runtime, and a row of scores comes to the host; else all of them are
+            handed over, in and out, in every step.
+        moved: counts on.
+        device: ``"cpu"`` or ``"cuda"``, where keys and values stay.
+    """
+    session = open_session(path, SessionSettings(threads=threads, device=device))
+    kinds = [one for one in session.get_inputs() if one.name != "input_ids"]
+    past_names, present_names = names(len(kinds) // 2)
+    heads, size = kinds[0].shape[1], kinds[0].shape[3]
+
+    def fed(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
+        past = [np.zeros((len(prompts), heads, 0, size), np.float32)] * len(past_names)
+        ids, found = prompts, []
+        for _ in range(new_tokens):
+            feeds = {"input_ids": ids, **dict(zip(past_names, past, strict=True))}
+            logits, *present = session.run(["logits", *present_names], feeds)
+            moved.count(*feeds.values(), logits, *present)
+            ids, past = logits[:, -1].argmax(1)[:, None], present
+            found.append(ids)
+        return np.concatenate(found, axis=1)
+
+    def stays(prompts: np.ndarray, new_tokens: int) -> np.ndarray:
+        import onnxruntime
+
+        empty = (len(prompts), heads, 0, size)
+        past = [onnxruntime.OrtValue.ortvalue_from_shape_and_type(empty, np.float32, device, 0)] * len(past_names)
+        ids, found = prompts, []
+        for _ in range(new_tokens):
+            binding = session.io_binding()
+            ids = np.ascontiguousarray(ids)
+            binding.bind_cpu_input("input_ids", ids)
+            for name, value in zip(past_names, past, strict=True):
+                binding.bind_ortvalue_input(name, value)
+            binding.bind_output("logits", "cpu")
+            for name in present_names:
+                binding.bind_output(name, device)
+            session.run_with_iobinding(binding)
+            logits, *past = binding.get_outputs()
+            scores = logits.numpy()
+            moved.count(ids, scores)
+            ids = scores[:, -1].argmax(1)[:, None]
+            found.append(ids)
+        return np.concatenate(found, axis=1)
+
+    return stays if bound else fed
+
+
+def bytes_of_logits(prompt_tokens: int, new_tokens: int, *, vocabulary: int = 50257, batch: int = 1) -> int:
+    """The bytes of all logits that a graph without cache gives while it generates: fp32, for every position anew.
+
+    >>> round(bytes_of_logits(0, 257) / 1e9, 1)  # from one token on, 256 steps
+    6.6
+    """
+    lengths = range(prompt_tokens, prompt_tokens + new_tokens)
+    return batch * sum(lengths) * vocabulary * 4

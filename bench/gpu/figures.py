@@ -1,0 +1,163 @@
+"""Recorded GPU runs as they are shown: bars, the cost of a token by length, tables; several cards side by side.
+
+A run may lack cells, and a cell systems: what is not there is not drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.cards import bandwidth
+from bench.gpu.cells import LENGTHS
+from bench.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
+from bench.harness import pairwise
+from bench.launches import Prices
+from bench.results import aligned, step_ms
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Record = Mapping[str, Any]  # the content of a file of the GPU suite
+Cards = Mapping[str, Record]  # by the card's short name, as of `cards.recorded_cards`
+
+CARD_COLOURS = ("#2a6f97", "#e09f3e", "#6b8f71", "#7b5ea7", "#c1666b")
+LINES = {NAIVE: "#8d99ae", REFERENCE: "#c1666b", RECOMPUTE: "#e09f3e", GRAPH: "#2a6f97"}
+STYLES = ("-", "--", "-.", ":")
+
+
+PANELS = (
+    ("t5-small", "t5-base", "flan-t5-large"),
+    ("runtimes, float32", "runtimes, float16"),
+    ("t5-small, torch.compile", "t5-small, own kernel"),
+    ("t5-small, batch 8", "t5-small, batch 64", "t5-small, 4 beams", "t5-small, source 512"),
+)
+
+
+def timed(record: Record, cell: str) -> dict[str, Mapping[str, Any]]:
+    """The rows of a cell that have a time, by their system.
+
+    >>> rows = [{"cell": "t5-small", "system": "a", "latency_s": [0.1]}, {"cell": "t5-small", "system": "b"}]
+    >>> timed({"rows": rows}, "t5-small").keys()
+    dict_keys(['a'])
+    """
+    return {row["system"]: row for row in record["rows"] if row["cell"] == cell and row.get("latency_s")}
+
+
+def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> Figure:
+    """All of the runs on one figure: `bars` of sizes, of runtimes and of other shapes; below them `by_length`."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(PANELS) + 1, 1, figsize=(9, 11.5), layout="constrained")
+    for axis, cells in zip(axes, PANELS, strict=False):
+        bars(axis, cards, cells)
+    by_length(axes[-1], cards, predicted)
+    figure.suptitle(", ".join(cards), fontsize=9)
+    return figure
+
+
+def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
+    """For each system of these cells a bar for each card: how many times as fast as transformers with its cache."""
+    found: dict[str, dict[str, float]] = {}
+    for cell in cells:
+        for card, record in cards.items():
+            for system in timed(record, cell):
+                if (
+                    system != REFERENCE
+                    and (value := pairwise(timed(record, cell).values(), system, REFERENCE)) is not None
+                ):
+                    found.setdefault(system if len(cells) == 1 else f"{cell}: {system}", {})[card] = value
+    if not found:
+        return _say(axis, f"not timed in any recorded run: {', '.join(cells)}")
+    width = 0.8 / len(cards)
+    for shift, card in enumerate(cards):
+        places = [place + shift * width for place, values in enumerate(found.values()) if card in values]
+        values = [values[card] for values in found.values() if card in values]
+        colour = CARD_COLOURS[shift % len(CARD_COLOURS)]
+        drawn = axis.barh(places, values, 0.92 * width, color=colour, label=card)
+        axis.bar_label(drawn, fmt="%.1fx", padding=3, fontsize=8)
+    axis.axvline(1, color="#444444", linewidth=0.8)
+    axis.set_yticks([place + 0.4 - width / 2 for place in range(len(found))], list(found))
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set(xlabel=f"times as fast as {REFERENCE}", ylim=(len(found) - 0.3, -0.3 - width / 2))
+    axis.margins(x=0.12)
+    if len(cards) > 1:
+        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(cards))
+
+
+def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> None:
+    """What a token costs, with a cache and without, by the length of the text: a line for each system and card.
+
+    Args:
+        axis: to draw on.
+        cards: recorded runs.
+        predicted: of some cards, by number of tokens: the seconds of a captured step that computes all again.
+    """
+    lengths: set[int] = set()
+    for style, (card, record) in zip(cycle(STYLES), cards.items(), strict=False):
+        for system, colour in LINES.items():
+            rows = {length: timed(record, f"cache, {length} tokens").get(system) for length in LENGTHS}
+            points = {length: step_ms(row) for length, row in rows.items() if row}
+            lengths |= points.keys()
+            if points:
+                label = system if len(cards) == 1 else f"{card}: {system}"
+                axis.loglog([*points], [*points.values()], f"o{style}", color=colour, label=label)
+    if not lengths:
+        return _say(axis, "the cache was not timed in any recorded run")
+    for card, seconds in (predicted or {}).items():
+        if card in cards:
+            ms = [seconds(length) * 1e3 for length in LENGTHS]
+            label = f"{card}: {RECOMPUTE}, predicted"
+            axis.loglog(LENGTHS, ms, ":", color=LINES[RECOMPUTE], alpha=0.6, label=label)
+    axis.set(xlabel="tokens of the text", ylabel="ms a token", xticks=sorted(lengths))
+    axis.xaxis.set_major_formatter("{x:.0f}")
+    axis.minorticks_off()
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def floors(cards: Cards, predicted: Mapping[str, float]) -> str:
+    """What a captured step was predicted to take, and what it took: a table for each card; – for what is missing.
+
+    Args:
+        cards: recorded runs.
+        predicted: ``kernels`` and ``eager_kernels`` of a step, ``launch_s`` and ``replayed_s`` of one of them. The
+            bandwidth is that of the recorded card.
+    """
+    tables = []
+    for card, record in cards.items():
+        for row in (row for row in record["rows"] if row["measured"] == "floor" and "failed" not in row):
+            theirs = dict(predicted)
+            if rate := bandwidth(record["machine"]["gpu"]):
+                theirs["bytes_per_s"] = rate
+                if {"kernels", "replayed_s"} <= predicted.keys() and "bytes_per_step" in row:
+                    found = Prices(predicted.get("launch_s", 0.0), predicted["replayed_s"], rate)
+                    theirs["floor_s"] = found.floor_s(predicted["kernels"], row["bytes_per_step"])
+            mine = dict(row)
+            if found := timed(record, row["cell"].removesuffix(", floor")).get(GRAPH):
+                mine["step_s"] = step_ms(found) / 1e3
+            lines = [(f"{card}, {row['cell']}", "predicted", "measured")]
+            for name, (key, unit) in _FLOOR.items():
+                shown = (f"{value[key] * unit:.4g}" if value.get(key) is not None else "–" for value in (theirs, mine))
+                lines.append((name, *shown))
+            tables.append("\n".join(aligned(lines)))
+    return "\n\n".join(tables)
+
+
+_FLOOR = {
+    "kernels of a captured step": ("kernels", 1), "kernels of an eager step": ("eager_kernels", 1),
+    "µs to launch a kernel": ("launch_s", 1e6), "µs for a kernel in a graph": ("replayed_s", 1e6),
+    "GB/s": ("bytes_per_s", 1e-9), "ms a step, at least": ("floor_s", 1e3), "ms a step": ("step_s", 1e3),
+}  # fmt: skip
+
+
+def failed(cards: Cards) -> str:
+    """A line for each system that was not timed, or not equal, and what was said of it."""
+    rows = ((card, row) for card, record in cards.items() for row in record["rows"] if "failed" in row)
+    return "\n".join(f"{card}: {row['cell']}: {row['system']}: {row['failed']}" for card, row in rows)
+
+
+def _say(axis: Axes, text: str) -> None:
+    axis.set_axis_off()
+    axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes)

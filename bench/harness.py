@@ -1,0 +1,228 @@
+"""The one way in which this project measures: build all systems, prove them equal, interleave them, return rows.
+
+Nothing is timed before its output has been compared with the reference's, and ratios are formed within rounds of one
+run. This module needs numpy alone; what a `Way` builds brings the rest.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from t5accel import machine
+from t5accel.errors import InputError
+from bench.results import Row
+from t5accel.parity import assert_varied, parity
+from t5accel.timing import Candidate, Work, compare
+
+FEWEST_ROUNDS = 3  # where time is short
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of doing the work.
+
+    Attributes:
+        name: the system, as a reader calls it.
+        build: loads what is needed and returns the function that is timed; that one returns its output, new tokens
+            (B, L) as a rule.
+        exact: its output has to be the reference's; of others the row says how many tokens are equal.
+        facts: what its row says besides, by keys of `rows.Row`.
+    """
+
+    name: str
+    build: Callable[[], Callable[[], Any]]
+    exact: bool = True
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measured(
+    ways: Sequence[Way], work: Work, *, rounds: int = 5, atol: float | None = 0.0, keep_going: bool = False,
+    seconds: float | None = None, synchronize: Callable[[], Any] | None = None,
+    on_way: Callable[[str], Any] | None = None, on_run: Callable[[str], Any] | None = None, **facts: Any,
+) -> list[Row]:  # fmt: skip
+    """Build every way, prove it equal to the first one, time all of them interleaved, and return a row for each.
+
+    Args:
+        ways: the first one is the reference.
+        work: what each run does. Where its length is forced, every run is checked against it. At natural length its
+            ``new_tokens`` are the most that an answer may have; whole answers are compared, and tokens counted.
+        rounds: of the timing, in each of which every way runs once.
+        atol: how far an exact way's output may be from the reference's; ``None``: outputs are not compared at all.
+        keep_going: a way that fails, or is not equal, has a row with ``failed`` and no time, and the others go on.
+        seconds: what all of this may take: fewer rounds are made in it. Without time for `FEWEST_ROUNDS`, no row.
+        synchronize: is called before the clock starts and before it stops, such as ``torch.cuda.synchronize``.
+        on_way: is called with the name of each way that was built and compared.
+        on_run: is called with the name of a way before each of its timed runs.
+        facts: what all rows say, in place of ``work`` where it means nothing; what is ``None`` is omitted.
+
+    Raises:
+        ParityError: an exact way's output is not the reference's. Nothing is timed then.
+        UnequalWorkError: a run did other work than ``work``.
+        InputError: the reference's output is one token again and again, or arguments are wrong.
+
+    >>> same = lambda: (lambda: np.array([[5, 6, 7]]))
+    >>> rows = measured([Way("theirs", same), Way("ours", same)], Work(1, 8, 3), rounds=3, model="toy")
+    >>> [(row["system"], row["equal"], row["of"], len(row["ratio_samples"])) for row in rows]
+    [('theirs', 3, 3, 3), ('ours', 3, 3, 3)]
+    """
+    started = perf_counter()
+    if len(ways) < 2 or len({way.name for way in ways}) < len(ways):
+        raise InputError(f"The ways are {[way.name for way in ways]}: give two or more, each name once.")
+    about = {"batch": work.batch, "beams": work.beams, "source_tokens": work.source_tokens,
+             "new_tokens": work.new_tokens}  # fmt: skip
+    about |= {"threads": work.threads, "forced": None if work.forced_length else False}
+    rows: dict[str, Row] = {}
+    runs: dict[str, Callable[[], Any]] = {}  # of the ways that have not failed
+    expected: Any = None
+
+    def attempt(name: str, run: Callable[[], Any]) -> Any:
+        """What it returns; ``None`` where it fails and the others go on."""
+        try:
+            return run()
+        except Exception as error:  # of any runtime, one that is not installed included
+            if not keep_going or name == ways[0].name:
+                raise
+            rows[name]["failed"] = said(error)
+            runs.pop(name, None)
+            return None
+
+    def begin(way: Way) -> None:
+        nonlocal expected
+        begun = perf_counter()
+        run = way.build()
+        output = run()
+        rows[way.name]["first_s"] = perf_counter() - begun
+        expected = output if way is ways[0] else expected
+        if atol is not None:
+            rows[way.name] |= _compared(output, expected, work, exact=way.exact, atol=atol, first=way is ways[0])
+        runs[way.name] = run
+
+    for way in ways:
+        row: Row = {"measured": "speed", "system": way.name, "reference": ways[0].name, **about, **facts, **way.facts}
+        rows[way.name] = {key: value for key, value in row.items() if value is not None}
+        attempt(way.name, partial(begin, way))
+        if on_way is not None:
+            on_way(way.name)
+    if seconds is not None:
+        begun = perf_counter()
+        for name, run in [*runs.items()]:
+            attempt(name, run)
+        once = perf_counter() - begun
+        rounds = min(rounds, int((seconds - (perf_counter() - started)) / once))
+        if rounds < FEWEST_ROUNDS:
+            return []
+    if len(runs) > 1:
+        _timed(rows, runs, attempt, work, rounds, synchronize, on_run, tokens=atol is not None)
+    return list(rows.values())
+
+
+def _compared(output: Any, expected: Any, work: Work, *, exact: bool, atol: float, first: bool) -> Row:
+    tokens = np.issubdtype(np.asarray(output).dtype, np.integer)
+    if first and tokens:  # forced to go on, a row alone may repeat itself; short answers vary from text to text
+        assert_varied(expected if work.forced_length else expected.reshape(1, -1))
+    if tokens and not work.forced_length:  # the shorter one is filled up with zeros, the padding token of every T5
+        longest = max(output.shape[1], expected.shape[1])
+        output, expected = (np.pad(each, ((0, 0), (0, longest - each.shape[1]))) for each in (output, expected))
+    if exact and not first:
+        parity(output, expected, atol=atol)
+    if not tokens:
+        return {}
+    if output.shape != expected.shape:
+        raise InputError(f"It generated tokens of shape {output.shape} instead of {expected.shape}.")
+    if work.forced_length:
+        return {"equal": int((output == expected).sum()), "of": expected.size, "distinct": len(np.unique(expected))}
+    equal = int((output == expected).all(axis=1).sum())
+    return {"equal": equal, "of": len(expected), "new_tokens": int(np.count_nonzero(output))}
+
+
+def _timed(
+    rows: dict[str, Row], runs: Mapping[str, Callable[[], Any]], attempt: Callable[..., Any], work: Work, rounds: int,
+    synchronize: Callable[[], Any] | None, on_run: Callable[[str], Any] | None, tokens: bool,
+) -> None:  # fmt: skip
+    def once(name: str) -> Work | None:
+        output = attempt(name, runs[name]) if name in runs else None
+        if not (work.forced_length and tokens and np.issubdtype(np.asarray(output).dtype, np.integer)):
+            return None
+        return replace(work, batch=len(output), new_tokens=output.shape[1])
+
+    # Every way has run before, so none is warmed up again.
+    timed = compare(*(Candidate(name, partial(once, name), work) for name in runs), warmup=0, rounds=rounds,
+                    synchronize=synchronize, on_sample=on_run)  # fmt: skip
+    reference = next(iter(timed.latencies.values()))
+    for name in runs:
+        row, latency = rows[name], timed.latencies[name]
+        row |= {"latency_s": list(latency.samples_s), **ratio(reference.samples_s, latency.samples_s)}
+        if "equal" in row:  # its output is tokens
+            row["tokens_per_s"] = row["new_tokens"] * (work.batch if work.forced_length else 1) / latency.median_s
+
+
+def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio") -> Row:
+    """How many times as fast, by samples that were taken in the same rounds: the median, and each round's.
+
+    >>> ratio([1.0, 3.0, 2.0], [1.0, 1.0, 1.0])
+    {'ratio': 2.0, 'ratio_samples': [1.0, 3.0, 2.0]}
+    """
+    samples = [one / other for one, other in zip(slower, faster, strict=True)]
+    return {name: median(samples), f"{name}_samples": samples}
+
+
+def pairwise(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
+    """How many times as fast as another system ours is; ``None`` if one of them has no ratios.
+
+    By the ratios to the reference beside which each was measured, for where memory does not hold all systems each has a
+    run of its own. In one run the reference's times cancel.
+
+    >>> rows = [{"system": "a", "ratio_samples": [2.0, 3.0]}, {"system": "b", "ratio_samples": [1.0, 1.0]}]
+    >>> pairwise(rows, "a", "b")
+    2.5
+    """
+    ratios = {row["system"]: row["ratio_samples"] for row in rows if row.get("ratio_samples")}
+    return ratio(ratios[ours], ratios[other])["ratio"] if {ours, other} <= ratios.keys() else None
+
+
+def said(error: Exception) -> str:
+    """An error in one line, for a row's ``failed``."""
+    lines = str(error).strip().splitlines() or [""]
+    end = f" … {lines[-1]}" if len(lines) > 1 else ""  # of a traceback that is quoted
+    return f"{type(error).__name__}: {lines[0][:200]}{end[:200]}"
+
+
+def memory_alone(
+    libraries: Sequence[str], threads: int, once: Callable[..., Any], *given: Any
+) -> tuple[int | None, int | None]:
+    """The bytes that libraries take by themselves, and the peak of a process that has then called ``once``.
+
+    It is a process of its own, for the peak of this one is that of the hungriest system so far.
+
+    Args:
+        libraries: are imported first.
+        threads: of torch, if it is one of them.
+        once: is called with all that is ``given``; both have to be what `pickle` takes.
+
+    >>> base, peak = memory_alone(["numpy"], 1, len, [1, 2])
+    >>> base is None or base <= peak
+    True
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_used, libraries, threads, once, given).result()
+
+
+def _used(
+    libraries: Sequence[str], threads: int, once: Callable[..., Any], given: Sequence[Any]
+) -> tuple[int | None, int | None]:
+    loaded = {library: import_module(library) for library in libraries}
+    if "torch" in loaded:
+        loaded["torch"].set_num_threads(threads)
+    base = machine.resident_memory_bytes()
+    once(*given)
+    return base, machine.peak_memory_bytes()

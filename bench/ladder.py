@@ -1,0 +1,303 @@
+"""Ladders from the naive loop to the fastest way that we know: their rungs, and the run that proves and times them.
+
+Each rung adds one idea to another one, so that its factor has a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from t5accel import machine
+from bench import evaluation as quality
+from t5accel.models.load import BUNDLED
+from t5accel.decoding.backend import as_count
+from t5accel.errors import InputError
+from bench.scoreboard import Job, as_way, sizes
+from bench.harness import measured, ratio
+from bench.results import Row
+from bench.precision import generated_scores
+from bench.techniques import LOOKUP, NAMED, THEIR_LOOP, THROUGHPUT, Generate, Subject, Technique
+from t5accel.tokenization import TokenizerFile
+
+MODEL, STUDENT = "mini", "mini-d1"
+AT_ONCE = 32  # texts of a batch, where many are answered together
+GATE = dict.fromkeys(quality.MAIN_SCORES, 1.0)  # how many points of a score a rung may lose
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A way of generating, and the rung that it adds an idea to.
+
+    Attributes:
+        name: of this rung, once in a ladder.
+        adds: the idea, in a few words.
+        on: the name of the rung that it is added to; ``None`` for the first one.
+        technique: how it generates. In fp32 and with the ladder's own model it has to give the first rung's tokens.
+        model: another than the ladder's, with the same tokenizer.
+        batch: texts that are answered at once. More than one is throughput: the first answer comes with the last.
+    """
+
+    name: str
+    adds: str
+    on: str | None
+    technique: Technique
+    model: str | None = None
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        as_count(self.batch, "batch", at_least=1)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it has to give the first rung's tokens."""
+        return self.technique.recipe.name == "fp32" and self.model is None
+
+
+_LOOP, _INT8 = "ONNX Runtime, our loop", NAMED["ONNX Runtime, our loop, int8"]
+_BELOW = (
+    Rung("naive", "the naive loop", None, NAMED["transformers without cache"]),
+    Rung("cache", "a cache of keys and values", "naive", NAMED["transformers with cache"]),
+    Rung("onnx", "our graphs, ONNX Runtime", "cache", THEIR_LOOP),
+    Rung("loop", "our own loop", "onnx", NAMED[f"{_LOOP}, all logits"]),
+)
+
+
+def forced_rungs() -> tuple[Rung, ...]:
+    """For random weights at a published size: no student, nothing to look up, one text at once.
+
+    >>> [rung.name for rung in forced_rungs()]
+    ['naive', 'cache', 'onnx', 'loop', 'shortlist', 'bound', 'fused', 'int8', 'int4']
+    """
+    return (
+        *_BELOW,
+        Rung("shortlist", "a shortlist for the head", "loop", NAMED[f"{_LOOP}, numpy feeds"]),
+        Rung("bound", "bound buffers", "shortlist", NAMED[f"{_LOOP}, bound"]),
+        Rung("fused", "a fused step, buffers that stay", "shortlist", NAMED[f"{_LOOP}, fused step"]),
+        Rung("int8", "8 bits", "fused", _INT8),
+        Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
+    )
+
+
+def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
+    """For the bundled model and real texts; first those of latency, then those that answer many texts at once.
+
+    Args:
+        student: a smaller model with the same tokenizer; by default `STUDENT` where it is bundled, else none.
+
+    >>> [rung.name for rung in natural_rungs(student="mini") if rung.model]
+    ['student', 'student, lookup', 'student, batches']
+    >>> {rung.batch for rung in natural_rungs() if "batches" in rung.name}
+    {32}
+    """
+    student = student or (STUDENT if STUDENT in BUNDLED else None)
+    rungs = [
+        *_BELOW,
+        Rung("fused", "a fused step, buffers that stay", "loop", NAMED[f"{_LOOP}, fused step"]),
+        Rung("int8", "8 bits", "fused", _INT8),
+        Rung("int4", "4 bits in place of 8", "int8", NAMED[f"{_LOOP}, int4"]),
+        Rung("lookup", "drafts copied from the source", "int8", LOOKUP),
+        Rung("naive, batches", f"{AT_ONCE} texts at once, naive", "naive", _BELOW[0].technique, batch=AT_ONCE),
+        Rung("batches", f"{AT_ONCE} texts at once", "int8", _INT8, batch=AT_ONCE),
+        Rung("dynamic, batches", "8 bits tuned for throughput", "batches", THROUGHPUT, batch=AT_ONCE),
+    ]
+    if student is not None:
+        rungs[8:8] = [
+            Rung("student", "a student", "int8", _INT8, student),
+            Rung("student, lookup", "drafts, with the student", "student", LOOKUP, student),
+        ]
+        last = ("student, batches", "a student, in batches", "dynamic, batches")
+        rungs.append(Rung(*last, THROUGHPUT, student, AT_ONCE))
+    return tuple(rungs)
+
+
+def climb(
+    rungs: Sequence[Rung], job: Job, *, model: str, ladder: str = "", rounds: int = 3, threads: int | None = None,
+    max_loss: Mapping[str, float] = GATE, limit: int | None = None, peak_memory: bool = True,
+    on_rung: Callable[[str], None] | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row for each rung: its time, its factor over the rung below, its ratio to the first, bytes, memory, quality.
+
+    A rung in fp32 has to give the first one's tokens. The others are scored, each by its own way of generating, where
+    the model has a tokenizer; ``inside`` says whether they lose no more than ``max_loss``. It is omitted where nothing
+    was scored. All are timed interleaved, a whole job each.
+
+    Args:
+        rungs: the first one is what all are compared with; each stands on one before it.
+        job, model, rounds, threads, limit, peak_memory: as of `bench.bench`.
+        ladder: the rows' ``cell``; by default the model.
+        max_loss: points that a rung may lose, by the names of `quality.MAIN_SCORES`; others are not looked at.
+        on_rung: is called with the name of each rung that was built and checked.
+
+    Raises:
+        InputError: the rungs are no ladder, the first one's answers do not vary, or ``max_loss`` names no score.
+        ParityError: a rung in fp32 gives other tokens than the first; nothing is timed then.
+
+    >>> from bench.scoreboard import Natural
+    >>> rungs = [rung for rung in natural_rungs() if rung.name in ("naive", "cache")]
+    >>> rows = climb(rungs, Natural(texts=1), model="mini", rounds=1, limit=0, peak_memory=False)
+    >>> [row["rung"] for row in rows], rows[1]["equal"], rows[1]["factor"] == rows[1]["ratio"]
+    (['naive', 'cache'], 1, True)
+    """
+    import torch
+
+    _require_a_ladder(rungs, max_loss)
+    threads = threads or machine.cpu_threads()
+    torch.set_num_threads(threads)
+    subjects = {name: Subject(name, 0, threads) for name in {model, *(rung.model or model for rung in rungs)}}
+    answers = {name: job.answers(subject) for name, subject in subjects.items()}
+    generators: dict[str, Generate] = {}
+    ways = []
+    for rung in rungs:
+        own = rung.model or model
+        ways.append(as_way(rung.technique, rung.name, subjects[own], answers[own], rung.batch, generators,
+                           exact=rung.is_exact))  # fmt: skip
+    work = job.work(subjects[model])
+    rows = measured(ways, work, rounds=rounds, on_way=on_rung, cell=ladder or model, texts=work.batch)
+
+    exact = [rung for rung in rungs if rung.is_exact and rung.batch == 1]
+    scored = limit != 0 and subjects[model].tokenizer is not None
+    # Equal tokens have equal scores, so those of the fastest way are everybody's.
+    expected = _scores(generators[exact[-1].name], subjects[model], 1, limit) if scored else None
+    times = {row["system"]: row["latency_s"] for row in rows}
+    for rung, row in zip(rungs, rows, strict=True):
+        own = rung.model or model
+        found = expected
+        if scored and not rung.is_exact:
+            found = _scores(generators[rung.name], subjects[own], rung.batch, limit)
+        row |= {
+            "rung": rung.name, "system": rung.technique.name, "reference": rungs[0].technique.name, "adds": rung.adds,
+            "model": own, "batch": rung.batch, **ratio(times[rung.on or rung.name], times[rung.name], "factor"),
+            **sizes(rung.technique, subjects[own], job.once(rung.batch).answers(subjects[own]), rung.batch,
+                    peak_memory),
+            **judged(found, expected, max_loss, exact=rung.is_exact),
+        }  # fmt: skip
+        if rung.on:
+            row["on"] = rung.on
+    return rows
+
+
+def judged(found: Row | None, expected: Row | None, max_loss: Mapping[str, float], *, exact: bool) -> Row:
+    """The part of a row that says how good a rung is, and whether it is inside the gate.
+
+    >>> judged({"bleu": 28.0}, {"bleu": 28.6}, {"bleu": 0.5}, exact=False)["inside"]
+    False
+    >>> judged(None, None, {"bleu": 0.5}, exact=True)
+    {'exact': True, 'settings': {'max_loss_bleu': 0.5}, 'inside': True}
+    """
+    row: Row = {"exact": exact, "settings": {f"max_loss_{name}": most for name, most in max_loss.items()}}
+    if found is not None and expected is not None:
+        return {**row, **found, "inside": all(expected[name] - found[name] <= most for name, most in max_loss.items())}
+    return {**row, "inside": True} if exact else row
+
+
+def with_quality_of(rows: Rows, scored: Rows, *, max_loss: Mapping[str, float] = GATE) -> list[Row]:
+    """The rows, each with the quality of the same recipe on another ladder's model, and how it stands in a gate.
+
+    For random weights, which write nothing that could be scored: the recipe is the same, by its hash, the model is not,
+    and ``quality_of`` says whose quality it is. A recipe that was not ``scored`` there is left as it is.
+
+    >>> whole = dict(system="loop", recipe_hash="a", model="mini", batch=1, exact=True, bleu=28.6)
+    >>> coarse = dict(system="int8", recipe_hash="b", model="mini", batch=1, exact=False, bleu=28.0)
+    >>> random = dict(system="int8", recipe_hash="b", model="random:t5-small", exact=False)
+    >>> row = with_quality_of([random], [whole, coarse], max_loss={"bleu": 0.5})[0]
+    >>> row["quality_of"], row["inside"]
+    ('mini', False)
+    """
+    exact = next((row for row in scored if row["exact"] and "bleu" in row), None)
+    if exact is None:
+        return [dict(row) for row in rows]
+    found = {
+        (row["system"], row["recipe_hash"]): row for row in scored
+        if row["model"] == exact["model"] and row["batch"] == 1 and "bleu" in row
+    }  # fmt: skip
+    changed = []
+    for row in rows:
+        own = exact if row["exact"] else found.get((row["system"], row["recipe_hash"]))
+        if own is not None:
+            own_scores, whole = ({n: one[n] for n in quality.MAIN_SCORES if n in one} for one in (own, exact))
+            row = {**row, **judged(own_scores, whole, max_loss, exact=row["exact"]), "quality_of": own["model"]}
+        changed.append(dict(row))
+    return changed
+
+
+def by_ladder(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each ladder, by what they call it.
+
+    >>> by_ladder([dict(cell="a"), dict(cell="b"), dict(cell="a")]).keys()
+    dict_keys(['a', 'b'])
+    """
+    return {cell: [row for row in rows if row["cell"] == cell] for cell in dict.fromkeys(row["cell"] for row in rows)}
+
+
+def inside(rows: Rows, *, at_once: bool) -> list[Mapping[str, Any]]:
+    """Those inside the gate that answer many texts at once, or one at a time."""
+    return [row for row in rows if row.get("inside") and (row["batch"] > 1) == at_once]
+
+
+def fastest(rows: Rows, *, at_once: bool = False) -> Mapping[str, Any]:
+    """The row of the highest ratio among those `inside` the gate; raises ``InputError`` where there is no such rung.
+
+    >>> rows = [dict(rung=name, batch=1, inside=inside, ratio=ratio)
+    ...         for name, inside, ratio in (("naive", True, 1.0), ("int8", True, 20.0), ("student", False, 40.0))]
+    >>> fastest(rows)["rung"]
+    'int8'
+    """
+    able = inside(rows, at_once=at_once)
+    if not able:
+        raise InputError(f"No rung of {[row['rung'] for row in rows]} is inside the gate with that batch.")
+    return max(able, key=lambda row: row["ratio"])
+
+
+def way_to(rows: Rows, rung: str) -> list[Mapping[str, Any]]:
+    """From the first rung to this one, each on the one before.
+
+    Raises ``InputError`` for a rung that is not there.
+
+    >>> rows = [dict(rung="naive"), dict(rung="aside", on="naive"), dict(rung="cache", on="naive")]
+    >>> [row["rung"] for row in way_to(rows, "cache")]
+    ['naive', 'cache']
+    """
+    by_name = {row["rung"]: row for row in rows}
+    way, name = [], rung
+    while name is not None:
+        if name not in by_name:
+            raise InputError(f"There is no rung {name!r}; there are {', '.join(map(repr, by_name))}.")
+        way.append(by_name[name])
+        name = by_name[name].get("on")
+    return way[::-1]
+
+
+def account(rows: Rows, rung: str) -> str:
+    """The factors on the way to a rung, their product, and the ratio that was measured between its ends.
+
+    >>> rows = [dict(rung="naive", adds="naive", ratio=1.0), dict(rung="cache", adds="cache", on="naive", factor=2.5),
+    ...         dict(rung="8 bits", adds="8 bits", on="cache", factor=4.0, ratio=10.2)]
+    >>> print(account(rows, "8 bits"))
+    2.50 (cache) x 4.00 (8 bits) = 10.0; measured from end to end: 10.2 times
+    """
+    steps = way_to(rows, rung)[1:]
+    factors = [row["factor"] for row in steps]
+    named = " x ".join(f"{factor:.2f} ({row['adds']})" for row, factor in zip(steps, factors, strict=True))
+    end_to_end = steps[-1]["ratio"] if steps else 1.0
+    return f"{named} = {prod(factors):.1f}; measured from end to end: {end_to_end:.1f} times"
+
+
+def _require_a_ladder(rungs: Sequence[Rung], max_loss: Mapping[str, float]) -> None:
+    names = [rung.name for rung in rungs]
+    if len(rungs) < 2 or len({*names}) < len(names):
+        raise InputError(f"The rungs are {names}: give two or more, each name once.")
+    if rungs[0].on is not None or not rungs[0].is_exact:
+        raise InputError(f"The first rung, {names[0]!r}, has to be in fp32, of the ladder's model, and on no other.")
+    for place, rung in enumerate(rungs[1:], start=1):
+        if rung.on not in names[:place]:
+            raise InputError(f"{rung.name!r} is on {rung.on!r}; it has to stand on one of {names[:place]}.")
+    if unknown := sorted({*max_loss} - {*quality.MAIN_SCORES}):
+        raise InputError(f"max_loss names {unknown[0]!r}; the scores are {', '.join(quality.MAIN_SCORES)}.")
+
+
+def _scores(generate: Generate, subject: Subject, batch: int, limit: int | None) -> Row:
+    return generated_scores(generate, TokenizerFile(subject.export()), batch_size=batch, limit=limit)

@@ -1,0 +1,263 @@
+"""Run one engine in its own environment: load a saved model, then generate whatever standard input asks for.
+
+Started by ``bench/record/peers.py`` with the Python of that engine's environment, so it imports nothing of t5accel unless
+the engine is ours. It first answers ``{"versions"}``; the engine ``none`` is there for nothing else. Each line on
+standard input then is ``{"ids": [[…]], "new_tokens": n, "beams": k}``, and its answer ``{"tokens"}``; if anything
+fails, ``{"error"}``. The sources of a batch are equally long, so that none needs padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Generate = Callable[[list[list[int]], int, int], list[list[int]]]
+
+
+def _transformers(model: Any) -> Generate:
+    """generate() of transformers, whoever made the model behind it; the length is forced."""
+    import torch
+
+    def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
+        tensor = torch.tensor(ids)
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=tensor, attention_mask=torch.ones_like(tensor), min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens, num_beams=beams, do_sample=False,
+            )  # fmt: skip
+        return out[:, 1:].tolist()
+
+    return generate
+
+
+def _model(folder: Path) -> Any:
+    from transformers import AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+
+
+def _eager(folder: Path, scratch: Path, threads: int) -> Generate:
+    return _transformers(_model(folder))
+
+
+def _compiled(folder: Path, scratch: Path, threads: int) -> Generate:
+    """torch.compile around the decoder, whose cache has a fixed size so that its shapes stay the same."""
+    import torch
+
+    model = _model(folder)
+    model.generation_config.cache_implementation = "static"
+    model.decoder.forward = torch.compile(model.decoder.forward)
+    return _transformers(model)
+
+
+def _dynamic_int8(folder: Path, scratch: Path, threads: int) -> Generate:
+    import torch
+
+    return _transformers(torch.ao.quantization.quantize_dynamic(_model(folder), {torch.nn.Linear}, dtype=torch.qint8))
+
+
+def _optimum_onnx(folder: Path, scratch: Path, threads: int) -> Generate:
+    from optimum.onnxruntime import ORTModelForSeq2SeqLM
+
+    if not (scratch / "config.json").exists():
+        ORTModelForSeq2SeqLM.from_pretrained(folder, export=True).save_pretrained(scratch)
+    return _transformers(ORTModelForSeq2SeqLM.from_pretrained(scratch, session_options=_options(threads)))
+
+
+def _optimum_onnx_int8(folder: Path, scratch: Path, threads: int) -> Generate:
+    """Dynamic, as its documentation does it: each graph by itself, so that the decoder is there twice."""
+    from optimum.onnxruntime import ORTModelForSeq2SeqLM, ORTQuantizer
+    from optimum.onnxruntime.configuration import AutoQuantizationConfig
+
+    scratch = scratch.with_name(f"{scratch.name}-int8")
+    if not (scratch / "config.json").exists():
+        apart = scratch.with_name(f"{scratch.name}-apart")
+        model = ORTModelForSeq2SeqLM.from_pretrained(folder, export=True, use_merged=False)
+        model.save_pretrained(apart)
+        how = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=True)
+        for name in ("encoder_model", "decoder_model", "decoder_with_past_model"):
+            quantizer = ORTQuantizer.from_pretrained(apart, file_name=f"{name}.onnx")
+            quantizer.quantize(save_dir=scratch, quantization_config=how, file_suffix="")
+        model.config.save_pretrained(scratch)
+        model.generation_config.save_pretrained(scratch)
+    model = ORTModelForSeq2SeqLM.from_pretrained(scratch, use_merged=False, session_options=_options(threads))
+    return _transformers(model)
+
+
+def _options(threads: int) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    return options
+
+
+def _openvino(bits: int) -> Callable[[Path, Path, int], Generate]:
+    def load(folder: Path, scratch: Path, threads: int) -> Generate:
+        from optimum.intel import OVModelForSeq2SeqLM
+
+        # By itself it would compute in bf16 where it can, and keep the cache in 8 bits, of which beams' logits are NaN
+        # behind 32 tokens; their answers then end there.
+        config = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "INFERENCE_NUM_THREADS": str(threads),
+            "PERFORMANCE_HINT": "LATENCY",
+            "KV_CACHE_PRECISION": "f32",
+        }
+        if bits == 32:
+            config |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+        else:
+            scratch = scratch.with_name(f"{scratch.name}-int8")
+        if not (scratch / "config.json").exists():
+            OVModelForSeq2SeqLM.from_pretrained(
+                folder, export=True, compile=False, load_in_8bit=bits == 8
+            ).save_pretrained(scratch)
+        return _transformers(OVModelForSeq2SeqLM.from_pretrained(scratch, ov_config=config))
+
+    return load
+
+
+def _ctranslate2(compute_type: str) -> Callable[[Path, Path, int], Generate]:
+    def load(folder: Path, scratch: Path, threads: int) -> Generate:
+        import ctranslate2
+
+        if not (scratch / "model.bin").exists():
+            _convert_to_ctranslate2(folder, scratch)
+        translator = ctranslate2.Translator(
+            str(scratch), device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
+        )
+
+        def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
+            out = translator.translate_batch(
+                [[f"t{token}" for token in row] for row in ids], beam_size=beams, max_input_length=0,
+                min_decoding_length=new_tokens, max_decoding_length=new_tokens,
+            )  # fmt: skip
+            return [[int(token[1:]) for token in row.hypotheses[0]] for row in out]
+
+        return generate
+
+    return load
+
+
+def _convert_to_ctranslate2(folder: Path, scratch: Path) -> None:
+    """It knows tokens as texts only, and this model has no tokenizer: each id gets a made-up one."""
+    from ctranslate2.converters.transformers import _MODEL_LOADERS
+
+    model = _model(folder)
+    config, loader = model.config, _MODEL_LOADERS[type(model.config).__name__]
+    ids = {"pad": config.pad_token_id, "eos": config.eos_token_id, "bos": config.bos_token_id, "unk": 2}
+
+    class Tokens:
+        """As much of a tokenizer as the loader asks for."""
+
+        pad_token, eos_token, bos_token, unk_token = (f"t{ids[name] or 0}" for name in ("pad", "eos", "bos", "unk"))
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return f"t{token}"
+
+    spec = loader.get_model_spec(model)
+    loader.set_config(spec.config, model, Tokens())
+    embedding = spec.encoder.embeddings[0].weight  # of a Marian without the padding token, the last one
+    loader.set_vocabulary(spec, [f"t{i}" for i in range(len(embedding))])
+    spec.validate()
+    spec.optimize(quantization="float32")
+    scratch.mkdir(parents=True, exist_ok=True)
+    spec.save(str(scratch))
+
+
+def _ours(precision: str = "fp32", **settings: bool) -> Callable[[Path, Path, int], Generate]:
+    """Our own loops on our own engine; torch is not loaded."""
+
+    def load(folder: Path, scratch: Path, threads: int) -> Generate:
+        import numpy as np
+
+        from t5accel.backends.ort_session import SessionSettings
+        from t5accel.backends.ort_static import OrtStatic
+        from t5accel.decoding.beam import beam_search
+        from t5accel.decoding.greedy_search import greedy
+        from t5accel.graphs.export_cache import cached_export
+
+        export = cached_export(folder, precision=precision)
+        backend = OrtStatic(export, settings=SessionSettings(threads=threads, **settings))
+
+        def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
+            length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+            if beams == 1:
+                return greedy(backend, np.array(ids), **length).sequences.tolist()
+            return beam_search(backend, np.array(ids), num_beams=beams, **length).sequences.tolist()
+
+        return generate
+
+    return load
+
+
+def _ours_generate(folder: Path, scratch: Path, threads: int) -> Generate:
+    from t5accel.api import accelerate
+
+    return _transformers(accelerate(folder, threads=threads, progress=False))
+
+
+ENGINES = {
+    "none": lambda *_: None,
+    "eager": _eager, "compiled": _compiled, "dynamic-int8": _dynamic_int8, "optimum-onnx": _optimum_onnx,
+    "optimum-onnx-int8": _optimum_onnx_int8, "openvino": _openvino(32), "openvino-int8": _openvino(8),
+    "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),
+    "ours": _ours(), "ours-exact": _ours(shortlist=False), "ours-openvino": _ours(openvino=True),
+    "ours-generate": _ours_generate, "ours-int8": _ours("int8"),
+    "ours-int8-dynamic": _ours("int8-dynamic"), "ours-int4": _ours("int4"),
+}  # fmt: skip
+PACKAGES = (
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "optimum-onnx",
+    "optimum-intel",
+    "openvino",
+    "nncf",
+    "ctranslate2",
+    "numpy",
+)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def main() -> None:
+    """Load one engine, then answer line by line until standard input ends."""
+    parser = argparse.ArgumentParser(description="Run one engine in its own environment.")
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("model", type=Path, help="a folder that save_pretrained wrote")
+    parser.add_argument("--scratch", type=Path, required=True, help="for the model in the engine's own form")
+    parser.add_argument("--threads", type=int, required=True)
+    args = parser.parse_args()
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    generate = ENGINES[args.engine](args.model, args.scratch, args.threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(args.threads)
+    say({"versions": _versions()})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            say({"tokens": generate(asked["ids"], asked["new_tokens"], asked["beams"])})
+        except Exception:
+            say({"error": traceback.format_exc()})
+
+
+if __name__ == "__main__":
+    main()

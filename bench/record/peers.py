@@ -1,0 +1,214 @@
+"""Measure our engine beside its peers on a grid of batches, sources and beams: `make peers` calls this.
+
+Each peer's environment lies in build/peers/NAME, made from requirements/peers/NAME.txt. What was measured is kept after
+every cell, so an interrupted run goes on where it stopped; ``data/results/peers-cpu.json`` is a recorded run. With
+``--grid families`` models of other families are measured, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from t5accel import machine
+from t5accel.models.load import load_t5
+from t5accel.errors import InputError, PeerError
+from t5accel.models.registry import family_of
+from bench.figures import plot_peers, plot_standings
+from bench.peers import (
+    GRIDS,
+    OPTIMUM,
+    OURS_EXACT,
+    OURS_GENERATE,
+    Grid,
+    System,
+    Worker,
+    int8_for,
+    measure_cell,
+    named,
+    place_of,
+    standings,
+    table,
+)
+from bench.results import Row, here, rows_so_far, write_rows
+from t5accel.timing import Work
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT_OF_MEMORY = 0.7  # of what systems left free when they were loaded; the largest cells take half of it
+
+
+def save_model(name: str, folder: Path) -> None:
+    """What every system reads: a model of random weights, as `save_pretrained` writes it.
+
+    Of families beyond T5 it is like published checkpoints in what CTranslate2 counts on: the pad token's embedding is
+    zero, and the configuration names where norms stand. No last token is forced, for the length is.
+    """
+    if (folder / "config.json").exists():
+        return
+    model = load_t5(name)[0]
+    family = family_of(model.config, name)
+    if not family.is_relative:
+        model.get_input_embeddings().weight.data[model.config.pad_token_id] = 0.0
+        model.config.update({"normalize_before": family.norm_first, "normalize_embedding": family.norm_embedding})
+        model.config.forced_eos_token_id = model.generation_config.forced_eos_token_id = None
+    model.save_pretrained(folder)
+
+
+def start(system: System, build: Path, threads: int, model: str | None = None) -> Worker:
+    """The system's worker, with a model loaded, or without any."""
+    python = Path(sys.executable) if system.ours else build / system.environment / "bin/python"
+    if not python.exists():
+        raise PeerError(f"{python} is missing: `make peers` makes the environment.")
+    place = build / "models" / (model or "none").rpartition(":")[2].rpartition("/")[2]
+    engine, converted = system.engine if model else "none", place / "converted"
+    scratch = converted / system.engine.removesuffix("-int8")
+    command = [python, ROOT / "bench/peer_worker.py", engine, place, "--scratch", scratch]
+    build.mkdir(parents=True, exist_ok=True)
+    return Worker(
+        [*map(str, command), "--threads", str(threads)], log=build / f"{system.engine}-{system.environment}.log",
+        environment={"OMP_NUM_THREADS": str(threads), "T5ACCEL_CACHE": str(converted / "t5accel")},
+    )  # fmt: skip
+
+
+def start_all(
+    stack: ExitStack, systems: Sequence[System], build: Path, threads: int, model: str
+) -> dict[System, Worker]:
+    """The systems' workers; the stack closes them."""
+    workers = {}
+    for system in tqdm(systems, desc=f"starting on {model}", unit="system"):
+        workers[system] = start(system, build, threads, model)
+        stack.callback(workers[system].close)
+    return workers
+
+
+def versions_of(systems: Sequence[System], build: Path, threads: int) -> dict[str, str]:
+    """What is installed in each system's environment."""
+    found = {}
+    for system in systems:
+        worker = start(system, build, threads)
+        worker.close()
+        found |= {f"{system.name}: {name}": version for name, version in worker.versions.items()}
+    return found
+
+
+def chosen_cells(wanted: str | None, grid: Sequence[Work]) -> list[Work]:
+    """The cells of the grid, or the one that was asked for."""
+    cells = [cell for cell in grid if wanted in (None, f"{cell.batch},{cell.source_tokens},{cell.beams}")]
+    if not cells:
+        raise InputError(f"--cell is {wanted!r}; give batch, source tokens and beams of the grid, as in 32,512,4.")
+    return cells
+
+
+def chosen_systems(wanted: Sequence[str] | None, grid: Grid) -> list[list[System]]:
+    """The grid's groups of systems, or of these what was asked for and the reference."""
+    known = {system.name for group in grid.systems() for system in group}
+    if unknown := {*(wanted or ())} - known:
+        raise InputError(f"--systems has {sorted(unknown)}; there are {sorted(known)}.")
+    return grid.systems(wanted)
+
+
+def main() -> None:
+    """Start every system, measure cell by cell, and show how we stand."""
+    parser = argparse.ArgumentParser(description="Measure our engine beside its peers.")
+    parser.add_argument("--grid", choices=GRIDS, default="cpu", help="which models, cells and systems (cpu)")
+    parser.add_argument("--json", type=Path, help="where the rows go (build/peers/peers-GRID.json)")
+    parser.add_argument("--plot", type=Path, help="where the heat map goes; by default beside the rows")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="environments and converted models")
+    parser.add_argument("--quick", action="store_true", help="a corner of the grid, a few minutes")
+    parser.add_argument("--models", nargs="+", help="some models alone, such as bart-base")
+    parser.add_argument("--cell", help="one cell alone: its batch, source tokens and beams, as in 32,512,4")
+    parser.add_argument("--systems", nargs="*", help="some systems alone, by name; the reference is one in any case")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs per cell (3)")
+    parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this (60); 0: convert only")
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="draw recorded files, and measure nothing")
+    args = parser.parse_args()
+    if args.draw:
+        draw(args.draw, args.plot or Path(f"docs/peers-{args.grid}.png"))
+        return
+    grid, json_file = GRIDS[args.grid], args.json or args.build / f"peers-{args.grid}.json"
+    models = [name if ":" in name or "/" in name else f"random:{name}" for name in args.models or grid.models]
+    cells, groups = (
+        chosen_cells(args.cell, grid.quick if args.quick else grid.cells),
+        chosen_systems(args.systems, grid),
+    )
+    chosen = [*(["--grid", args.grid] if args.grid != "cpu" else []), *(["--cell", args.cell] if args.cell else []),
+              *(["--systems", *args.systems] if args.systems else [])]  # fmt: skip
+    threads, started = machine.cpu_threads(), time.perf_counter()
+    conditions = here() | {"threads": threads, "model": ", ".join(grid.models), "rounds": args.rounds}
+    conditions["versions"] |= versions_of([system for group in grid.systems() for system in group], args.build, threads)
+    rows = rows_so_far(json_file, conditions)
+    for model in models:
+        save_model(model, args.build / "models" / model.rpartition(":")[2].rpartition("/")[2])
+        for systems in groups:
+            done = {(row["system"], *place_of(row)) for row in rows}
+            left = [
+                cell for cell in cells
+                if any((system.name, model, cell) not in done for system in systems if system.cells(cell))
+            ]  # fmt: skip
+            if not left:
+                continue
+            with ExitStack() as stack:
+                workers = start_all(stack, systems, args.build, threads, model)
+                free = psutil.virtual_memory().available
+                for cell in tqdm(left, desc=f"measuring {model}", unit="cell"):
+                    if time.perf_counter() - started > args.minutes * 60:
+                        print(f"{args.minutes:g} minutes are over: the same command measures the other cells.")
+                        break
+                    if psutil.virtual_memory().available < SHORT_OF_MEMORY * free:
+                        stack.close()  # processes keep what the cells before took
+                        workers = start_all(stack, systems, args.build, threads, model)
+                    taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
+                    found = measure_cell(cell, taking_part, rounds=args.rounds, model=model, threads=threads)
+                    rows += [row for row in found if (row["system"], model, cell) not in done]
+                    write(json_file, conditions, rows, chosen)
+    show(rows, args.plot or json_file.with_suffix(".png"))
+
+
+def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Sequence[str] = ()) -> None:
+    """Rows in the order of the grids; the command says which part of one was ``chosen``."""
+    order = {
+        (model, cell): number for number, (model, cell) in enumerate(
+            (model, cell) for grid in GRIDS.values() for model in grid.models for cell in grid.cells
+        )
+    }  # fmt: skip
+    rows = sorted(rows, key=lambda row: order.get(place_of(row), len(order)))
+    write_rows(path, rows, command=shlex.join(["python", "bench/record/peers.py", *chosen]), **conditions)
+
+
+def draw(files: Sequence[Path], picture: Path) -> None:
+    """Our engine over the best peers in fp32 and int8, from the recorded runs of several machines."""
+    found = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    plot_peers({content["machine"]["cpu"]: content["rows"] for content in found}, picture)
+
+
+def show(rows: list[Row], picture: Path) -> None:
+    """Print the times and where we stand, and draw it."""
+    for model in dict.fromkeys(row["model"] for row in rows):
+        print(f"{model}\n{table([row for row in rows if row['model'] == model])}\n")
+    boards = {
+        "our engine over the best fp32 peer": list(standings(rows)),
+        "our engine with all logits over the best fp32 peer": list(standings(rows, ours=OURS_EXACT)),
+        "our engine in int8 over the best int8 peer": list(standings(rows, ours=int8_for, precision="int8")),
+        "generate() over our engine, over optimum-onnx": list(standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM])),
+    }
+    for title, board in boards.items():
+        print(f"\n{title}")
+        for standing in board:
+            print(f"  {standing.model:24} {named(standing.cell):34} {standing.ratio:5.2f}x  {standing.peer}")
+    if any(boards.values()):  # there was a peer
+        plot_standings(boards, picture)
+        print(f"\n{picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Measure every recipe of the ladder: quality on the bundled model, speed and bytes at t5-small's size, and the sweep.
+
+`data/results/precision.json` is where a recorded run belongs. A row of quality and a row of speed belong together by a
+recipe's hash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from t5accel import machine
+from bench import tasks
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import OrtStatic
+from t5accel.models.load import load_t5
+from t5accel.decoding.greedy_search import greedy
+from t5accel.graphs.export_cache import cached_export
+from t5accel.precision.convert import convert_export
+from t5accel.precision.calibration import Example
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme
+from bench.sensitivity import sweep
+from bench.harness import Way, measured
+from bench.results import Row, write_rows
+from bench.precision import agreement, text_quality
+from bench.techniques import bytes_of
+from t5accel.tokenization import TokenizerFile
+from t5accel.timing import Work
+
+SIZE = "random:t5-small"
+BATCHES = {1: 64, 8: 32, 32: 16}  # and how many tokens are generated
+
+
+def everywhere(name: str, scheme: Scheme, embedding: Scheme | None = None) -> Recipe:
+    """One scheme for all products."""
+    return Recipe(name, encoder=scheme, decoder=scheme, head=scheme, embedding=embedding)
+
+
+def blocks(bits: int, size: int, level: int = 4) -> Recipe:
+    """Weight-only, the embedding included."""
+    scheme = Scheme(bits=bits, block_size=size, accuracy_level=level)
+    return everywhere(f"weights-{bits}bit-{size}{'' if level == 4 else f'-level{level}'}", scheme, scheme)
+
+
+def int4_in_blocks(size: int) -> Recipe:
+    """int4 with blocks of one size in all that has 4 bits, to compare with."""
+    scheme = Scheme(bits=4, block_size=size)
+    return replace(RECIPES["int4"], name=f"int4-{size}", decoder=scheme, head=scheme, embedding=scheme)
+
+
+DYNAMIC = Scheme("dynamic")
+LADDER = (
+    RECIPES["fp16"],
+    everywhere("dynamic-per-tensor", Scheme("dynamic", per_channel=False)),
+    everywhere("dynamic-per-channel", DYNAMIC),
+    everywhere("dynamic-reduced-range", Scheme("dynamic", reduce_range=True)),
+    everywhere("static-per-channel", Scheme("static")),
+    Recipe("dynamic-without-head", encoder=DYNAMIC, decoder=DYNAMIC),
+    blocks(8, 32),
+    blocks(8, 64),
+    blocks(8, 128),
+    blocks(4, 16),
+    blocks(4, 32),
+    blocks(4, 64),
+    blocks(4, 32, level=1),
+    RECIPES["int8"],
+    RECIPES["int8-dynamic"],
+    RECIPES["int4"],
+    int4_in_blocks(32),
+    int4_in_blocks(64),
+)
+
+
+def examples(folder: Path, rows: int = 24) -> list[Example]:
+    """Sentences of all three tasks with a reference each, for calibration and for agreement."""
+    tokenizer, found = TokenizerFile(folder), []
+    for name in tasks.NAMES:
+        chosen = tasks.rows(name)[:rows]
+        sources = tokenizer([tasks.source_text(name, row) for row in chosen])
+        answers = tokenizer([(tasks.references(name, row) or ["unanswerable"])[0] for row in chosen])["input_ids"]
+        given = np.concatenate([np.zeros((len(chosen), 1), dtype=np.int64), answers[:, :-1]], axis=1)
+        found.append(Example(sources["input_ids"], sources["attention_mask"], given))
+    return found
+
+
+def quality_rows() -> Iterator[Row]:
+    """Each recipe on the bundled model: text scores over all three sets, and agreement given the same tokens."""
+    folder = cached_export("mini")
+    given = examples(folder)
+    texts, agrees = text_quality(), agreement(folder, given)
+
+    def row(recipe: Recipe, place: Path) -> Row:
+        sizes = {"size_bytes": bytes_of(place)}
+        return {"measured": "quality", "model": "mini", **_of(recipe), **sizes, **texts(place), **agrees(place)}
+
+    yield row(RECIPES["fp32"], folder)
+    for recipe in tqdm(LADDER, desc="quality", unit="recipe"):
+        with tempfile.TemporaryDirectory() as out:
+            convert_export(folder, Path(out) / "copy", recipe, examples=given)
+            yield row(recipe, Path(out) / "copy")
+
+
+def sequences(engine: OrtStatic, ids: np.ndarray, tokens: int) -> np.ndarray:
+    """Ours, at a forced length."""
+    return greedy(engine, ids, min_new_tokens=tokens, max_new_tokens=tokens).sequences
+
+
+def theirs(model: Any, ids: np.ndarray, tokens: int, use_cache: bool = True) -> np.ndarray:
+    """``generate()`` of transformers, at a forced length."""
+    import torch
+
+    tensor = torch.from_numpy(ids)
+    with torch.inference_mode():
+        return model.generate(
+            tensor, attention_mask=torch.ones_like(tensor), min_new_tokens=tokens, max_new_tokens=tokens,
+            use_cache=use_cache, do_sample=False, num_beams=1,
+        )[:, 1:].numpy()  # fmt: skip
+
+
+def speed_rows(rounds: int) -> Iterator[Row]:
+    """Each recipe at t5-small's size beside transformers with its cache, greedy, source 64; last, the long way."""
+    import torch
+
+    threads = machine.cpu_threads()
+    torch.set_num_threads(threads)
+    model, folder = load_t5(SIZE)[0], cached_export(SIZE)
+    ids = np.random.default_rng(0).integers(3, 32_000, (max(BATCHES), 64))
+    given = [Example(ids[:4], np.ones_like(ids[:4]), ids[:4, :16])]
+    int8 = torch.ao.quantization.quantize_dynamic(load_t5(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
+    runs = {
+        "transformers with cache": (partial(theirs, model), {}),
+        "torch dynamic int8": (partial(theirs, int8), {}),
+        "torch bf16": (partial(theirs, load_t5(SIZE)[0].to(torch.bfloat16)), {}),
+    }
+    with tempfile.TemporaryDirectory() as root:
+        for recipe in tqdm((RECIPES["fp32"], *LADDER), desc="converting", unit="recipe"):
+            place = folder if recipe.name == "fp32" else Path(root) / recipe.name
+            if place != folder:
+                convert_export(folder, place, recipe, examples=given)
+            engine = OrtStatic(place, settings=SessionSettings(threads=threads), verify=place == folder)
+            runs[recipe.name] = partial(sequences, engine), {**_of(recipe), "size_bytes": bytes_of(place)}
+        for batch, tokens in BATCHES.items():
+            ways = [
+                Way(name, partial(partial, run, ids[:batch], tokens), exact=name == "fp32", facts=facts)
+                for name, (run, facts) in runs.items()
+            ]
+            work = Work(batch, 64, tokens, threads=threads)
+            yield from measured(ways, work, rounds=rounds, cell="recipes", model=SIZE)
+        tokens, int4 = 256, runs["int4"][0]
+        long = [
+            Way("naive", partial(partial, theirs, model, ids[:1], tokens, False), facts=_of(RECIPES["fp32"])),
+            Way("int4", partial(partial, int4, ids[:1], tokens), exact=False, facts=_of(RECIPES["int4"])),
+        ]
+        work = Work(1, 64, tokens, threads=threads)
+        yield from measured(long, work, rounds=rounds, cell=f"{tokens} new tokens", model=SIZE)
+
+
+def sweep_rows() -> Iterator[Row]:
+    """How far each group of weights, alone rounded, is from fp32, in int8-dynamic and in int4."""
+    folder = cached_export("mini")
+    score = agreement(folder, examples(folder))
+    for name in ("int8-dynamic", "int4"):
+        with tqdm(desc=f"sweep {name}", unit="group") as bar:
+            for one in sweep(folder, name, score, on_group=lambda _, bar=bar: bar.update()):
+                about = {"measured": "sweep", "model": "mini", **_of(RECIPES[name]), "group": one.group}
+                yield {**about, **one.scores, "size_bytes": one.size_bytes}
+
+
+def _of(recipe: Recipe) -> Row:
+    return {"precision": recipe.name, "recipe_hash": recipe.hash}
+
+
+def main() -> None:
+    """Measure everything and write the rows to a file, in one piece."""
+    parser = argparse.ArgumentParser(description="Measure every recipe of the ladder.")
+    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
+    args = parser.parse_args()
+    rows = [*quality_rows(), *sweep_rows(), *speed_rows(args.rounds)]
+    write_rows(args.json, rows, command=f"python bench/record/precision.py --rounds {args.rounds}")
+    print(f"{len(rows)} rows in {args.json}")
+
+
+if __name__ == "__main__":
+    main()

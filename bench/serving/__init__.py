@@ -1,0 +1,1 @@
+"""Load, fuzz and compare servers."""

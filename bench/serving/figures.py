@@ -1,0 +1,158 @@
+"""Pictures of serving: who has which row of a running batch at which step, and what a server takes at which rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from t5accel.decoding.backend import Backend
+from t5accel.serve.request import Job
+from bench.results import chosen
+from t5accel.serve.limits import Limits
+from t5accel.serve.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#2a6f97", "#e09f3e", "#2a9d8f", "#c1666b", "#7b5ea7", "#8d99ae", "#6b8f71", "#bc8034")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A batch over time.
+
+    Attributes:
+        steps: for each step the job in each row, by its place in the list of jobs.
+        came, done: for each job the step before which it came, and the one after which its answer was handed out.
+    """
+
+    steps: list[list[int]]
+    came: list[int]
+    done: list[int]
+
+    @property
+    def mean_wait(self) -> float:
+        """Steps from a request to its answer."""
+        return sum(done - came for done, came in zip(self.done, self.came, strict=True)) / len(self.done)
+
+
+class _Static:
+    """A backend that nobody may join while it runs."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "admit":
+            raise AttributeError(name)
+        return getattr(self._backend, name)
+
+
+def watch(backend: Backend, jobs: Sequence[tuple[int, Job]], *, rows: int = 4, static: bool = False) -> Watched:
+    """Run jobs that come at given steps, and note after each step who had which row.
+
+    Args:
+        backend: with ``admit``.
+        jobs: each with the step before which it comes, in order.
+        rows: of the batch.
+        static: those that are there form a batch, nobody joins it, and its answers are handed out when all are done.
+
+    >>> class Counter:  # a toy backend whose next token is the last one plus one
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
+    ...     def encode(self, input_ids, attention_mask): return list(input_ids)
+    ...     def start(self, source, rows_per_source=1): return list(source)
+    ...     def admit(self, state, source): state += source
+    ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
+    ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
+    >>> import numpy as np
+    >>> jobs = [(0, Job([5], max_new_tokens=4)), (1, Job([5], max_new_tokens=1))]
+    >>> watch(Counter(), jobs).steps, watch(Counter(), jobs, static=True).steps
+    ([[0], [0, 1], [0], [0]], [[0], [0], [0], [0], [1]])
+    """
+    steps: list[list[int]] = []
+
+    def observe(name: str, value: float) -> None:
+        if name == "step_s":  # before those leave who have ended
+            steps.append([number - 1 for number in scheduler.places])
+
+    scheduler = Scheduler(_Static(backend) if static else backend, Limits(rows=rows), observe=observe, thread=False)
+    waiting, tickets = [*jobs], []
+    while waiting or not all(ticket.is_done for ticket in tickets):
+        while waiting and waiting[0][0] <= len(steps):
+            tickets.append(scheduler.submit(waiting.pop(0)[1]))
+        count = len(steps)
+        scheduler.round()
+        if len(steps) == count:
+            steps.append([])  # nobody was there
+    done = [max(number for number, step in enumerate(steps) if job in step) + 1 for job in range(len(jobs))]
+    if static:  # the batch ends with its longest answer
+        done = [_end_of_batch(steps, number) for number in done]
+    return Watched(steps, [came for came, _ in jobs], done)
+
+
+def _end_of_batch(steps: Sequence[Sequence[int]], number: int) -> int:
+    while number < len(steps) and set(steps[number]) & set(steps[number - 1]):
+        number += 1
+    return number
+
+
+def draw_places(axes: Axes, watched: Watched, *, rows: int = 4, title: str = "") -> None:
+    """Rows over steps: a colour for each job, and its number where it begins.
+
+    >>> from matplotlib.figure import Figure
+    >>> axes = Figure().subplots()
+    >>> draw_places(axes, Watched([[0], [0, 1], [0]], [0, 1], [3, 2]))
+    >>> len(axes.patches), axes.get_xlabel()
+    (4, 'step')
+    """
+    seen: set[int] = set()
+    for number, step in enumerate(watched.steps):
+        for row, job in enumerate(step):
+            colour = COLOURS[job % len(COLOURS)]
+            axes.add_patch(_box(number, row, colour))
+            if job not in seen:
+                seen.add(job)
+                axes.annotate(str(job), (number + 0.5, row), ha="center", va="center", color="white", fontsize=8)
+    axes.set(xlim=(0, len(watched.steps)), ylim=(rows - 0.5, -0.5), xlabel="step", ylabel="row", yticks=range(rows))
+    axes.set_title(f"{title}: {watched.mean_wait:.1f} steps from a request to its answer", fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _box(step: int, row: int, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((step, row - 0.44), 1, 0.88, facecolor=colour, edgecolor="white", linewidth=0.5)
+
+
+def draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]], model: str, *, key: str = "p99_s") -> None:
+    """A line for each server: seconds over the rate that was offered, up to the knee; the limit is dashed.
+
+    >>> from matplotlib.figure import Figure
+    >>> axes = Figure().subplots()
+    >>> point = dict(measured="open loop", cell="curve", model="mini", system="a", p99_s=0.1, limit_s=1.0)
+    >>> draw_rates(axes, [{**point, "rate_per_s": 9.0}, {**point, "rate_per_s": 5.0}], "mini")
+    >>> list(map(float, axes.lines[0].get_xdata()))
+    [5.0, 9.0]
+    """
+    points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
+    for place, name in enumerate(dict.fromkeys(row["system"] for row in points)):
+        best: dict[float, float] = {}  # of a rate that was offered twice
+        for row in chosen(points, system=name):
+            best[row["rate_per_s"]] = min(row.get(key, math.inf), best.get(row["rate_per_s"], math.inf))
+        axes.plot(
+            *zip(*sorted(best.items()), strict=True),
+            marker="o",
+            markersize=4,
+            label=name,
+            color=COLOURS[place % len(COLOURS)],
+        )
+    limit = points[0]["limit_s"]
+    axes.axhline(limit, color="#555555", linestyle="--", linewidth=1)
+    axes.set(
+        xscale="log", yscale="log", xlabel="requests offered a second", ylabel=f"{key.removesuffix('_s')}, seconds"
+    )
+    axes.set_title(f"{model}: {limit:g} s are allowed", fontsize=10, loc="left")
+    axes.legend(fontsize=7, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,183 @@
+"""What is measured on a GPU: transformers, our ways on torch; ONNX Runtime and TensorRT where they are installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bench.baselines.ort_cuda_graph import OrtCaptured
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_cuda import OrtPointers
+from t5accel.backends.ort_session import SessionSettings
+from bench.baselines.torch_recompute import TorchRecompute
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.models.load import in_floats, load_t5
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.greedy_search import greedy
+from t5accel.backends.tensorrt_plan import Range, Sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from t5accel.decoding.backend import Backend
+
+# (input_ids (B, S), attention_mask (B, S), new tokens, beams) -> exactly so many new tokens (B, L), int64 numpy
+Generate = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
+
+
+@dataclass
+class ModelOnDevice:
+    """A model of one dtype on one device, and what was built on it: built once, for compilers and captures take long.
+
+    Attributes:
+        name: as `checkpoints.load_t5` knows it.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        device: ``"cuda"``, or ``"cpu"`` for tests.
+        scratch: a folder for exports.
+        first_s: how long the first generation of a system took, with all that was built or compiled for it.
+    """
+
+    name: str
+    dtype: str
+    device: str
+    scratch: Path
+    first_s: dict[str, float] = field(default_factory=dict)
+    _built: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        return in_floats(load_t5(self.name)[0], self.dtype, self.device)
+
+    @cached_property
+    def export(self) -> Path:
+        """The folder of the ONNX export in this dtype, of which there is none in bf16."""
+        from t5accel.graphs.export import export_t5
+        from t5accel.precision.convert import convert_export  # which needs onnx
+
+        name = self.name.replace(":", "-").replace(os.sep, "-")
+        whole, half = self.scratch / f"{name}-fp32", self.scratch / f"{name}-fp16"
+        export_t5(self.name, whole, external_threshold_bytes=0)
+        if self.dtype == "float32":
+            return whole
+        convert_export(whole, half, "fp16")
+        return half
+
+    def backend(self, name: str) -> Backend:
+        """The backend of one of `SYSTEMS`, whose logits can be looked at."""
+        return self.once(name, SYSTEMS[name].backend)
+
+    def once(self, name: str, build: Callable[[ModelOnDevice], Any]) -> Any:
+        """What was built under this name, or is built now."""
+        if name not in self._built:
+            self._built[name] = build(self)
+        return self._built[name]
+
+    def generate(self, name: str, *arguments: Any) -> np.ndarray:
+        """What a system generates; arguments and result are those of `Generate`."""
+        begun = perf_counter()
+        found = SYSTEMS[name].build(self)(*arguments)
+        self.first_s.setdefault(name, perf_counter() - begun)
+        return found
+
+
+@dataclass(frozen=True)
+class System:
+    """A way of generating.
+
+    Attributes:
+        name: what a reader calls it.
+        build: returns the function that is timed; raises where something is missing.
+        backend: whose logits are compared with transformers', for ours.
+        dtypes: that it takes.
+    """
+
+    name: str
+    build: Callable[[ModelOnDevice], Generate]
+    backend: Callable[[ModelOnDevice], Backend] | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+def _transformers(use_cache: bool) -> Callable[[ModelOnDevice], Generate]:
+    def build(subject: ModelOnDevice) -> Generate:
+        model = subject.model
+
+        def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
+            out = model.generate(
+                input_ids=torch.as_tensor(ids, device=model.device), num_beams=beams, do_sample=False,
+                attention_mask=torch.as_tensor(mask, device=model.device), use_cache=use_cache,
+                min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+            )  # fmt: skip
+            return out[:, 1:].cpu().numpy()
+
+        return generate
+
+    return build
+
+
+def _ours(name: str, backend: Callable[[ModelOnDevice], Backend], **more: Any) -> System:
+    def build(subject: ModelOnDevice) -> Generate:
+        running = subject.backend(name)
+
+        def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
+            length = dict(min_new_tokens=new_tokens, max_new_tokens=new_tokens)
+            if beams == 1:
+                return greedy(running, ids, mask, **length).sequences
+            return beam_search(running, ids, mask, num_beams=beams, **length).sequences
+
+        return generate
+
+    return System(name, build, backend, **more)
+
+
+def _static(**options: Any) -> Callable[[ModelOnDevice], Backend]:
+    return lambda subject: TorchStatic(subject.model, **options)
+
+
+def _recompute(subject: ModelOnDevice) -> Generate:
+    running = subject.once(f"{RECOMPUTE}, all of it", lambda subject: TorchRecompute(subject.model))
+    return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
+
+
+def _onnx(kind: type[OrtNumpy]) -> Callable[[ModelOnDevice], Backend]:
+    return lambda subject: kind(subject.export, settings=SessionSettings(device=subject.device))
+
+
+def _tensorrt(subject: ModelOnDevice) -> Backend:
+    from t5accel.backends.tensorrt import TensorRT  # which needs onnx, too
+
+    sizes = Sizes(B=Range(1, 1, 4), K=Range(1, 1, 1), S=Range(1, 64, 64), T=Range(1, 1, 8), P=Range(0, 64, 160))
+    return TensorRT(subject.export, sizes=sizes)
+
+
+IN_ONNX = ("float32", "float16")
+REFERENCE, NAIVE = "transformers, cache", "transformers, no cache"
+STATIC, GRAPH, RECOMPUTE = "static cache", "static cache, CUDA graph", "no cache, CUDA graph"
+COMPILED = "static cache, torch.compile, CUDA graph"
+KERNEL = "static cache, own attention kernel, CUDA graph"
+FED, BOUND, CAPTURED = "ONNX Runtime, numpy feeds", "ONNX Runtime, bound", "ONNX Runtime, CUDA graph"
+TENSORRT = "TensorRT"
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System(REFERENCE, _transformers(use_cache=True)),
+        System(NAIVE, _transformers(use_cache=False)),
+        _ours(STATIC, _static(graphs=False)),
+        _ours(GRAPH, _static()),
+        System(RECOMPUTE, _recompute, _static(graphs=False)),  # the same decoder
+        _ours(COMPILED, _static(compile=True)),
+        _ours(KERNEL, _static(kernel=True)),
+        _ours(FED, _onnx(OrtNumpy), dtypes=IN_ONNX),
+        _ours(BOUND, _onnx(OrtPointers), dtypes=IN_ONNX),
+        _ours(CAPTURED, _onnx(OrtCaptured), dtypes=IN_ONNX),
+        _ours(TENSORRT, _tensorrt, dtypes=IN_ONNX),
+    )
+}

@@ -1,0 +1,264 @@
+"""The bundled evaluation sets: English-French sentences, report summaries, and questions on short texts.
+
+The sets are frozen JSONL files under ``data/eval``, so that a score of today and one of next year mean the same. Rows
+are plain dicts and need no library at all; `load` wraps the same rows as a ``datasets.Dataset``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t5accel.models.load import BUNDLED, data_folder
+from t5accel.checks import as_count, read_json_object
+from t5accel.errors import InputError, MissingPackageError, install
+
+if TYPE_CHECKING:
+    import datasets
+
+NAMES = ("translation", "summaries", "questions")
+
+# T5 learned its tasks by these prefixes (Raffel et al. 2020, appendix D); a model is lost without the exact wording.
+TRANSLATE = "translate English to French: "
+SUMMARIZE = "summarize: "
+QUESTION, CONTEXT = "question: ", " context: "
+UNANSWERABLE = "unanswerable"  # what a model writes when the context does not hold the answer
+
+LENGTH_BUCKETS = {"3-5": (3, 5), "6-8": (6, 8), "9-14": (9, 14)}  # words of an English source, ends included
+
+PREFIXES = (TRANSLATE, SUMMARIZE, QUESTION)  # of the bundled models
+_LIKE_A_PREFIX = re.compile(r"\s*[\w ]{1,50}: ")  # as a user's own model may have it
+
+_TEXT_FIELDS = {"translation": ("source",), "summaries": ("source",), "questions": ("question", "context")}
+_LIST_FIELD = {"translation": "references", "summaries": "references", "questions": "answers"}
+
+
+def prefixes_of(backend: Any, model: str) -> tuple[str, ...]:
+    """The prefixes that a model was trained with: the bundled ones', or those of ``task_specific_params``.
+
+    Args:
+        backend: with the ``folder`` of an export or a ``model`` of transformers.
+        model: its name, where the backend has no manifest.
+
+    >>> from types import SimpleNamespace
+    >>> prefixes_of(SimpleNamespace(), "mini")
+    ('translate English to French: ', 'summarize: ', 'question: ')
+    """
+    if (backend.manifest.source["name"] if hasattr(backend, "manifest") else model) in BUNDLED:
+        return PREFIXES
+    if hasattr(backend, "model"):
+        params = getattr(backend.model.config, "task_specific_params", None)
+    else:
+        folder = getattr(backend, "folder", None)
+        config = Path(folder) / "config.json" if folder else None
+        params = (
+            read_json_object(config, InputError).get("task_specific_params") if config and config.exists() else None
+        )
+    found = (
+        [task.get("prefix") for task in params.values() if isinstance(task, dict)] if isinstance(params, dict) else []
+    )
+    return tuple(prefix for prefix in found if prefix and isinstance(prefix, str))
+
+
+def prefix_hint(text: str, prefixes: tuple[str, ...]) -> str:
+    """What to tell a user whose text has none of the prefixes that its model knows, nor another; else nothing.
+
+    >>> prefix_hint("translate English to French: I am tired.", PREFIXES), prefix_hint("fix: He go.", PREFIXES)
+    ('', '')
+    >>> prefix_hint("I am tired.", ("summarize: ",))
+    'This model expects a prefix before each text: --prefix "summarize: ".'
+    """
+    if not prefixes or text.lstrip().startswith(prefixes) or _LIKE_A_PREFIX.match(text):
+        return ""
+    choices = " or ".join(f'"{prefix}"' for prefix in prefixes)
+    return f"This model expects a prefix before each text: --prefix {choices}."
+
+
+def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:
+    """The rows of one evaluation set, in the order of its file.
+
+    ``translation`` and ``summaries`` have ``{"id", "source", "references": [...]}``, ``questions`` has ``{"id",
+    "question", "context", "answers": [...]}``, where no answers means unanswerable. Texts are bare, without T5's
+    prefix (`source_text` adds it).
+
+    Args:
+        name: one of `NAMES`.
+        limit: keep the first ``limit`` rows of each `group`, so that a short look stays as mixed as the whole.
+
+    Raises:
+        InputError: unknown name, bad limit, missing file, or a broken line (the message names file and line).
+
+    >>> len(rows("translation")), len(rows("translation", limit=2))
+    (300, 6)
+    >>> rows("summaries")[100]["id"]
+    'summaries-unseen-001'
+    """
+    _check_name(name)
+    if limit is not None:
+        limit = as_count(limit, "limit", at_least=1)
+    path = data_folder() / "eval" / f"{name}.jsonl"
+    if not path.is_file():
+        raise InputError(f"the evaluation set {name!r} is not at {path}: reinstall t5accel or use a full checkout")
+    result: list[dict[str, Any]] = []
+    ids: set[str] = set()
+    kept: dict[str | None, int] = {}
+    # bytes are split at \n only: str.splitlines would also cut at U+2028 and its like, which JSON allows in a string
+    for number, line in enumerate(path.read_bytes().removesuffix(b"\n").split(b"\n"), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # bad JSON and bad UTF-8 alike
+            raise InputError(f"{path}, line {number}: not a JSON object in UTF-8 ({error})") from error
+        problem = _problem(name, row) or ("its id was used before" if row["id"] in ids else None)
+        if problem:
+            raise InputError(f"{path}, line {number}: {problem}")
+        ids.add(row["id"])
+        key = group(name, row)
+        kept[key] = kept.get(key, 0) + 1
+        if limit is None or kept[key] <= limit:
+            result.append(row)
+    return result
+
+
+def load(name: str) -> datasets.Dataset:
+    """The same rows as a ``datasets.Dataset``, in memory, without a network.
+
+    With a network, a set from the Hugging Face hub takes the place of the bundled one after one ``map``::
+
+        squad = datasets.load_dataset("rajpurkar/squad_v2", split="validation")
+        squad = squad.map(lambda row: {"answers": row["answers"]["text"]}, remove_columns=["title", "answers"])
+        sources = [source_text("questions", row) for row in squad]
+
+    Raises:
+        InputError: as `rows`.
+        MissingPackageError: ``datasets`` is not installed (the extra ``course`` brings it).
+
+    >>> load("questions").column_names
+    ['id', 'question', 'context', 'answers']
+    """
+    table = rows(name)
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingPackageError(f"datasets is not installed: {install('course')}. rows() does without.") from error
+    # features are given, not inferred: a set that begins with unanswerable rows has no type for its answers yet
+    fields = {field: datasets.Value("string") for field in ("id", *_TEXT_FIELDS[name])}
+    return datasets.Dataset.from_list(
+        table, features=datasets.Features(fields | {_LIST_FIELD[name]: datasets.Sequence(datasets.Value("string"))})
+    )
+
+
+def source_text(name: str, row: dict[str, Any]) -> str:
+    """What the model reads: the text of a row behind T5's own prefix.
+
+    Raises ``InputError`` for an unknown name, or a row without the text fields of that set.
+
+    >>> source_text("translation", {"source": "It rains."})
+    'translate English to French: It rains.'
+    >>> source_text("questions", {"question": "Who came?", "context": "Ann came."})
+    'question: Who came? context: Ann came.'
+    """
+    _check_name(name)
+    texts = [_field(row, field, str) for field in _TEXT_FIELDS[name]]
+    if name == "questions":
+        return f"{QUESTION}{texts[0]}{CONTEXT}{texts[1]}"
+    return (TRANSLATE if name == "translation" else SUMMARIZE) + texts[0]
+
+
+def sources_of_length(tokenizer: Any, batch: int, source_tokens: int, *, seed: int = 0) -> list[list[int]]:
+    """Text of an exact length, to time a trained model on: one that reads noise may say one token again and again.
+
+    Returns ``batch`` rows of ``source_tokens`` ids: the prefix, reports in an order drawn by ``seed``, cut to the
+    length, and the end token. Each row begins with another report.
+
+    >>> from t5accel.models.load import load_t5
+    >>> _, tokenizer = load_t5("mini")
+    >>> first, second = sources_of_length(tokenizer, 2, 300)
+    >>> len(first), tokenizer.decode(first)[:11], first[-1], first == second
+    (300, 'summarize: ', 1, False)
+    """
+    reports = [row["source"] for row in rows("summaries")]
+    random.Random(seed).shuffle(reports)
+    prefix, *encoded = tokenizer([SUMMARIZE, *reports])["input_ids"]
+    found = []
+    for first in range(batch):
+        text, end = list(prefix[:-1]), prefix[-1]
+        for place in count(first):
+            if len(text) >= source_tokens - 1:
+                break
+            text += encoded[place % len(encoded)][:-1]
+        found.append([*text[: source_tokens - 1], end])
+    return found
+
+
+def references(name: str, row: dict[str, Any]) -> list[str]:
+    """What the model should write: every accepted text, at least one. Unanswerable questions have `UNANSWERABLE`.
+
+    Raises ``InputError`` for an unknown name, or a row without that set's list of references or answers.
+
+    >>> references("questions", {"answers": ["pot", "a pot"]}), references("questions", {"answers": []})
+    (['pot', 'a pot'], ['unanswerable'])
+    """
+    _check_name(name)
+    accepted = list(_field(row, _LIST_FIELD[name], list))
+    return accepted or [UNANSWERABLE] if name == "questions" else accepted
+
+
+def half(row: dict[str, Any]) -> str | None:
+    """``"seen"`` or ``"unseen"``: were the row's names and topics part of the bundled model's training? From its id.
+
+    ``None`` for translations, which have no halves.
+
+    Raises ``InputError`` for a row without an id.
+
+    >>> half({"id": "summaries-unseen-003"}), half({"id": "translation-003"})
+    ('unseen', None)
+    """
+    match = re.search(r"-(seen|unseen)-\d+$", _field(row, "id", str))
+    return match[1] if match else None
+
+
+def group(name: str, row: dict[str, Any]) -> str | None:
+    """The part of the set that a row is scored with: a key of `LENGTH_BUCKETS` for translations, else its `half`.
+
+    Raises ``InputError`` for an unknown name, or a row without the field this needs.
+
+    >>> group("translation", {"source": "We leave at once."})
+    '3-5'
+    """
+    _check_name(name)
+    if name != "translation":
+        return half(row)
+    words = len(_field(row, "source", str).split())
+    return next((bucket for bucket, (low, high) in LENGTH_BUCKETS.items() if low <= words <= high), None)
+
+
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        raise InputError(f"unknown evaluation set {name!r}: choose one of {', '.join(NAMES)}")
+
+
+def _field(row: dict[str, Any], field: str, kind: type) -> Any:
+    value = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(value, kind):
+        raise InputError(f"a row needs the field {field!r} as {kind.__name__}, not {value!r}: take rows from rows()")
+    return value
+
+
+def _problem(name: str, row: Any) -> str | None:
+    """What is wrong with a row, in words; ``None`` for a good one."""
+    texts, listed = ("id", *_TEXT_FIELDS[name]), _LIST_FIELD[name]
+    if not isinstance(row, dict) or set(row) != {*texts, listed}:
+        return f"expected exactly the fields {', '.join((*texts, listed))}"
+    for field in texts:
+        if not isinstance(row[field], str) or not row[field].strip():
+            return f"{field!r} must be a text that is not empty"
+    accepted = row[listed]
+    if not isinstance(accepted, list) or not all(isinstance(text, str) and text.strip() for text in accepted):
+        return f"{listed!r} must be a list of texts that are not empty"
+    if not accepted and name != "questions":
+        return f"{listed!r} needs at least one text"
+    return None

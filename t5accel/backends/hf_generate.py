@@ -1,0 +1,438 @@
+"""Any backend behind transformers' `generate`: beams, sampling, streamers and pipelines as with transformers' own T5.
+
+It is used as optimum's ORTModelForSeq2SeqLM is. What differs: nothing of a source is repeated for its beams, any
+`Backend` can stand behind it, and plain greedy search runs in our own loop, which has less to do around each step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
+from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.models.auto import modeling_auto
+
+from t5accel.backends.hf_cache import (
+    AcceleratedEncoder,
+    DecoderCache,
+    EncodedBatch,
+    as_cache,
+    as_encoded,
+    refuse,
+    refuse_text,
+)
+from t5accel.backends.hf_module import WeightlessModule
+from t5accel.models.load import load_pretrained, load_tokenizer
+from t5accel.checks import as_count, check_vocabulary
+from t5accel.decoding.backend import Backend, check_backend
+from t5accel.decoding.greedy_search import greedy_steps
+from t5accel.decoding.request import Request, Steps
+from t5accel.decoding.token_constraints import check_tokens, rules_of, special_tokens
+from t5accel.errors import InputError, ModelUnavailableError
+from t5accel.graphs.contract import MANIFEST, as_folder
+from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.atomic_write import locked, staged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
+# Arguments and modes of `generate` that reach into the model.
+_NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
+               "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
+_MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
+_SHIFT_THE_SOURCE = ("bart", "mbart")  # where forward() has no decoder ids, as transformers does
+_PLAIN_CRITERIA = {MaxLengthCriteria, EosTokenCriteria}  # when plain greedy search stops
+_UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_HOW_WEIGHTS_ARE_CUT = ("max_shard_size", "safe_serialization", "save_peft_format", "save_original_format")
+_FILES = ("config.json", "generation_config.json")
+
+
+class AcceleratedT5(WeightlessModule, GenerationMixin):
+    """A `Backend` as a transformers model, for inference.
+
+    ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
+    beams, sampling, prompt lookup, an assistant; with any logits processor, stopping criterion and streamer. Tensors
+    may lie on any device and come out there; the weights are the backend's. Use it in a ``with`` block, or call
+    ``close()``, to free them before the object is gone.
+
+    Masks are transformers': without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of
+    5.x takes it for text. Give one. A row whose mask is all zero gets an answer that means nothing, and changes no
+    other row.
+
+    What the configurations ask for and no backend has is left out: ``output_attentions``, ``output_hidden_states``, and
+    ``use_cache=False``, with a warning. Asked for in a call, the first two are refused.
+
+    Args:
+        backend: any runtime that satisfies `Backend`.
+        config: of the model that it runs; copied.
+        generation_config: defaults of ``generate`` such as ``max_length``, copied; if omitted, those of ``config``.
+        tokenizer: of the model; kept for its users, who may do without.
+
+    Attributes:
+        backend, tokenizer: as given.
+        encoder: encodes a batch once for several calls: ``generate(encoder_outputs=model.encoder(ids, mask))``.
+
+    Raises:
+        InputError: no backend, or the configuration of another model. From ``generate`` and ``forward``: arguments that
+            no backend can serve (attentions, hidden states, embeddings), caches and encoder outputs of other models.
+
+    >>> import torch
+    >>> from t5accel.backends.torch_eager import TorchEager
+    >>> from t5accel.models.random_init import random_t5
+    >>> own = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> model = AcceleratedT5(TorchEager(own), own.config, own.generation_config)
+    >>> ids, options = torch.tensor([[5, 6, 7, 1]]), dict(num_beams=3, max_new_tokens=6)
+    >>> torch.equal(model.generate(ids, **options), own.generate(ids, **options))
+    True
+    """
+
+    config_class = PretrainedConfig
+    main_input_name = "input_ids"
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: PretrainedConfig,
+        generation_config: GenerationConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        check_backend(backend, ("reorder", "trim", "keep"))
+        # Marian's target may have a vocabulary of its own.
+        entries = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
+        if entries != backend.vocab_size:
+            raise InputError(
+                f"config.vocab_size is {entries!r} and the backend's {backend.vocab_size!r}: give the configuration of "
+                "the model that the backend runs."
+            )
+        check_tokens(config, generation_config, backend)
+        config = copy.deepcopy(config)  # transformers writes into it, and it may be that of a torch model in use
+        config._attn_implementation = "eager"
+        super().__init__(config)
+        if generation_config is not None:
+            self.generation_config = copy.deepcopy(generation_config)
+        self.tokenizer: Any
+        for settings in (self.config, self.generation_config):
+            for name in ("output_attentions", "output_hidden_states"):
+                if getattr(settings, name, None):  # a pipeline would hand it on, as if it had been asked for
+                    setattr(settings, name, False)
+        if self.generation_config.use_cache is False:
+            self.generation_config.use_cache = True
+            warnings.warn(
+                "use_cache=False in the model's configuration is ignored: tokens are equal with the cache, and come "
+                "sooner. generate(use_cache=False) decodes without it.",
+                stacklevel=2,
+            )
+        self.backend, self.encoder, self.tokenizer = backend, AcceleratedEncoder(backend), tokenizer
+        self.eval()
+        # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
+        name = type(self).__name__
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(f"t5accel {name}", name)
+
+    def get_encoder(self, modality: str | None = None) -> AcceleratedEncoder:
+        return self.encoder
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: EncodedBatch | None = None,
+        past_key_values: DecoderCache | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+        """Logits of the next token at each position, as transformers' own T5 gives them.
+
+        Args:
+            input_ids, attention_mask: (B, S), the source.
+            decoder_input_ids: (R, T), with ``past_key_values`` only the tokens that it has not read; if omitted, the
+                labels shifted to the right, or for BART and mBART the source.
+            decoder_attention_mask: (R, P + T), 0 for padding on the left.
+            encoder_outputs: what ``encoder`` returned, in place of the source.
+            past_key_values: what an earlier call returned, in place of the source, which it knows. Changed in place.
+            labels: (R, T), -100 where they do not count.
+            use_cache: with ``False`` no ``past_key_values`` are returned.
+
+        Returns:
+            ``logits`` (R, T, V) float32, ``past_key_values``, and with labels the mean cross-entropy ``loss``.
+
+        Raises:
+            InputError: see the class.
+        """
+        refuse(kwargs)
+        if past_key_values is None:
+            if encoder_outputs is None:
+                encoder_outputs = self.encoder(input_ids, attention_mask)
+            cache = as_encoded(encoder_outputs).start(self.backend, attention_mask)
+        else:
+            cache = as_cache(past_key_values, self.backend)
+        if decoder_input_ids is None:
+            shifted = input_ids if labels is None and self.config.model_type in _SHIFT_THE_SOURCE else labels
+            if shifted is None:
+                raise InputError("There is nothing to decode: give decoder_input_ids or labels, or use generate().")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
+        logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
+        logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        is_cached = self.config.use_cache if use_cache is None else use_cache
+        output = Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if is_cached else None)
+        is_named = self.config.return_dict if return_dict is None else return_dict
+        return output if is_named else output.to_tuple()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """(R, T) labels -> the start token and all but the last label, with padding in place of -100."""
+        if self.config.model_type == "mbart":  # whose start is the language, behind the end of each label
+            from transformers.models.mbart.modeling_mbart import shift_tokens_right
+
+            return shift_tokens_right(labels, self.config.pad_token_id)
+        start, pad = (getattr(self.config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+        start = self.backend.decoder_start_token_id if start is None else start
+        shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.backend.pad_token_id if pad is None else pad)
+
+    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own ``generate``: (B, S) ``input_ids``, or ``encoder_outputs``, and all its options."""
+        given = kwargs.get("input_ids") if inputs is None else inputs
+        refuse_text(given)
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise InputError(
+                f"input_ids must be a tensor (B, S) of token ids, got {type(given).__name__}: give torch.tensor(…)."
+            )
+        if given is None and kwargs.get("encoder_outputs") is None:
+            refuse({name: kwargs.get(name) for name in _NOT_SERVED})
+            raise InputError("There is nothing to answer: give input_ids (B, S), or encoder_outputs.")
+        return super().generate(inputs, *args, **kwargs)
+
+    # What `generate` calls. Both lines of transformers give whole sequences, beside more than a backend needs.
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: DecoderCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_outputs: EncodedBatch | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,  # by this name transformers takes the arguments of forward() as well, such as Trainer's labels
+    ) -> dict[str, Any]:
+        """The arguments of the next ``forward``: the tokens that the cache has not read, or all where there is none."""
+        if past_key_values is None:
+            inputs = {"encoder_outputs": encoder_outputs, "attention_mask": attention_mask, "use_cache": False}
+        else:
+            inputs = {"past_key_values": past_key_values}
+            past_key_values.history, input_ids = input_ids, input_ids[:, past_key_values.length :]
+        return {"decoder_input_ids": input_ids, "decoder_attention_mask": decoder_attention_mask, **inputs}
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_generation_config(*args, **kwargs)
+        for name in ("num_beams", "num_return_sequences"):  # else a division by zero, somewhere
+            if (value := getattr(prepared[0], name)) is not None:
+                as_count(value, name, at_least=1)
+        return prepared
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        refuse({name: model_kwargs.get(name) for name in _NOT_SERVED})
+        if model_kwargs.get("encoder_outputs") is not None:
+            as_encoded(model_kwargs["encoder_outputs"])
+        if model_kwargs.get("past_key_values") is not None:
+            as_cache(model_kwargs["past_key_values"], self.backend)
+        super()._validate_model_kwargs(model_kwargs)
+
+    def _maybe_initialize_input_ids_for_generation(
+        self, inputs: torch.Tensor | None = None, bos_token_id: Any = None, model_kwargs: Any = None
+    ) -> torch.Tensor:
+        encoded = (model_kwargs or {}).get("encoder_outputs")
+        if inputs is None and encoded is not None:
+            # Only their number is read. transformers makes them by the shape of hidden states, which a backend keeps.
+            return torch.full((len(as_encoded(encoded).rows), 1), -100, device=self.device)
+        return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: torch.Tensor | None = None,
+        encoder_outputs: EncodedBatch | None = None, **model_kwargs: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size, input_ids=input_ids, **model_kwargs
+        )
+        if encoder_outputs is not None:
+            model_kwargs["encoder_outputs"] = as_encoded(encoder_outputs).repeated(expand_size)
+        return input_ids, model_kwargs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> None:
+        refuse({name: getattr(generation_config, name, None) for name in _MODES_NOT_SERVED})
+        if generation_config.cache_implementation not in _CACHES:
+            raise InputError(
+                f"cache_implementation is {generation_config.cache_implementation!r}: leave it out, the backend has a "
+                "cache of its own."
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            encoded, mask = as_encoded(model_kwargs.get("encoder_outputs")), model_kwargs.get("attention_mask")
+            cache = model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
+            cache.for_one_call = not generation_config.return_dict_in_generate
+
+    def _sample(
+        self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Plain greedy search runs in our own loop, for which a backend may find tokens without all their logits."""
+        request = self._plainly_greedy(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        if request is None or streamer is not None:
+            return super()._sample(
+                input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+            )  # fmt: skip
+        steps = greedy_steps(self.backend, request, model_kwargs["past_key_values"].state)
+        tokens = Steps(request.prefix, self.backend.pad_token_id, steps).generated().sequences
+        return torch.from_numpy(tokens).to(input_ids.device)
+
+    def _plainly_greedy(
+        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any]
+    ) -> Request | None:
+        """What `greedy` is to do, if nothing but the likeliest tokens is asked for, with bounds on their number."""
+        cache, read = others.get("past_key_values"), prefix.shape[1]
+        by_type = {type(each): each for each in (*processors, *criteria)}
+        # Each processor that knows of ends has the same ones.
+        ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
+        if (
+            config.do_sample or others.get("decoder_attention_mask") is not None
+            or set(by_type) - {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor} != _PLAIN_CRITERIA
+            or len(by_type) < len(processors) + len(criteria)
+            or len(ends) != 1 or config._pad_token_tensor != self.backend.pad_token_id
+            or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
+            or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] > 1
+        ):  # fmt: skip
+            return None
+        longest, least = by_type[MaxLengthCriteria].max_length - read, 0
+        if shortest := by_type.get(MinLengthLogitsProcessor):
+            least = shortest.min_length - read
+        if shortest := by_type.get(MinNewTokensLengthLogitsProcessor):
+            least = max(least, shortest.prompt_length_to_skip + shortest.min_new_tokens - read)
+        if longest < 1 or longest + read - 1 > getattr(self.backend, "positions", math.inf):
+            return None
+        begun = prefix.cpu().numpy()
+        check_vocabulary(begun, self.backend.vocab_size, "decoder_input_ids")
+        ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
+        return Request(ids, mask, begun, longest, max(0, min(least, longest)), next(iter(ends)))
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> None:
+        raise InputError("Continuous batching needs transformers' own paged attention: give generate() a batch.")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        backend: Callable[..., Backend] | None = None,
+        config: PretrainedConfig | None = None,
+        generation_config: GenerationConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> AcceleratedT5:
+        """The model in the folder of an ONNX export.
+
+        Args:
+            folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
+            backend: the class that runs it; by default, on ONNX Runtime, `OrtStatic` on a CPU, and `OrtPointers` if
+                ``settings`` name another device.
+            config, generation_config, tokenizer: in place of those in the folder.
+            options: of the backend.
+
+        Raises:
+            ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
+        """
+        folder = as_folder(folder)
+        if backend is None:
+            if getattr(options.get("settings"), "device", "cpu") == "cpu":
+                from t5accel.backends.ort_static import OrtStatic as backend
+            else:
+                from t5accel.backends.ort_cuda import OrtPointers as backend
+        running = backend(folder, **options)
+        if config is None:
+            if not (folder / _FILES[0]).is_file():
+                raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
+            config = load_pretrained(AutoConfig.from_pretrained, folder)
+        if generation_config is None and (folder / _FILES[1]).is_file():
+            generation_config = GenerationConfig.from_pretrained(folder)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(folder)
+        return cls(running, config, generation_config, tokenizer)
+
+    @classmethod
+    def around(cls, backend: Backend) -> AcceleratedT5:
+        """The model that a backend runs, with its configuration and defaults; raises as `from_pretrained`."""
+        if (model := getattr(backend, "model", None)) is not None:
+            return cls(backend, model.config, model.generation_config)
+        return cls.from_pretrained(backend.folder, backend=lambda _: backend)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Copy the export that the backend came from, with this model's configuration and defaults.
+
+        The folder appears whole or not at all: its files are written beside it and it is renamed at the end.
+
+        Args:
+            save_directory: a folder that is new or empty, and not inside the export.
+            is_main_process: with ``False`` nothing is written.
+            push_to_hub: upload it as well, to ``repo_id`` or else a repository of the folder's name.
+            kwargs: of `push_to_hub`. How transformers cuts weights into files means nothing here and is ignored.
+
+        Raises:
+            InputError: the backend came from no folder, ``save_directory`` is no such folder, or an argument would
+                change what is saved, such as ``state_dict`` or ``variant``.
+            ExportError: the disk is full, or refuses.
+        """
+        upload = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs}
+        refuse({name: value for name, value in kwargs.items() if name not in _HOW_WEIGHTS_ARE_CUT})
+        if not is_main_process:
+            return
+        source, target = getattr(self.backend, "folder", None), Path(save_directory).absolute()
+        if source is None:
+            raise InputError(
+                f"A {type(self.backend).__name__} came from no folder that could be copied: save the model that it "
+                "runs, or export that to ONNX."
+            )
+        if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
+            raise InputError(f"{target} is there and is no empty folder: give a new one.")
+        if Path(source).resolve() in target.resolve().parents:
+            raise InputError(f"{target} lies inside {source}, which is to be copied: give a folder elsewhere.")
+        with locked(target), staged(target) as folder:
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+            # Checked before it is written again, or damage would get hashes that are right.
+            manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+            self.config.save_pretrained(folder)
+            self.generation_config.save_pretrained(folder)
+            if manifest is not None:
+                asked = {"rules": rules_of(self).to_json(), "tokens": special_tokens(self)}
+                replace(manifest, **asked).write(folder)
+            if target.exists():
+                target.rmdir()  # fails if somebody has put a file there since
+        if push_to_hub:
+            self.push_to_hub(upload.pop("repo_id", target.name), **upload)

@@ -1,1 +1,0 @@
-"""Backends for the layouts of the past."""

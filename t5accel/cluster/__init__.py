@@ -1,1 +1,0 @@
-"""Batch jobs and servers on several cores or machines, by Ray."""

@@ -1,1 +1,0 @@
-"""Several ways of answering, side by side on one page."""

@@ -1,0 +1,1 @@
+"""Train a smaller student, or prune a model."""

@@ -1,0 +1,210 @@
+"""Prune a T5: heads and neurons that matter little are removed, matrices shrink, and what is left learns to do without.
+
+What is removed is really gone: the checkpoint, its export and every step are smaller (`narrow`). Needs torch,
+transformers, tokenizers and safetensors only.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from t5accel import machine
+from t5accel.errors import InputError
+from t5accel.distillation.batches import Mixture, steps_from
+from t5accel.distillation.student import DistillConfig, Validate, train_student
+from t5accel.distillation.examples import Rows, as_mixture
+from t5accel.distillation.gates import Gates, gated
+from t5accel.distillation.importance import WAYS, Kept, Scores, alike, choose, magnitude, movement, taylor
+from t5accel.distillation.losses import as_objective, student_loss
+from t5accel.distillation.checkpointing import require_device
+from t5accel.models.pruned import parts, resize, widths
+from t5accel.models.sizes import require_t5
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def remove(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
+    """A copy of a T5 with only the heads and neurons that are kept; the model is not changed.
+
+    Args:
+        model: a T5-like model.
+        kept: for every module of `narrow.parts`, by its name, the indices of its heads or neurons that stay.
+
+    Returns:
+        A model of the same class in evaluation mode. What is left computes what the whole one computes with the others
+        multiplied by zero.
+
+    Raises:
+        InputError: a module is missing, or an index is none of its heads or neurons, or none is left.
+
+    >>> from t5accel.models.random_init import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> small = remove(model, choose(magnitude(model), heads=0.9, neurons=0.9))
+    >>> widths(small)["decoder_heads"], widths(small)["decoder_ff"], widths(model)["decoder_ff"]
+    ([1], [8], [16])
+    """
+    sizes: dict[str, list[int]] = {kind: [] for kind in widths(model)}
+    known = {name for _, _, name, _ in parts(model)}
+    if set(kept) != known:
+        raise InputError(f"kept names {sorted(kept)[:3]} …; give indices for each of {len(known)} modules.")
+    small = copy.deepcopy(model)
+    weights: dict[str, torch.Tensor] = {}
+    bias: torch.Tensor | None = None
+    for kind, _, name, module in parts(small):
+        indices, attends = list(kept[name]), kind.endswith("heads")
+        count = module.q.out_features // small.config.d_kv if attends else module.wo.in_features
+        if not indices or indices != sorted({*indices}) or not 0 <= indices[0] <= indices[-1] < count:
+            raise InputError(f"kept[{name!r}] is {indices}; give different ones of 0 … {count - 1}, ascending.")
+        sizes[kind].append(len(indices))
+        index = torch.tensor(indices)
+        if attends:
+            d_kv = small.config.d_kv
+            rows = (index[:, None] * d_kv + torch.arange(d_kv)).flatten()
+            if hasattr(module, "relative_attention_bias"):
+                bias = module.relative_attention_bias.weight.detach()
+            if kind != "cross_heads":  # layers without biases of their own use those of the first one
+                gone = getattr(module, "pruned_heads", ())  # transformers 4 leaves the biases of those that it pruned
+                there = torch.tensor([head for head in range(bias.shape[1]) if head not in gone])
+                weights[f"{name}.relative_attention_bias.weight"] = bias[:, there[index]]
+        else:
+            rows = index
+        for key, weight in module.named_parameters():
+            if not key.startswith("relative"):
+                last = key in ("o.weight", "wo.weight")
+                weights[f"{name}.{key}"] = weight.detach()[:, rows] if last else weight.detach()[rows]
+    resize(small, sizes)
+    with torch.no_grad():
+        for key, weight in small.named_parameters():
+            if key in weights:
+                weight.copy_(weights[key])
+    return small.eval()
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """Everything that decides the outcome, but for the model and the texts.
+
+    Attributes:
+        heads, neurons: the shares of all heads and of all neurons that are removed, from 0 to below 1.
+        importance: ``"magnitude"``, ``"taylor"`` or ``"movement"``.
+        steps: of fine-pruning; for the first ``rising`` share of them ever more is masked, along a cubic curve (Zhu and
+            Gupta, 2017), then nothing changes but the weights. With 0 all is removed at once, and nothing trained.
+        every: steps between two rankings.
+        multiple_of: of a layer's neurons.
+        examine: steps whose batches "taylor" looks at.
+        training: how; its ``layers`` and ``steps`` are not used.
+
+    Raises ``InputError`` for an unknown importance, numbers out of range, or movement without steps before the last
+    ranking.
+    """
+
+    heads: float = 0.25
+    neurons: float = 0.5
+    importance: str = "taylor"
+    steps: int = 1000
+    rising: float = 0.5
+    every: int = 25
+    multiple_of: int = 32
+    examine: int = 24
+    # Gently, for it knows much already; its encoder most gently, for what that knows took longest to learn.
+    training: DistillConfig = DistillConfig(learning_rate=1e-3, matrix_learning_rate=2.5e-3, encoder_share=0.4)
+
+    def __post_init__(self) -> None:
+        if self.importance not in WAYS:
+            raise InputError(f"importance is {self.importance!r}; give one of {', '.join(WAYS)}.")
+        if not 0 <= self.rising <= 1 or min(self.every, self.examine) < 1:
+            raise InputError(
+                f"rising is {self.rising!r}, every {self.every!r} and examine {self.examine!r}; give 0 … 1, and 1 or "
+                "more."
+            )
+        if self.steps < 0 or (self.importance == "movement" and self.share(0) == 1):
+            raise InputError(
+                f"steps is {self.steps} and rising {self.rising!r}; give 0 steps or more, and with movement at least 2 "
+                "and rising above 0: it needs training."
+            )
+
+    @property
+    def seed(self) -> int:
+        return self.training.seed
+
+    def factor(self, step: int) -> float:
+        """What multiplies the peak learning rates at ``step``."""
+        return replace(self.training, steps=self.steps).factor(step)
+
+    def share(self, step: int) -> float:
+        """Of what is removed in the end, the share that is masked at ``step``: all at the last one, at the latest.
+
+        >>> config = PruneConfig(steps=100, rising=0.5)
+        >>> config.share(0), round(config.share(25), 3), config.share(50), config.share(99)
+        (0.0, 0.875, 1.0, 1.0)
+        """
+        rising = min(self.steps * self.rising, self.steps - 1)
+        return 1.0 - (1.0 - min(1.0, step / rising)) ** 3 if rising > 0 else 1.0
+
+
+def prune(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Rows | Mixture, folder: Path,
+    config: PruneConfig, *, teacher: PreTrainedModel | None = None, validate: Validate | None = None,
+    device: str = "cpu",
+) -> PreTrainedModel:  # fmt: skip
+    """Remove heads and neurons, train what is left, and return it on the CPU.
+
+    Args:
+        model: a T5-like model; it is not changed.
+        examples: what is trained on and importance is measured with; as in `distill`.
+        folder: for the checkpoint and the log. A run whose checkpoint is there continues from it.
+        teacher: whose probabilities are learnt, of the same vocabulary; by default the whole model.
+        validate: as in `distill`.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        InputError: a row is wrong (the message names it), a share is outside 0 … 1, the checkpoint was made with
+            another configuration, or the device does not exist.
+        NotT5Error: the model is of another kind.
+    """
+    require_device(device)
+    require_t5(model.config, type(model).__name__)
+    shares = dict(heads=config.heads, neurons=config.neurons)
+    choose(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
+    mixture = as_mixture(examples, tokenizer)
+    student = copy.deepcopy(model).to(device).eval()
+    gates = Gates(student).to(device)
+    fixed = None if config.importance == "movement" else _scores(student, tokenizer, mixture, config)
+
+    def kept_at(step: int) -> Kept:
+        scores = movement(gates) if fixed is None else fixed
+        now = {what: config.share(step) * share for what, share in shares.items()}
+        return choose(scores, **now, multiple_of=config.multiple_of)
+
+    def before_step(step: int) -> None:
+        rising = step == 0 or config.share(step - 1) < 1
+        if rising and (step % config.every == 0 or config.share(step) == 1):
+            gates.close(kept_at(step))
+
+    if not config.steps:
+        return remove(student.to("cpu"), kept_at(0))
+    with gated(student, gates):
+        train_student(
+            student, teacher or model, tokenizer, mixture, folder, replace(config.training, steps=config.steps),
+            validate=validate, device=device, gates=gates, before_step=before_step, recorded=config,
+        )  # fmt: skip
+    return remove(student, gates.kept())
+
+
+def _scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mixture: Mixture, config: PruneConfig
+) -> Scores:
+    """Of the model before training."""
+    if config.importance == "magnitude":
+        return alike(magnitude(model))
+    batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], config.seed, 0)
+    few = [batch for _ in range(config.examine) for _, batch in next(batches)]
+    shown = machine.progress_bar(few, desc="importance", unit="batch")
+    objective = as_objective("labels")
+    return alike(taylor(model, shown, lambda batch: student_loss(model, None, batch, objective)))

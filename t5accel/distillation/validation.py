@@ -1,0 +1,69 @@
+"""How good a student is while it learns: its loss, and a score of what it writes, on rows that are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from t5accel.backends.model_defaults import by_defaults
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.errors import InputError
+from t5accel.metrics import ROW_SCORES
+from t5accel.distillation.batches import packed
+from t5accel.distillation.examples import LONGEST, Rows, read_examples
+from t5accel.distillation.optimizer import validation_losses
+from t5accel.tokenization import text_to_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+METRICS = ("loss", *ROW_SCORES)
+
+
+def validation(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, metric: str = "loss", *, batch_size: int = 32,
+    longest: int = LONGEST,
+) -> Callable[[PreTrainedModel], dict[str, float]]:  # fmt: skip
+    """A function from a model to its loss on your rows, in nats per token, and to a score of its greedy answers.
+
+    An answer is cut at twice the tokens of the longest target.
+
+    Args:
+        rows: as `examples.read_examples` takes them; each target is the one reference of its source.
+        metric: one of `METRICS`; "loss" writes no answers.
+        batch_size: sources that are answered together.
+        longest: as in `examples.read_examples`.
+
+    Raises:
+        InputError: an unknown metric, or a wrong row, which the message names.
+        MissingPackageError: the metric's package is not installed.
+
+    >>> from t5accel.models.load import load_t5
+    >>> model, tokenizer = load_t5("mini")
+    >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
+    >>> validation(rows, tokenizer, "exact_match")(model)["exact_match"]
+    100.0
+    """
+    if metric not in METRICS:
+        raise InputError(f"metric is {metric!r}; give one of {', '.join(METRICS)}.")
+    examples = read_examples(rows, tokenizer, longest=longest)
+    # Short and long sources apart: less padding.
+    examples.sort(key=lambda example: len(example[0]))
+    sources, references = [source for source, _ in examples], [[target] for _, target in examples]
+    sets = {"loss": packed(examples, lambda texts: tokenizer(texts)["input_ids"], 6000)}
+    most = 2 * max(len(target) for _, targets in sets["loss"] for target in targets)
+    if metric != "loss":
+        ROW_SCORES[metric](["a"], [["a"]])  # a missing package is reported now and not after the first 250 steps
+
+    def validate(model: PreTrainedModel) -> dict[str, float]:
+        found = validation_losses(model, sets)
+        if metric != "loss":
+            backend = TorchEager(model)  # puts the model into evaluation mode
+            answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=1))
+            starts = range(0, len(sources), batch_size)
+            answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
+            found[metric] = round(ROW_SCORES[metric](answers, references), 2)
+            model.train()
+        return found
+
+    return validate

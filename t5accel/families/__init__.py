@@ -1,1 +1,0 @@
-"""What sets families of encoder-decoders apart: one small description each, which the graphs' builder reads."""

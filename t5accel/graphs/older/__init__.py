@@ -1,1 +1,0 @@
-"""The layouts of the past, written to be compared with ours."""

@@ -1,1 +1,0 @@
-"""How the bundled models are made: their texts, vocabulary, curricula and training."""

@@ -1,0 +1,1 @@
+"""Load and describe encoder-decoder models; their mathematics and families."""

@@ -1,0 +1,364 @@
+"""Load a model by name: the bundled one, a hub id, a folder, or seeded random weights of a published size.
+
+Random weights (see `lively`) answer "how fast at that size?" without a download: speed does not depend on the values
+of the weights when the output length is forced.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from t5accel.checks import check_file, read_json_object
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.models.random_families import random_model
+from t5accel.models.registry import SIZES, family_of, no_head
+from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_t5
+from t5accel.models.pruned import load_narrow
+from t5accel.models.sizes import CLASS_PREFIXES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUNDLED = {"mini": "mini-t5", "mini-d1": "mini-t5-d1", "mini-d1p": "mini-t5-d1p"}
+# Short names under which the originals are widely known.
+HUB_ALIASES = {f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")}
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # whole, or in shards with an index
+# Files of which a tokenizer of these families can be made; ByT5's has the second one alone.
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer_config.json",), ("spiece.model",), ("sentencepiece.bpe.model",),
+               ("tokenizer.model",), ("source.spm",), ("vocab.json", "merges.txt"))  # fmt: skip
+_EXPORT = "manifest.json"  # of an export: `graphs.contract.MANIFEST`
+# What a folder holds in place of a model, or beside one.
+_INSTEAD = {
+    "adapter_config.json": "{} holds an adapter: load it with peft, merge it into its model with merge_and_unload(), "
+    "save that with save_pretrained(), and give that folder.",
+    _EXPORT: "{} is an export, which holds no weights for PyTorch: give the model that it was made from.",
+}
+_HEADLESS = re.compile(r"\w+For(?!Conditional)\w+|\w+EncoderModel")  # classes without a language-model head
+MAX_LAYERS = 1000  # of a stack; the largest published ones have some fifty
+_COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
+
+
+def data_folder() -> Path:
+    """Where the bundled model and evaluation sets lie: inside the package (wheel), else beside it (checkout).
+
+    Raises:
+        ModelUnavailableError: neither folder exists, as after copying this module alone.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "data", package.parent / "data"):
+        if (folder / "eval").is_dir():
+            return folder
+    raise ModelUnavailableError(
+        f"No data folder at {package / 'data'} or {package.parent / 'data'}: install the t5accel wheel, run from a "
+        "checkout, or load a model from a folder of yours."
+    )
+
+
+def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+    """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
+
+    Beside T5s these are models of the families in `models.registry`: BART, mBART, Marian, M2M100 (NLLB) and Pegasus.
+
+    Args:
+        name: ``"mini"`` (bundled), ``"random:t5-small"``, ``"random:bart-base"`` and other
+            sizes in ``RANDOM_SIZES`` and ``SIZES`` (seeded, offline), a folder written by ``save_pretrained``, or a hub
+            id such as ``"google-t5/t5-small"``.
+        seed: of the random weights; ignored otherwise.
+
+    Raises:
+        UnknownModelError: the name is none of these.
+        ModelUnavailableError: the hub cannot be reached or does not have it, or the folder is incomplete.
+        NotT5Error: the checkpoint is of another kind.
+
+    >>> model, tokenizer = load_t5("random:t5-small")
+    >>> model.config.d_model, tokenizer
+    (512, None)
+    """
+    text = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if not isinstance(text, str) or not text:
+        raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {allowed_names()}")
+    if text in BUNDLED:
+        return _load_folder(data_folder() / BUNDLED[text])
+    if text.startswith("random:"):
+        size = text.removeprefix("random:")
+        if size in SIZES:
+            return random_model(*SIZES[size], seed=seed), None
+        if size not in RANDOM_SIZES:
+            raise UnknownModelError(f"No random size {size!r}. {allowed_names()}")
+        return random_t5(RANDOM_SIZES[size], seed=seed, kind=kind_of(size)), None
+    if os.path.isdir(text):  # unlike Path.is_dir(), it answers False to a name that is too long
+        return _load_folder(Path(text))
+    if repository := hub_id(text):
+        return _load_hub(repository)
+    kinds = "not bundled, not random, not a folder, not a hub id"
+    raise UnknownModelError(f"No model {text!r}: {kinds}. {allowed_names()}")
+
+
+def hub_id(name: str) -> str | None:
+    """The repository on the hub that a name stands for; ``None`` if it is bundled, random, or a folder.
+
+    >>> hub_id("t5-small"), hub_id("mini")
+    ('google-t5/t5-small', None)
+    """
+    full = HUB_ALIASES.get(name, name)
+    return full if _HUB_ID.fullmatch(full) and not os.path.isdir(name) else None
+
+
+def hub_snapshot(name: str) -> Path | None:
+    """The folder in the hub's cache for a hub id, if its current commit was downloaded; no network is asked.
+
+    >>> hub_snapshot("mini") is None and hub_snapshot("no-such/model") is None
+    True
+    """
+    repository = hub_id(name)
+    snapshot = repository and _hub_commit(repository)
+    return snapshot if snapshot and (snapshot / "config.json").is_file() else None
+
+
+def _hub_commit(repository: str) -> Path | None:
+    """Where the hub's cache keeps what it has of a repository's current commit."""
+    from huggingface_hub import constants
+
+    kept = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    try:
+        return kept / "snapshots" / (kept / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:
+    """A copy of a model on a device, in ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+    In fp16 the ``wo`` of every layer of a T5 stays in fp32, as transformers keeps it: there published ones grow too
+    large.
+
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> half = in_floats(model, "float16")
+    >>> half.decoder.block[0].layer[2].DenseReluDense.wo.weight.dtype, half.dtype, model.dtype
+    (torch.float32, torch.float16, torch.float32)
+    """
+    import torch
+
+    moved = copy.deepcopy(model).to(device, getattr(torch, floats))
+    if floats == "float16" and model.config.model_type in CLASS_PREFIXES:
+        for block in (*moved.encoder.block, *moved.decoder.block):
+            block.layer[-1].DenseReluDense.wo.float()
+    return moved
+
+
+def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    for name, sentence in _INSTEAD.items():
+        if (folder / name).is_file() and not (name == _EXPORT and has_weights(folder)):
+            raise ModelUnavailableError(sentence.format(folder))
+    read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
+    return _from_pretrained(str(folder))
+
+
+def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    try:
+        return _from_pretrained(repository, local_files_only=not hub_resolves())
+    except T5AccelError:
+        raise
+    except OSError as error:
+        _refuse_instead(repository)
+        raise ModelUnavailableError(
+            f"{repository!r} is no folder here, and could not be had from the model hub (no network, or no such "
+            "model). Offline, load_t5('mini') and load_t5('random:t5-small') work, as does what was downloaded before."
+        ) from error
+    except Exception as error:  # reached, and broken or too new for the installed transformers
+        _refuse_instead(repository)
+        raise ModelUnavailableError(f"{repository!r} cannot be loaded: {error}") from error
+
+
+def _refuse_instead(repository: str) -> None:
+    commit = _hub_commit(repository)
+    for name, sentence in _INSTEAD.items():  # where a commit is known, the hub has answered
+        if commit and ((commit / name).is_file() or hub_file(repository, name)):
+            raise ModelUnavailableError(sentence.format(repository))
+
+
+def hub_file(repository: str, name: str) -> Path | None:
+    """A file of a repository in the hub's cache, downloaded if need be; ``None`` where it cannot be had."""
+    if not hub_resolves():
+        return None
+    from huggingface_hub import constants, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, name, cache_dir=constants.HF_HUB_CACHE))
+    except Exception:  # whatever the reason: loading the model says it, or there is no such file
+        return None
+
+
+def hub_resolves() -> bool:
+    """Whether the hub may be asked, and its address is known here."""
+    # Without a network the hub's client retries for half a minute and logs each try: ask for its address first.
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
+
+
+def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLike[str], **options: Any) -> Any:
+    """Call a ``from_pretrained`` of transformers so that no code beside the files runs.
+
+    Args:
+        from_pretrained: of a class that takes ``trust_remote_code``, as transformers' ``Auto`` classes do.
+        where: a folder, or a hub id.
+
+    Raises:
+        ModelUnavailableError: the folder is damaged, or brings code that transformers would run.
+
+    >>> from transformers import AutoConfig
+    >>> load_pretrained(AutoConfig.from_pretrained, data_folder() / "mini-t5").model_type
+    't5'
+    """
+    # transformers 4.57 takes what lies in a folder for trusted, and runs it without being allowed to.
+    if os.path.lexists(os.path.join(where, "custom_generate")):
+        raise ModelUnavailableError(
+            f"{where} holds custom_generate, Python code that transformers runs as it loads the model. Read it, and "
+            "remove it from the folder: t5accel runs no code that lies beside weights."
+        )
+    for path in Path(where).iterdir() if os.path.isdir(where) else ():
+        if path.exists() and not path.is_dir():
+            check_file(path, ModelUnavailableError)
+    try:
+        # Left open, transformers asks on the terminal, and takes a line of piped input for the answer.
+        return from_pretrained(os.fspath(where), trust_remote_code=False, **options)
+    except (T5AccelError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        if "trust_remote_code" in str(error):  # transformers' advice, which nobody can follow here
+            raise ModelUnavailableError(
+                f"{where} cannot be loaded without running Python code that comes with it, which t5accel never does. "
+                "Give a model whose classes are in transformers."
+            ) from error
+        if not os.path.isdir(where):
+            raise
+        raise ModelUnavailableError(f"{where} cannot be loaded: {error}") from error
+
+
+def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    config = load_pretrained(AutoConfig.from_pretrained, where, **options)
+    family_of(config, where)
+    if os.path.isdir(where) and not has_weights(Path(where)):
+        raise ModelUnavailableError(
+            f"{where} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
+            "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
+        )
+    for name, value in vars(config).items():  # building layers without end would never come to the weights
+        if name.endswith("layers") and isinstance(value, int) and value > MAX_LAYERS:
+            raise ModelUnavailableError(f"{where}: {name} must be at most {MAX_LAYERS}, got {value}.")
+    attention = getattr(config, "_attn_implementation", None)
+    if isinstance(attention, str) and "/" in attention:  # compiled code of a hub's repository
+        raise ModelUnavailableError(f"{where} asks for the kernel {attention!r}: remove it from its config.json.")
+    load = AutoModelForSeq2SeqLM.from_pretrained
+    if getattr(config, "layer_widths", None):
+        name = f"{CLASS_PREFIXES[config.model_type]}ForConditionalGeneration"
+        load = partial(load_narrow, getattr(transformers, name))
+    with _no_loading_bar():
+        model, report = load_pretrained(load, where, dtype=torch.float32, output_loading_info=True, **options)
+    missing, unread = (sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
+    if (missing or unread) and (kind := _HEADLESS.search(str(config.architectures))):
+        raise NotT5Error(no_head(f"{where}, a {kind[0]},", config))
+    if missing:  # transformers fills them with random numbers and goes on
+        raise ModelUnavailableError(f"{where} is incomplete: it lacks {len(missing)} weights, such as {missing[0]}.")
+    if unread := [name for name in unread if not name.endswith(_COMPUTED)]:  # and drops these
+        raise ModelUnavailableError(
+            f"{where} holds {len(unread)} weights that a {type(model).__name__} does not have, such as {unread[0]}: "
+            "merge adapters into the model first, or save it without them."
+        )
+    tokenizer = load_tokenizer(where, **options)
+    return model.eval(), tokenizer
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights for PyTorch."""
+    return any(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
+def require_tokenizer(name: str | os.PathLike[str]) -> None:
+    """Raise ``InputError`` for a model that is here without a tokenizer, before it is loaded or exported.
+
+    >>> require_tokenizer("mini")
+    """
+    name = os.fspath(name)
+    if name.removeprefix("random:") in {*RANDOM_SIZES, *SIZES} - {name}:
+        raise InputError(f"{name} has random weights and no tokenizer, so it reads no text: give another model.")
+    is_model = name not in BUNDLED and os.path.isfile(os.path.join(name, "config.json"))
+    if is_model and not _has_tokenizer(Path(name)):
+        raise InputError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained().")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    if any(all((folder / name).is_file() for name in files) for files in _TOKENIZERS):
+        return True
+    config = folder / "config.json"
+    named = config.is_file() and read_json_object(config, ModelUnavailableError).get("tokenizer_class")
+    return named == "ByT5Tokenizer" or bool(named and (folder / "vocab.txt").is_file())
+
+
+def load_tokenizer(where: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of transformers in a folder or at a hub id; ``None`` for a folder without the files of one.
+
+    Raises:
+        ModelUnavailableError: its files are damaged, or those that hold its vocabulary are missing.
+
+    >>> load_tokenizer(data_folder() / "mini-t5").eos_token
+    '</s>'
+    """
+    folder = Path(where) if os.path.isdir(where) else hub_snapshot(os.fspath(where))
+    if os.path.isdir(where) and not _has_tokenizer(folder):
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, where, **options)
+    names = set(tokenizer.vocab_files_names.values()) - {"tokenizer_config.json"}
+    if names and folder and not any((folder / name).is_file() for name in names | {"tokenizer.model"}):
+        # transformers 5 makes one with an empty vocabulary, for which every word is unknown.
+        raise ModelUnavailableError(
+            f"{where} lacks the vocabulary of its {type(tokenizer).__name__}, {' or '.join(sorted(names))}. Save the "
+            "tokenizer there with tokenizer.save_pretrained(), or name its class in tokenizer_config.json."
+        )
+    return tokenizer
+
+
+@contextmanager
+def _no_loading_bar() -> Iterator[None]:
+    # transformers 5 draws a bar for every model, also for one that is there in a blink.
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def allowed_names() -> str:
+    """A sentence for errors: what a model may be called."""
+    names = ", ".join(map(repr, [*BUNDLED, *(f"random:{size}" for size in (*RANDOM_SIZES, *SIZES))]))
+    return f"Allowed: {names}; a folder written by save_pretrained(); a hub id such as 'google-t5/t5-small'."

@@ -1,0 +1,108 @@
+"""Seeded random T5s of published sizes whose greedy output varies, so that a test of equality can fail."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from t5accel.errors import InputError
+from t5accel.models.sizes import CLASS_PREFIXES, T5_LIKE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Configurations of published checkpoints (google-t5/*, google/flan-t5-*, google/mt5-small …): what shapes a model.
+_T5 = dict(vocab_size=32128, d_kv=64, feed_forward_proj="relu", tie_word_embeddings=True)
+_FLAN = dict(vocab_size=32128, d_kv=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+RANDOM_SIZES: dict[str, dict[str, Any]] = {
+    "t5-small": dict(_T5, d_model=512, d_ff=2048, num_heads=8, num_layers=6),
+    "t5-base": dict(_T5, d_model=768, d_ff=3072, num_heads=12, num_layers=12),
+    "t5-large": dict(_T5, d_model=1024, d_ff=4096, num_heads=16, num_layers=24),
+    "flan-t5-small": dict(_FLAN, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
+    "flan-t5-base": dict(_FLAN, d_model=768, d_ff=2048, num_heads=12, num_layers=12),
+    "flan-t5-large": dict(_FLAN, d_model=1024, d_ff=2816, num_heads=16, num_layers=24),
+    "mt5-small": dict(_FLAN, vocab_size=250112, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
+    "umt5-small": dict(_FLAN, vocab_size=256384, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
+    "byt5-small": dict(
+        _FLAN, vocab_size=384, d_model=1472, d_ff=3584, num_heads=6, num_layers=12, num_decoder_layers=4
+    ),
+    "madlad400-3b-mt": dict(_FLAN, vocab_size=256000, d_model=1024, d_kv=128, d_ff=8192, num_heads=16, num_layers=32),
+}
+
+
+def kind_of(size: str) -> str:
+    """The kind of `random_t5` that a published size is of.
+
+    >>> kind_of("umt5-small"), kind_of("byt5-small")
+    ('umt5', 't5')
+    """
+    return next((kind for kind in ("umt5", "mt5") if size.startswith(kind)), "t5")
+
+
+def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreTrainedModel:
+    """A seeded model of the given ``T5Config`` sizes whose greedy output varies (a *lively* one).
+
+    A default-initialised T5 emits one token for ever, so that "all tokens equal" would prove nothing about it: its tied
+    embedding favours the token just read. Random signs in the decoder's last norm take that advantage away; sharper
+    attention and wider position biases make the output depend on the source and on the order of its tokens.
+
+    Args:
+        sizes: keyword arguments of ``T5Config``.
+        seed: of torch's generator; the global random state is left as it was.
+        kind: ``"t5"``, ``"mt5"`` or ``"umt5"``.
+
+    Raises:
+        InputError: the sizes make no model, the kind is unknown, or the seed is no integer.
+
+    >>> random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)).config.model_type
+    't5'
+    """
+    import torch
+    import transformers
+
+    if kind not in T5_LIKE:
+        raise InputError(f"kind is {kind!r}; give one of {', '.join(T5_LIKE)}.")
+    if not isinstance(sizes, Mapping):
+        raise InputError(f"sizes is {sizes!r}; give keyword arguments of T5Config, as RANDOM_SIZES holds them.")
+    if not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 2**63:
+        raise InputError(f"seed is {seed!r}; give an integer from 0 to 2**63 - 1.")
+    prefix = CLASS_PREFIXES[kind]
+    sizes = {"decoder_start_token_id": 0, "dropout_rate": 0.0, "tie_word_embeddings": kind != "mt5", **sizes}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(operator.index(seed))  # torch.manual_seed would also seed the GPUs
+        try:
+            config = getattr(transformers, f"{prefix}Config")(**sizes)
+            model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+        except Exception as error:  # of many kinds, some of them huggingface_hub's own
+            raise InputError(f"These sizes make no {prefix} model: {error}") from error
+        if not sizes["tie_word_embeddings"]:
+            _untie(model)
+        _enliven(model)
+    return model
+
+
+def _untie(model: PreTrainedModel) -> None:
+    import torch
+
+    # transformers 5 ties the head whatever the configuration says, and unties it only when it loads a checkpoint.
+    if model.lm_head.weight is model.shared.weight:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+        model.all_tied_weights_keys.pop("lm_head.weight", None)  # so that it is saved, too
+
+
+def _enliven(model: PreTrainedModel) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("Attention.q.weight"):
+                weight.mul_(3.0)  # sharper attention: the output depends on which token stands where
+            elif name.endswith("DenseReluDense.wo.weight"):
+                # relu outputs have a mean; its image, the same for every token, would decide the output.
+                weight.sub_(weight.mean(dim=1, keepdim=True))
+            elif "relative_attention_bias" in name:
+                weight.normal_(0.0, 1.0)
+        # With tied embeddings the last token's own embedding, still in the residual stream, would win for ever.
+        signs = torch.randint(2, model.decoder.final_layer_norm.weight.shape) * 2.0 - 1.0
+        model.decoder.final_layer_norm.weight.copy_(signs)

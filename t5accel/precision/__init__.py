@@ -1,0 +1,1 @@
+"""Change an export's precision: fp16, int8 and int4, calibrated and gated."""

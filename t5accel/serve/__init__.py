@@ -1,0 +1,1 @@
+"""Serve requests and files: scheduler, HTTP server, batch jobs, Ray."""

@@ -1,0 +1,446 @@
+"""The application: routes in front of a scheduler, whose answers come from another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from t5accel.decoding.backend import Backend
+from t5accel.serve.request import Answer
+from t5accel.decoding.token_constraints import NONE
+from t5accel.decoding.streaming import TextPieces
+from t5accel.errors import EngineError, T5AccelError
+from t5accel.serve import responses as shapes
+from t5accel.serve.middleware import Guard, Refused, ValidationError, log, refusal
+from t5accel.serve.metrics import Metrics
+from t5accel.serve.scheduler import ENDS, Scheduler
+from t5accel.serve.schemas import Completion, Generate, seed_of
+from t5accel.serve.settings import Settings
+from t5accel.serve.stops import StopStrings, TextStream
+from t5accel.serve.ticket import Ticket
+from t5accel.models.languages import Languages
+from t5accel.tokenization import before_end
+
+VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not imported: the package stands above
+DONE = "data: [DONE]\n\n"
+CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
+ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
+CHARACTERS = 32  # of a text, for each token that a source may have; more are not tokenised
+SMALL = 1000  # characters or tokens that take less than a millisecond, whatever they are
+BYTES = 64  # of a body, that are parsed in the time of one character tokenised
+EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are one event
+
+
+class Service:
+    """A scheduler, and texts in place of tokens.
+
+    Args:
+        backend, tokenizer: as of `api.open_backend`.
+        settings: all limits.
+    """
+
+    def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
+        self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
+        self.backend, self.rules, self.languages = backend, getattr(backend, "rules", NONE), Languages(tokenizer)
+        self.ends = self.rules.ends(backend.eos_token_id)
+        self.started_s = int(time.time())
+        self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
+        self.metrics.watch(self.scheduler)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
+
+    def _tell(self, tickets: Sequence[Ticket]) -> None:
+        """From the engine's thread to the one that serves, which is woken for a stream's end, or not too often."""
+        now = time.monotonic()
+        if due := [ticket for ticket in tickets if ticket.is_done or now >= ticket.due_s]:
+            for ticket in due:
+                ticket.due_s = now + EVENTS_S
+            self.loop.call_soon_threadsafe(lambda: [ticket.listener() for ticket in due if ticket.listener])
+
+    async def submit(self, asked: Generate) -> list[Ticket]:
+        """A ticket for each text. What can be refused is refused before any text is tokenised."""
+        texts = [asked.text] if isinstance(asked.text, str) else asked.text
+        if not 1 <= len(texts) <= self.settings.texts:
+            raise Refused(422, f"The request holds {len(texts)} texts; give 1 to {self.settings.texts}.", param="text")
+        prefix = self.settings.prefix if asked.prefix is None else asked.prefix
+        texts = [prefix + text for text in texts]
+        stops, first = self.stops(asked), self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
+        language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
+        most = CHARACTERS * self.settings.max_source_tokens
+        longest = max(map(len, texts))
+        if longest > most and not asked.truncate:
+            raise _too_long(f"A text has {longest} characters, and {most} are allowed")
+        # With a source of one token, the shortest there is, anything else that is wrong shows.
+        least = asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules, stops)
+        least = replace(least, **first) if first else least
+        self.scheduler.require_place(least, len(texts))
+        # One by one, so that other requests' texts come between those of a large one.
+        sources = [
+            await self.beside(self._tokens, text[:most], asked.truncate, language, size=min(longest, most) * len(texts))
+            for text in texts
+        ]
+        jobs = [replace(least, input_ids=tokens) for tokens in sources]
+        tickets = self.scheduler.submit_all(jobs)
+        if self.settings.log_texts:
+            log.info("requests %s: %s", [ticket.number for ticket in tickets], json.dumps(texts, ensure_ascii=False))
+        return tickets
+
+    async def beside(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
+        """What a function returns that may take long: beside the event loop, one after another.
+
+        Args:
+            function, arguments: what is called.
+            size: characters or tokens of the request. For few of them another thread would cost more than the call.
+        """
+        if size <= SMALL:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+    def _tokens(self, text: str, truncate: bool, language: int | None = None) -> list[int]:
+        most, batch = self.settings.max_source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if language is not None:
+            ids = self.languages.marked(ids, mask, language)
+        tokens = ids[0][mask[0] == 1].tolist()
+        if len(tokens) <= most:
+            return tokens
+        if not truncate:
+            raise _too_long(f"A source has {len(tokens)} tokens, and {most} are allowed")
+        end = self.backend.eos_token_id
+        closing = tokens[-2:] if tokens[-2] == end != tokens[-1] else [end]  # in mBART the language stands behind it
+        return [*tokens[: max(most - len(closing), 0)], *closing]
+
+    def close(self) -> None:
+        """End its threads."""
+        self.scheduler.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def stops(self, asked: Generate) -> StopStrings | None:
+        """The request's stop strings."""
+        return StopStrings(asked.stops, partial(self._decoded, asked)) if asked.stops else None
+
+    def _decoded(self, asked: Generate, rows: Sequence[Sequence[int]]) -> list[str]:
+        if not asked.skip_special_tokens:
+            rows = [before_end(row, self.ends) for row in rows]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=asked.skip_special_tokens)
+
+    async def texts(self, answers: Sequence[Answer], asked: Generate) -> list[str]:
+        """Decoded, up to the first stop string."""
+        tokens, stops = [answer.tokens for answer in answers], self.stops(asked)
+        found = await self.beside(self._decoded, asked, tokens, size=sum(map(len, tokens)))
+        if stops is not None:
+            found = [stops.cut(text) for text in found]
+        if self.settings.log_texts:
+            log.info("answers: %s", json.dumps(found, ensure_ascii=False))
+        return found
+
+    async def answered(self, tickets: Sequence[Ticket], request: Request) -> None:
+        """Until all are done, or one has failed, or the client has gone; then the others' rows are free, too."""
+        news, gone = asyncio.Event(), asyncio.create_task(_disconnect(request))
+        gone.add_done_callback(lambda _: news.set())
+        for ticket in tickets:
+            ticket.listener = news.set
+        try:
+            while not all(ticket.is_done for ticket in tickets):
+                await news.wait()
+                news.clear()
+                if gone.done() and not all(ticket.is_done for ticket in tickets):
+                    raise ConnectionResetError
+                for ticket in tickets:
+                    if ticket.error is not None:
+                        raise ticket.error
+        finally:
+            gone.cancel()
+            for ticket in tickets:
+                ticket.cancel()
+        for ticket in tickets:
+            ticket.result(0)
+
+    async def pieces(self, tickets: Sequence[Ticket], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
+        """The texts of tickets as they come: which one's, new text, and whether that was the last of it.
+
+        The text is empty where a ticket has its first token and no whole word yet. Raises the error of the first ticket
+        that fails; at the end of the iteration all are cancelled.
+        """
+        shown = dict(skip_special_tokens=asked.skip_special_tokens, ends=self.ends)
+        open_ones = [TextStream(*numbered, TextPieces(self.tokenizer, **shown)) for numbered in enumerate(tickets)]
+        news = asyncio.Event()
+        for ticket in tickets:
+            ticket.listener = news.set
+        try:
+            while open_ones:
+                for one in open_ones:
+                    if (piece := one.piece()) is not None:
+                        yield one.index, piece, one.is_done
+                open_ones = [one for one in open_ones if not one.is_done]
+                if open_ones:
+                    await news.wait()
+                    news.clear()
+        finally:
+            for ticket in tickets:
+                ticket.cancel()
+
+
+def _too_long(what: str) -> Refused:
+    what += ": shorten it, or ask for truncate."
+    return Refused(413, what, param="text", code="context_length_exceeded")
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def timings(ticket: Ticket) -> dict[str, float | None]:
+    """Seconds since it was submitted.
+
+    >>> from t5accel.serve.request import Job
+    >>> timings(Ticket(Job([5, 1]), 1, submitted_s=1.0, joined_s=1.5, first_token_s=1.75, done_s=3.0))
+    {'queue_s': 0.5, 'first_token_s': 0.75, 'total_s': 2.0}
+    """
+    moments = {"queue_s": ticket.joined_s, "first_token_s": ticket.first_token_s, "total_s": ticket.done_s}
+    return {name: None if at is None else round(at - ticket.submitted_s, 6) for name, at in moments.items()}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def _answer_to(error: BaseException, *, openai: bool = False) -> Response:
+    """Whatever was raised for a request; what is our fault leaves a line in the log, without its words.
+
+    They might hold what somebody asked. What ends the process is raised again.
+    """
+    if isinstance(error, (*ENDS, asyncio.CancelledError, GeneratorExit)):
+        raise error
+    if isinstance(error, ConnectionError) and not isinstance(error, T5AccelError):
+        return Response(status_code=499)
+    if isinstance(error, EngineError) or not isinstance(error, T5AccelError | Refused | ValidationError):
+        cause = error.__cause__ or error
+        where = (traceback.extract_tb(cause.__traceback__) or [None])[-1]
+        place = f"{where.filename}:{where.lineno}" if where else "an unknown place"
+        whose = "the engine's" if isinstance(error, EngineError) else "unexpected"
+        log.error("%s %s at %s", whose, type(cause).__name__, place)
+    return refusal(error, openai=openai)
+
+
+def _failed(error: BaseException) -> str:
+    return "event: error\ndata: " + _answer_to(error).body.decode() + "\n\n"
+
+
+async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str]) -> Response:
+    """Server-sent events, once the first piece is there: what fails before still has a status of its own."""
+    first = await anext(pieces)
+
+    async def body() -> AsyncIterator[str]:
+        try:
+            yield events(*first)
+            async for piece in pieces:
+                yield events(*piece)
+        except BaseException as error:
+            yield _failed(error)
+        finally:
+            await pieces.aclose()
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
+    """The application around a backend; its lifespan ends the engine's thread.
+
+    >>> from t5accel.api import open_backend
+    >>> app = make_app(*open_backend("mini", progress=False)[:2], Settings())
+    >>> sorted(path for path in app.openapi()["paths"] if path.startswith("/v1"))
+    ['/v1/completions', '/v1/models', '/v1/models/{name}']
+    >>> app.state.service.scheduler.close()
+    """
+    service = Service(backend, tokenizer, settings)
+    scheduler, name = service.scheduler, settings.public_name
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.loop = asyncio.get_running_loop()
+        yield
+        await asyncio.to_thread(service.close)
+
+    # A redirect would go to whatever the Host header says. FastAPI's own pages fetch their scripts from other hosts.
+    app = FastAPI(title="t5accel", version=VERSION, description=ABOUT, lifespan=lifespan, redirect_slashes=False,
+                  docs_url=None, redoc_url=None)  # fmt: skip
+    app.state.service = service
+    app.add_middleware(Guard, settings=settings, metrics=service.metrics)
+
+    def post(
+        path: str, schema: type[Generate | Completion], shape: type[BaseModel], event: type[BaseModel]
+    ) -> Callable[..., Any]:
+        """A route that reads this schema and answers whatever goes wrong as a refusal."""
+        asks = {"content": {"application/json": {"schema": shapes.inlined(schema.model_json_schema())}},
+                "required": True}  # fmt: skip
+        is_openai = path.startswith("/v1/")
+        errors = (400, 404 if is_openai else 422, 408, 413, 415, 429, 500, 503, 504)
+
+        def add(answer: Callable[[Any, Request], Awaitable[Response]]) -> None:
+            async def route(request: Request) -> Response:
+                try:
+                    body = await request.body()
+                    size = len(body) // BYTES
+                    return await answer(await service.beside(schema.model_validate_json, body, size=size), request)
+                except BaseException as error:  # what a tokenizer in Rust raises is no Exception
+                    return _answer_to(error, openai=is_openai)
+
+            route.__name__, route.__doc__ = answer.__name__, schema.__doc__
+            app.post(path, openapi_extra={"requestBody": asks}, response_model=None,
+                     responses=shapes.responses(shape, *errors, event=event))(route)  # fmt: skip
+
+        return add
+
+    @post("/generate", Generate, shapes.GenerateResponse, shapes.GenerateEvent)
+    async def generate(asked: Generate, request: Request) -> Response:
+        tickets = await service.submit(asked)
+        if asked.stream:
+
+            def events(index: int, piece: str, last: bool) -> str:
+                if not last:
+                    return _event({"index": index, "text": piece})
+                ticket = tickets[index]
+                return _event({"index": index, "text": piece, "tokens": len(ticket.tokens),
+                               "ended": ticket.answers[0].ended, "timings": timings(ticket)})  # fmt: skip
+
+            return await _streamed(service.pieces(tickets, asked), events)
+        await service.answered(tickets, request)
+        answers = [
+            {
+                "texts": await service.texts(ticket.answers, asked),
+                "scores": [answer.score for answer in ticket.answers],
+                "tokens": [len(answer.tokens) for answer in ticket.answers],
+                "ended": [answer.ended for answer in ticket.answers],
+                "source_tokens": len(ticket.job.input_ids),
+                "encoder_reused": ticket.reused,
+                "timings": timings(ticket),
+            }
+            for ticket in tickets
+        ]
+        return JSONResponse(
+            {"model": name, "seed": tickets[0].job.seed if asked.do_sample else None, "answers": answers}
+        )
+
+    @post("/v1/completions", Completion, shapes.CompletionResponse, shapes.CompletionResponse)
+    async def completions(asked: Completion, request: Request) -> Response:
+        if asked.model != name:
+            raise Refused(404, f"There is no model {asked.model[:80]!r} here, but {name!r}.", param="model",
+                          code="model_not_found")  # fmt: skip
+        wanted = asked.generate()
+        tickets = await service.submit(wanted)
+        content: dict[str, Any] = {"id": f"cmpl-{service.started_s}-{tickets[0].number}", "object": "text_completion",
+                                   "created": int(time.time()), "model": name}  # fmt: skip
+
+        def choice(index: int, text: str, ended: bool | None) -> dict[str, Any]:
+            reason = None if ended is None else "stop" if ended else "length"
+            return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+        def usage() -> dict[str, int]:
+            given = sum(len(ticket.job.input_ids) for ticket in tickets)
+            written = sum(len(answer.tokens) for ticket in tickets for answer in ticket.answers)
+            return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
+
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            nulls = {"usage": None} if with_usage else {}
+            streaming = len(tickets)
+
+            def events(index: int, piece: str, last: bool) -> str:
+                nonlocal streaming
+                ended = tickets[index].answers[0].ended if last else None
+                text = _event({**content, "choices": [choice(index, piece, ended)], **nulls})
+                streaming -= last
+                if not streaming:
+                    text += _event({**content, "choices": [], "usage": usage()}) if with_usage else ""
+                    text += DONE
+                return text
+
+            return await _streamed(service.pieces(tickets, wanted), events)
+        await service.answered(tickets, request)
+        answers = [answer for ticket in tickets for answer in ticket.answers]
+        both = zip(await service.texts(answers, wanted), answers, strict=True)
+        choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
+        return JSONResponse({**content, "choices": choices, "usage": usage()})
+
+    model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
+
+    def get(*paths: str, shape: type[BaseModel], **more: Any) -> Callable[..., Any]:
+        def add(answer: Callable[..., Any]) -> None:
+            for path in paths:
+                app.get(path, response_model=None, responses=shapes.responses(shape, **more))(answer)
+
+        return add
+
+    @get("/v1/models", shape=shapes.ModelList)
+    async def models() -> Any:
+        """List the model that is served."""
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}", response_model=None, responses=shapes.responses(shapes.ModelCard, 404, 422))
+    async def one_model(name: str) -> Any:
+        """Describe the model of this name."""
+        return (
+            model if name == model["id"] else refusal(Refused(404, "There is no such model.", code="model_not_found"))
+        )
+
+    @get("/health/live", shape=shapes.Alive, unavailable=True)
+    async def live() -> Response:
+        """Whether the engine works; 503: restart the server."""
+        alive = scheduler.is_alive and scheduler.busy_s() < settings.stuck_s
+        return JSONResponse({"alive": alive}, 200 if alive else 503)
+
+    @get("/health/ready", "/health", shape=shapes.Ready, unavailable=True)
+    async def ready() -> Response:
+        """Whether to send requests here, and the load; 503: not now."""
+        is_ready = scheduler.is_open and scheduler.is_alive
+        load = {"ready": is_ready, "waiting": scheduler.waiting, "running": scheduler.running, "rows": scheduler.rows,
+                "continuous": not scheduler.why_static}  # fmt: skip
+        return JSONResponse(load, 200 if is_ready else 503)
+
+    @get("/version", shape=shapes.Version)
+    async def version() -> Any:
+        """The version of t5accel."""
+        return {"version": VERSION}
+
+    @get("/", shape=shapes.About)
+    async def about() -> Any:
+        """What this server is, and its routes."""
+        return {"name": "t5accel", "version": VERSION, "model": name, "routes": routes()}
+
+    @app.get("/docs", response_model=None, include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(shapes.page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        """Of a path or a method that there is not."""
+        found = Refused(error.status_code, f"{error.detail}. The routes are {', '.join(routes())}.")
+        found.headers = dict(error.headers or {})
+        return refusal(found)
+
+    @app.get("/metrics", response_class=Response, responses=shapes.responses(None))
+    async def metrics() -> Response:
+        """The counters, for Prometheus."""
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    def routes() -> list[str]:
+        paths = app.openapi()["paths"].items()
+        return [f"{method.upper()} {path}" for path, methods in paths for method in methods] + ["GET /docs"]
+
+    return app

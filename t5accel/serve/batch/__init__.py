@@ -1,0 +1,1 @@
+"""Generate for every row of a file or folder."""

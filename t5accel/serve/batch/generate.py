@@ -1,0 +1,213 @@
+"""Many texts answered at once: sorted by length, in batches of so many tokens, the answers in the texts' order.
+
+A batch is padded to its longest text. In the order of a file most of it may be padding, and as many texts of a sentence
+as of a page; sorted, each batch has texts of about one length, and by a budget of tokens as many as are worth it. The
+idea is that of bucketed batches in machine translation (fairseq's ``--max-tokens``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from t5accel.backends.model_defaults import by_defaults
+from t5accel.serve.batch.formats import Unfit
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend
+from t5accel.decoding.request import check_positions
+from t5accel.decoding.token_constraints import NONE, ended
+from t5accel.errors import InputError, JobError, T5AccelError, first_line
+from t5accel.models.languages import Languages
+from t5accel.tokenization import decode, tokenize
+
+CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A text, and how many tokens the model wrote for it, with the one that ends it."""
+
+    text: str
+    tokens: int
+
+
+def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Which texts go together: the longest first, so that memory is short at the beginning or never.
+
+    Args:
+        lengths: of each text.
+        most_tokens: of a batch, padding counted; a text that alone has more goes alone.
+
+    >>> list(batches([2, 9, 3, 4], 10))
+    [[1], [3, 2], [0]]
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    first = 0
+    while first < len(order):
+        rows = max(1, most_tokens // max(1, lengths[order[first]]))
+        yield order[first : first + rows]
+        first += rows
+
+
+class Answerer:
+    """Texts -> answers, as the model's ``generation_config`` asks: see `model_defaults.by_defaults`.
+
+    The same texts always go together, and so have the same answers, unless the model draws.
+
+    Args:
+        backend, tokenizer: as `api.open_backend` opens them.
+        beams: 1 is greedy search; ``None``: that of the model's ``generation_config``.
+        max_new_tokens: of an answer.
+        max_source_tokens: texts that have more are not answered; ``None``: the model's own limit, or none.
+        batch_tokens: of a batch's padded sources, times the beams.
+        src_lang: see `text_to_text.text_to_text`.
+        tgt_lang, forced_bos_token: see `languages.Languages.target`.
+        skip_special_tokens: see `text_to_text.decode`.
+
+    Raises:
+        InputError: there is no tokenizer, it does not know a language or token, a bound is wrong, or the model has
+            fewer positions.
+
+    >>> from t5accel.api import open_backend
+    >>> answer = Answerer(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
+    >>> answer(["translate English to French: I am tired.", "translate English to French: " + "very " * 9 + "tired."])
+    [Answer(text='Je suis fatigué.', tokens=5), Unfit(reason='17 tokens, and at most 10 are allowed')]
+    """
+
+    def __init__(
+        self, backend: Backend, tokenizer: Any, *, beams: int | None = None, max_new_tokens: int = 64,
+        max_source_tokens: int | None = None, batch_tokens: int = 4096, src_lang: str | None = None,
+        tgt_lang: str | None = None, forced_bos_token: str | None = None, skip_special_tokens: bool = True,
+    ):  # fmt: skip
+        if tokenizer is None:
+            raise InputError("This model has no tokenizer (random weights have none): a batch job reads texts.")
+        self.backend, self.tokenizer = backend, tokenizer
+        self._rules = getattr(backend, "rules", NONE)
+        self.beams = self._rules.num_beams if beams is None else as_count(beams, "beams", at_least=1)
+        self.max_new_tokens = as_count(max_new_tokens, "max_new_tokens", at_least=1)
+        self.batch_tokens = as_count(batch_tokens, "batch_tokens", at_least=1)
+        check_positions(backend, self.max_new_tokens)
+        self._languages, self._skips = Languages(tokenizer), skip_special_tokens
+        self._language = None if src_lang is None else self._languages.source(src_lang)
+        first = self._languages.target(backend, tgt_lang, forced_bos_token)
+        self._search = by_defaults(backend, max_new_tokens=self.max_new_tokens, num_beams=beams, **first)
+        limits = [getattr(backend, "max_source_tokens", None)]
+        if max_source_tokens is not None:
+            limits.append(as_count(max_source_tokens, "max_source_tokens", at_least=1))
+        self.max_source_tokens = min((limit for limit in limits if limit is not None), default=None)
+        self.entries = getattr(backend, "source_vocab_size", backend.vocab_size)
+
+    def __call__(self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None) -> list[Answer | Unfit]:
+        """An answer to each text, or why it has none.
+
+        A text on which tokenizer or model fails costs no other text its answer.
+
+        Args:
+            texts: any number of them.
+            on_batch: is called with the texts and the new tokens of each batch that is done.
+
+        Raises:
+            JobError: the model fails on any text.
+        """
+        found: list[Answer | Unfit | None] = [None] * len(texts)
+        sources: list[tuple[int, np.ndarray]] = []
+        for place, ids in self._tokenised(texts):
+            if isinstance(ids, Unfit):
+                found[place] = ids
+            elif not len(ids):
+                found[place] = Unfit("a text of which the tokenizer makes no token")
+            elif self.max_source_tokens is not None and len(ids) > self.max_source_tokens:
+                found[place] = Unfit(f"{len(ids)} tokens, and at most {self.max_source_tokens} are allowed")
+            elif ids.max() >= self.entries:
+                found[place] = Unfit(f"token {ids.max()}, for which the model has no entry")
+            else:
+                sources.append((place, ids))
+        sources.sort(key=lambda source: source[0])  # texts of one length go together as they stand in the file
+        for chosen, tokens in self.tokens([ids for _, ids in sources]):
+            if isinstance(tokens, Unfit):
+                for i in chosen:
+                    found[sources[i][0]] = tokens
+                continue
+            ends = ended(tokens, self._rules.ends(self.backend.eos_token_id))
+            counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
+            answered = 0
+            for i, text, count in zip(chosen, self._decoded(tokens), counts, strict=True):
+                found[sources[i][0]] = text if isinstance(text, Unfit) else Answer(text, int(count))
+                answered += not isinstance(text, Unfit)
+            if on_batch is not None:
+                on_batch(answered, int(counts.sum()))
+        return found
+
+    def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray | Unfit]]:
+        """Batch by batch: which of the sources, each (S,) int64, and the new tokens of these, (B, L) int64.
+
+        Where the model fails on a batch, its sources come one by one, and why some of them have no tokens.
+        """
+        for chosen in batches([len(ids) for ids in sources], self.batch_tokens // self.beams):
+            yield from self._each_or_why(chosen, sources)
+
+    def _each_or_why(
+        self, chosen: list[int], sources: list[np.ndarray]
+    ) -> Iterator[tuple[list[int], np.ndarray | Unfit]]:
+        found: np.ndarray | Unfit
+        try:
+            found = self._generated([sources[i] for i in chosen])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # what native libraries raise need not be an Exception
+            if len(chosen) > 1:
+                for i in chosen:
+                    yield from self._each_or_why([i], sources)
+                return
+            self._check_model(error)
+            found = Unfit(f"the model fails on it ({first_line(error)})")
+        yield chosen, found
+
+    def _check_model(self, error: BaseException) -> None:
+        """Raise if the model fails on a single token, too: then no text is to blame, and no row may be rejected."""
+        try:
+            self._generated([np.zeros(1, dtype=np.int64)])
+        except (T5AccelError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            why = f"The model fails on any text ({first_line(error)})."
+            raise JobError(f"{why} What is done is kept, and the same command goes on.") from error
+
+    def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray | Unfit]]:
+        """Ids without padding. Tokenizers fill up what they are given together, so texts of like length are."""
+        for places in batches([len(text) for text in texts], CHARACTERS):
+            yield from self._ids_or_why(texts, places)
+
+    def _ids_or_why(self, texts: Sequence[str], places: list[int]) -> Iterator[tuple[int, np.ndarray | Unfit]]:
+        try:
+            ids, masks = tokenize(self.tokenizer, [texts[place] for place in places])
+        except InputError as error:
+            if len(places) == 1:
+                yield places[0], Unfit(str(error))
+            else:  # the others are not to blame
+                for place in places:
+                    yield from self._ids_or_why(texts, [place])
+            return
+        if self._language is not None:
+            ids = self._languages.marked(ids, masks, self._language)
+        for place, row, mask in zip(places, ids, masks, strict=True):
+            yield place, row[mask.astype(bool)]
+
+    def _decoded(self, tokens: np.ndarray) -> list[str | Unfit]:
+        try:
+            ends = self._rules.ends(self.backend.eos_token_id)
+            return [*decode(self.tokenizer, tokens, skip_special_tokens=self._skips, ends=ends)]
+        except InputError as error:
+            if len(tokens) == 1:
+                return [Unfit(str(error))]
+            return [one for row in tokens for one in self._decoded(row[None])]
+
+    def _generated(self, sources: list[np.ndarray]) -> np.ndarray:
+        lengths = np.array([*map(len, sources)])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        ids = np.full(mask.shape, self.backend.pad_token_id, dtype=np.int64)
+        ids[mask] = np.concatenate(sources)
+        return self._search(ids, mask.astype(np.int64))

@@ -1,0 +1,189 @@
+"""What every request passes before the application sees it: key, size and time. And how every refusal looks.
+
+An ASGI server hands on what a client sends as slowly as it comes and as much as it is. Here both have their limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from t5accel import errors
+from t5accel.serve.metrics import Metrics
+from t5accel.serve.settings import Settings, is_loopback
+
+log = logging.getLogger("t5accel.serve")
+open_log = logging.getLogger("t5accel.serve.open")  # what needs no key: few lines a second of it
+
+OPEN = ("/docs",)  # the same of every server, and a browser sends no key
+HEALTH = ("/health", "/health/live", "/health/ready")
+STATUS: dict[type[Exception], int] = {
+    errors.InputError: 422, errors.QueueFullError: 429, errors.DeadlineError: 504, errors.ShuttingDownError: 503,
+    errors.CancelledError: 499, errors.EngineError: 500,
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """An answer that is a refusal, with its status and, where one field is to blame, that field."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def refusal(error: BaseException, *, openai: bool = False) -> JSONResponse:
+    """Any error in the shape that OpenAI's clients read; of one that nobody foresaw, nothing but its type.
+
+    For ``openai`` bad values are 400, as OpenAI's clients expect, a source that is too long among them.
+
+    >>> refusal(errors.QueueFullError("Full.", 7)).headers["retry-after"]
+    '7'
+    """
+    if isinstance(error, ValidationError):
+        error = _first_of(error)
+    if not isinstance(error, Refused):
+        status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+        headers = {"Retry_After": str(error.retry_after_s)} if isinstance(error, errors.QueueFullError) else {}
+        if isinstance(error, errors.ShuttingDownError):  # another server may answer; this one waits for nobody
+            headers = {"Retry_After": "1", "Connection": "close"}
+        message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
+        error = Refused(status, message, **headers)
+    status, param = error.status, error.param
+    if openai:
+        status, param = 400 if status in (413, 422) else status, "prompt" if param == "text" else param
+    kind = "server_error" if status >= 500 else {401: "authentication_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error")  # fmt: skip
+    content = {"message": str(error), "type": kind, "param": param, "code": error.code}
+    return JSONResponse({"error": content}, status, headers=error.headers)
+
+
+def _first_of(error: ValidationError) -> Refused:
+    """What pydantic found first, without what was given."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = ".".join(map(str, found["loc"]))[:80] or None
+    return Refused(422, f"{name or 'The body'}: {found['msg']}.", param=name)
+
+
+class Guard:
+    """ASGI middleware around the application.
+
+    Health is answered to everybody, and before a body is read.
+
+    Args:
+        app: what is guarded.
+        settings: the limits, the key, and under which names the server is known.
+        metrics: counts responses.
+    """
+
+    def __init__(self, app: Any, settings: Settings, metrics: Metrics):
+        self.app, self.settings, self.metrics = app, settings, metrics
+        self._key = settings.api_key.get_secret_value().encode() if settings.api_key else b""
+        further = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
+        checks_host = "*" not in further and (further or is_loopback(settings.host))
+        self._hosts = {settings.host.lower(), "localhost", "127.0.0.1", "::1", *further} if checks_host else None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status, told = time.perf_counter(), 0, log
+
+        async def sent(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self.metrics.responded(_route(scope), status)
+            await send(message)
+
+        try:
+            try:
+                head = dict(scope["headers"])
+                if b"transfer-encoding" in head and b"content-length" in head:
+                    raise Refused(400, "Give a Transfer-Encoding or a Content-Length, not both.")
+                if scope["path"] in HEALTH:
+                    body, told = b"", open_log
+                else:
+                    self._check_head(scope, head)
+                    body = await self._body(head, receive)
+            except Refused as error:
+                response, told = refusal(error), open_log
+                response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
+                await response(scope, receive, sent)
+            else:
+                await self.app(scope, _replayed(body, receive), sent)
+        except ConnectionError:
+            pass  # the client has gone
+        finally:
+            passed = (time.perf_counter() - started) * 1e3
+            is_probe = 0 < status < 400 and scope["path"] in (*HEALTH, "/metrics")
+            level = logging.DEBUG if is_probe else logging.INFO
+            told.log(level, "%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
+
+    def _check_head(self, scope: Any, head: dict[bytes, bytes]) -> None:
+        """All that can be refused before any body is read."""
+        host = head.get(b"host")
+        own = (scope.get("server") or ("",))[0]  # the address of the socket; of an application under test its client's
+        if self._hosts is not None and host is not None and _name_in(host) not in {*self._hosts, own}:
+            # A page of a foreign name that its owner lets point here could read the answers: DNS rebinding.
+            raise Refused(421, "The Host header names no host of this server: see --allowed-hosts.")
+        if self._key and scope["path"] not in OPEN:
+            scheme, _, given = head.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" "), self._key):
+                raise Refused(401, "Give the API key as Authorization: Bearer KEY.", WWW_Authenticate="Bearer")
+        kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != b"application/json":  # which no page sends elsewhere without asking
+            raise Refused(415, "Give Content-Type: application/json, and JSON as the body.")
+
+    async def _body(self, head: dict[bytes, bytes], receive: Any) -> bytes:
+        most = self.settings.body_kb * 1024
+        too_large = Refused(413, f"The body has more than {most} bytes.")
+        if int(head.get(b"content-length", b"0")) > most:
+            raise too_large
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self.settings.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError as error:
+            raise Refused(408, f"The body did not arrive within {self.settings.body_s:g} s.") from error
+        return bytes(body)
+
+
+def _replayed(body: bytes, receive: Any) -> Any:
+    """``receive`` once more from the start."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Any:
+        return messages.pop() if messages else await receive()
+
+    return again
+
+
+def _name_in(host: bytes) -> str:
+    """A Host header without its port.
+
+    >>> _name_in(b"[::1]:8000"), _name_in(b"LOCALHOST.:80"), _name_in(b"127.0.0.1")
+    ('::1', 'localhost', '127.0.0.1')
+    """
+    name = host.decode("latin-1").lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")
+
+
+def _route(scope: Any) -> str:
+    """The route's pattern: what a client wrote as a path is a text of its own."""
+    return getattr(scope.get("route"), "path", "unknown")

@@ -1,0 +1,218 @@
+"""The process in front of replicas: it faces the clients, and Ray Serve chooses who answers.
+
+Key, size, slow clients and an end in good order are its own, as of the server without Ray. A request is handed to a
+replica as a whole, so that another one can be given the same when a replica dies: as long as nothing of its answer was
+sent, the client notices nothing but the time. A stream that has begun ends with an event that says: send it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+from t5accel.serve.batch.job import Model
+from t5accel.serve.ray_cluster import connected, cores_for
+from t5accel.serve.replica import Message, Replica
+from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
+from t5accel.serve.middleware import Guard, Refused, log, refusal
+from t5accel.serve.logs import configure
+from t5accel.serve.metrics import Metrics
+from t5accel.serve.server import bound, checked, listen, opened
+from t5accel.serve.settings import Settings
+
+TRIES = 3  # a request that takes its replica with it shall not take all of them
+PAUSE_S = 0.2  # before a request is asked again: others know by then that the replica is dead
+READY_S = 5.0  # for any replica to say that it is ready
+TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
+
+
+class Lost(Exception):
+    """A replica died with a request."""
+
+
+class Front:
+    """An ASGI application; it counts what runs and refuses new requests when it is told to drain.
+
+    Args:
+        ask: a request and its body -> the messages of its answer; raises ``Lost`` for one that may be asked again.
+
+    >>> async def answer(request: Message, body: bytes) -> AsyncIterator[Message]:
+    ...     tried.append(request["path"])
+    ...     if len(tried) < 3:
+    ...         raise Lost
+    ...     yield {"type": "http.response.start", "status": 200, "headers": []}
+    ...     yield {"type": "http.response.body", "body": b"here", "more_body": False}
+    >>> async def receive() -> Message:
+    ...     return given.pop() if given else await asyncio.sleep(9)
+    >>> async def send(message: Message) -> None: print(message.get("status", message.get("body")))
+    >>> tried, given = [], [{"type": "http.request"}]
+    >>> scope = {"type": "http", "method": "GET", "path": "/generate", "headers": []}
+    >>> asyncio.run(Front(answer)(scope, receive, send))
+    200
+    b'here'
+    >>> tried
+    ['/generate', '/generate', '/generate']
+    """
+
+    waiting = 0
+
+    def __init__(self, ask: Callable[[Message, bytes], AsyncIterator[Message]]):
+        self._ask, self._is_open, self.running, self.metrics = ask, True, 0, Metrics()
+
+    def drain(self, grace_s: float) -> None:
+        """Take no more requests."""
+        self._is_open = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": message["type"] + ".complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body = (await receive()).get("body", b"")  # whole: the guard has read it
+        if scope["path"] == "/health/live":
+            await _say(send, 200, b'{"alive":true}')
+        elif scope["path"] == "/metrics":
+            await _say(send, 200, self.metrics.text(), b"text/plain; version=0.0.4")
+        elif not self._is_open:
+            error = ShuttingDownError("The server is shutting down and takes no more requests.")
+            await refusal(error)(scope, receive, send)
+        else:
+            self.running += 1
+            try:
+                await self._answer(scope, body, receive, send)
+            finally:
+                self.running -= 1
+
+    async def _answer(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
+        work = asyncio.ensure_future(self._answered(scope, body, receive, send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        limit = READY_S if scope["path"] in ("/health", "/health/ready") else None
+        await asyncio.wait({work, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not work.done():
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+            if limit:
+                await _say(send, 503, b'{"ready":false}')
+        else:
+            await work
+
+    async def _answered(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
+        request, began, ended = {name: scope[name] for name in TRAVELS if name in scope}, None, False
+        for tried in range(TRIES):
+            await asyncio.sleep(PAUSE_S * tried)
+            messages = self._ask(request, body)
+            try:
+                async for message in messages:
+                    if message["type"] == "http.response.start":
+                        began = message  # held back: with the first piece of a body it is sent
+                        continue
+                    if began:
+                        await send(began)
+                    began = {}
+                    await send(message)
+                    ended = not message.get("more_body", False)
+                return
+            except Exception as error:
+                if ended:
+                    return
+                lost = isinstance(error, Lost)
+                if lost:
+                    log.warning("a replica was lost with a request to %s: %s", request["path"], error)
+                if began == {}:  # of more than one message are streams alone
+                    event = b"event: error\ndata: " + refusal(_again() if lost else error).body + b"\n\n"
+                    await send({"type": "http.response.body", "body": event, "more_body": False})
+                    return
+                if not lost:
+                    await refusal(error)(scope, receive, send)
+                    return
+            finally:
+                await messages.aclose()
+        await refusal(_again())(scope, receive, send)
+
+
+def _again() -> Refused:
+    what = "The replica that was at this request was lost: send it again."
+    return Refused(503, what, code="replica_lost", Retry_After="1")
+
+
+async def _say(send: Any, status: int, body: bytes, kind: bytes = b"application/json") -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator[Message]]:
+    from ray.serve.exceptions import BackPressureError, RayServeException
+
+    async def ask(request: Message, body: bytes) -> AsyncIterator[Message]:
+        answer = handle.remote(request, body)
+        try:
+            async for message in answer:
+                yield message
+        except BackPressureError as error:
+            raise QueueFullError("All replicas have as many requests as may wait: try again in 1 s.", 1) from error
+        except ray.exceptions.RayTaskError as error:
+            raise EngineError(f"A replica failed: {type(error.cause).__name__}.") from error
+        except (ray.exceptions.RayError, RayServeException) as error:
+            raise Lost(type(error).__name__) from error
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone
+            answer.cancel()
+            raise
+
+    return ask
+
+
+def serve(settings: Settings) -> None:
+    """Start replicas and serve until SIGTERM or SIGINT.
+
+    Args:
+        settings: ``threads`` are those of each replica, by default 1. Machines of a cluster have t5accel, and see the
+            model under the same path.
+
+    Raises:
+        MissingPackageError, ClusterError: as of `ray_session.connected`.
+        InputError: there are not enough cores, or fewer replicas at most than at least.
+        InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serve.server.checked`,
+            `bound` and `opened`.
+    """
+    configure(settings.log_level, settings.log_format)
+    checked(settings)
+    threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
+    if least > most:
+        raise InputError(f"replicas_min is {least} and replicas, the most that there may be, is {most}: raise it.")
+    settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
+    sockets = bound(settings)
+    opened(settings).state.service.close()  # what is wrong with it is said here, and its export is made
+    name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"
+    with connected(settings.address) as ray:
+        from ray import serve
+
+        cores_for(ray, least, threads, settings.address)
+        deployment = serve.deployment(Replica).options(
+            name="Replica", ray_actor_options={"num_cpus": threads}, graceful_shutdown_timeout_s=settings.grace_s,
+            max_ongoing_requests=settings.rows + settings.queue, max_queued_requests=settings.queue,
+            health_check_period_s=5, health_check_timeout_s=settings.stuck_s,
+            autoscaling_config=dict(min_replicas=least, max_replicas=most, target_ongoing_requests=settings.rows),
+        )  # fmt: skip
+        try:
+            serve.start(proxy_location="Disabled")
+            handle = serve.run(deployment.bind(settings), name=name, route_prefix=None)
+        except Exception as error:
+            why = str(error).strip().partition("\n")[0]
+            raise ClusterError(f"No replica could be started: {why:.300}") from error
+        try:
+            front = Front(_asked_of(handle.options(stream=True), ray))
+            listen(Guard(front, settings, front.metrics), front, settings, sockets)
+        finally:
+            serve.delete(name)

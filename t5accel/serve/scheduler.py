@@ -1,0 +1,467 @@
+"""Continuous batching: jobs join a running batch between two steps and leave it when they end.
+
+T5's self-attention knows distances only. So in a batch whose rows end at the same column a newcomer's history begins at
+the column that comes next, whichever that is, and nobody's keys and values are copied (``admit`` in `OrtStatic`).
+
+One thread, the engine's, does all the work, in rounds (`Scheduler.round`): those leave who are done, cancelled or late;
+as many join as the `Limits` allow, their sources encoded first; all rows take one step. **A job's tokens never depend
+on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other may change places.
+Where products round to 8 bits ("int8", "int4"), a last bit may be one step of these: ties are wider.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5accel.decoding.backend import Backend, Source
+from t5accel.decoding.topk import Continuations
+from t5accel.decoding.encoder_cache import EncoderCache
+from t5accel.serve.request import Job
+from t5accel.decoding.request import Request
+from t5accel.decoding.token_constraints import NONE
+from t5accel.serve.running_batch import Part, RunningBatch
+from t5accel.serve.writers import Greedy, writers_of
+from t5accel.errors import DeadlineError, EngineError, ShuttingDownError
+from t5accel.serve.limits import (
+    COLUMNS,
+    EncoderPace,
+    KeyValueBytes,
+    Limits,
+    bucket,
+    encodes_alone,
+    head_start_s,
+    tokens_of,
+)
+from t5accel.serve.ticket import Ticket
+
+Observe = Callable[[str, float], None]
+RECENT = 64  # finished jobs by which the rate is measured
+LONGEST_RETRY_S = 120
+ENDS = (KeyboardInterrupt, SystemExit)  # any other exception is of one request, also those that are no `Exception`
+
+
+class Scheduler:
+    """Serves jobs from any thread on one backend.
+
+    Args:
+        backend: with ``admit`` rows join while others run. Without, jobs that wait form a batch when all of the batch
+            before have left, and `why_static` says so.
+        limits: rows, memory, queue, lengths and stalls.
+        observe: told of what happens, by the engine's thread: a name and a number, such as ``("first_token_s", 0.02)``.
+        tell: hands out the news of a round, tickets that have tokens or an end; by default to their listeners.
+        clock: seconds that only grow.
+        thread: whether to start the engine's thread; without it somebody calls `round`.
+
+    Attributes:
+        why_static: why nobody joins a running batch; empty if they do.
+        encoded, reused: sources that were encoded, and those whose encoder output was there.
+        failures: rounds in which the engine raised.
+        longest_stall_s: the longest that running rows have waited for newcomers to be encoded.
+
+    Raises:
+        InputError: the backend's answers depend on what else is in a batch ("int8-dynamic"), the model's
+            ``generation_config`` asks for what no loop of ours applies, or the smallest job does not fit into
+            ``key_value_bytes``.
+
+    >>> class Counter:  # a toy backend whose next token is the last one plus one, and 8 is the end
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
+    ...     def encode(self, input_ids, attention_mask): return list(input_ids)
+    ...     def start(self, source, rows_per_source=1): return list(source)
+    ...     def admit(self, state, source): state += source
+    ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
+    ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
+    >>> with Scheduler(Counter()) as scheduler:
+    ...     tickets = [scheduler.submit(Job([5, 1], max_new_tokens=count)) for count in (3, 20)]
+    ...     [answer.tokens for ticket in tickets for answer in ticket.result()]
+    [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]]
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        limits: Limits | None = None,
+        *,
+        observe: Observe | None = None,
+        tell: Callable[[Sequence[Ticket]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        thread: bool = True,
+    ):
+        getattr(backend, "rules", NONE).require_supported()
+        self.limits = limits or Limits()
+        self.backend, self._alone = backend, encodes_alone(backend)
+        self._encoder: Any = backend
+        if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
+            self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
+        self._batch = RunningBatch(backend)
+        static = f"static batches, as {type(backend).__name__} has no admit(): requests wait for the running batch"
+        self.why_static = "" if self._batch.joins_running else static
+        self.key_value_bytes, self._pace = KeyValueBytes(backend), EncoderPace()
+        self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
+        self._continuations = Continuations(backend.vocab_size)
+        self._observe = observe or (lambda name, value: None)
+        self._tell = tell or _tell_listeners
+        self._clock = clock
+        self._changed = threading.Condition()  # guards what follows
+        self._queue: list[tuple[tuple[float, int], Ticket]] = []  # sorted: the older, after head starts
+        self._is_open, self._ends_at, self._submitted = True, math.inf, 0
+        self._running: dict[Ticket, list[Part]] = {}  # of the engine's thread alone, as all below
+        self._joins_from_s = -math.inf
+        self._finished: deque[float] = deque(maxlen=RECENT)
+        self._news: dict[int, Ticket] = {}
+        self.encoded = self.reused = self.failures = 0
+        self.longest_stall_s = 0.0
+        self._began_s: float | None = None  # the round that is under way
+        self._thread = threading.Thread(target=self._run, name="t5accel-engine", daemon=True) if thread else None
+        if self._thread:
+            self._thread.start()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close(grace_s=0)
+
+    # For everybody
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in the queue."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Jobs in the batch."""
+        return len(self._running)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self._batch.rows
+
+    @property
+    def places(self) -> list[int]:
+        """Of each row, the number of the ticket that has it; for whoever calls `round`."""
+        found = {int(row): part.owner.number for part in self._batch.parts for row in part.rows}
+        return [found[row] for row in range(self._batch.rows)]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether jobs are taken."""
+        return self._is_open
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def busy_s(self) -> float:
+        """How long the engine has been at the same round; 0 between two."""
+        began = self._began_s
+        return 0.0 if began is None else self._clock() - began
+
+    def submit(self, job: Job) -> Ticket:
+        """Queue a job; the same as `submit_all` of one."""
+        return self.submit_all([job])[0]
+
+    def submit_all(self, jobs: Sequence[Job]) -> list[Ticket]:
+        """Queue all of these jobs or none.
+
+        Raises:
+            InputError: a job does not fit the model or the limits, or all together are more than may ever wait.
+            QueueFullError: too many wait; it says when to come again.
+            ShuttingDownError: no more jobs are taken.
+        """
+        for job in jobs:
+            self._check(job)
+        with self._changed:
+            self._require_place(len(jobs), sum(map(tokens_of, jobs)))
+            tickets = []
+            for job in jobs:
+                now = self._clock()
+                self._submitted += 1
+                deadline = None if job.deadline_s is None else now + job.deadline_s
+                ticket = Ticket(job, self._submitted, now, deadline)
+                place = (now - head_start_s(job.priority), ticket.number)
+                bisect.insort(self._queue, (place, ticket), key=lambda entry: entry[0])
+                tickets.append(ticket)
+            self._changed.notify_all()
+        return tickets
+
+    def require_place(self, job: Job, count: int) -> None:
+        """Raise as `submit_all` does for so many jobs that are at least as large: before their sources are known."""
+        self._check(job)
+        self._require_place(count, count * tokens_of(job))
+
+    def _require_place(self, jobs: int, tokens: int) -> None:
+        if not self._is_open:
+            raise ShuttingDownError("The server is shutting down and takes no more requests.")
+        self.limits.require_place([ticket.job for _, ticket in list(self._queue)], jobs, tokens, self.retry_after_s)
+
+    def retry_after_s(self) -> int:
+        """When a place in the queue will be free, by the rate at which jobs have been finished."""
+        times = list(self._finished)
+        if len(times) < 2 or times[-1] <= times[0]:
+            return 1
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        return min(max(1, math.ceil(len(self._queue) / rate)), LONGEST_RETRY_S)
+
+    def drain(self, grace_s: float) -> None:
+        """Take no more jobs. Those that are there have ``grace_s`` seconds; what is not done then fails."""
+        with self._changed:
+            self._is_open, self._ends_at = False, min(self._ends_at, self._clock() + grace_s)
+            self._changed.notify_all()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """The same, and wait for the end of the engine's thread."""
+        self.drain(grace_s)
+        if self._thread:
+            self._thread.join()
+
+    # The engine
+
+    def round(self) -> bool:
+        """Who leaves, who joins, one step; returns whether there is anything left to do."""
+        self._began_s = now = self._clock()
+        try:
+            self._let_go(now)
+            self._let_in()
+            if self._running:
+                self._step()
+        except ENDS:
+            raise
+        except BaseException as error:  # the batch may be in any state
+            self._give_up(error)
+        news, self._news = list(self._news.values()), {}
+        self._began_s = None  # before anybody is told: who hears of the end may ask at once
+        if news:
+            self._tell(news)
+        return bool(self._running or self._queue)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not (self._queue or self._running):
+                        if not self._is_open:
+                            return
+                        self._changed.wait()
+                self.round()
+        except BaseException as error:  # of `tell`, or the interpreter ends: nobody may wait for ever
+            with self._changed:
+                self._is_open, waiting, self._queue = False, self._queue, []
+            for ticket in [*self._running, *(ticket for _, ticket in waiting)]:
+                ticket.finish(self._clock(), error=EngineError(f"The engine's thread has ended: {error!r:.200}"))
+            self._running = {}
+            raise
+
+    def _check(self, job: Job) -> None:
+        ids = job.input_ids
+        Request.checked(self.backend, ids[None], np.ones_like(ids)[None], **job.bounds)
+        self.limits.check(job, self.key_value_bytes)
+        writers_of(self.backend, job, self._continuations)
+
+    def _let_go(self, now: float) -> None:
+        """Of the cancelled and the late, in the queue and in the batch; at the end of the grace, of all."""
+        ended = now >= self._ends_at
+        with self._changed:
+            leaving = [entry for entry in self._queue if ended or self._reason(entry[1], now)]
+            if leaving:
+                self._queue = [entry for entry in self._queue if entry not in leaving]
+        for ticket in [*(entry[1] for entry in leaving), *self._running]:
+            reason = self._reason(ticket, now)
+            if reason is None and ended:
+                reason = ShuttingDownError("The server was shut down before this request was done.")
+            if reason is not None:
+                self._fail(ticket, reason)
+
+    def _reason(self, ticket: Ticket, now: float) -> Exception | None:
+        if ticket.is_cancelled:
+            return ticket.reason_to_leave()
+        if ticket.deadline_s is not None and now >= ticket.deadline_s:
+            return DeadlineError(f"Request {ticket.number} was not done within its {ticket.job.deadline_s:g} s.")
+        return None
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        parts = self._running.pop(ticket, [])
+        ticket.finish(self._clock(), error=error)
+        self._news[ticket.number] = ticket
+        self._observe(type(error).__name__, 1)
+        self._batch.leave([part for part in parts if part in self._batch.parts])
+
+    def _give_up(self, error: BaseException) -> None:
+        """All that run have failed."""
+        self.failures += 1
+        running, self._running = self._running, {}
+        self._batch.clear()
+        for ticket in running:
+            self._fail(ticket, _engine_error(error))
+
+    # Who joins
+
+    def _let_in(self) -> None:
+        were_running, started = bool(self._running), self._clock()
+        if were_running and started < self._joins_from_s:
+            return
+        chosen = self._choose()
+        if not chosen:
+            return
+        for together in self._encoded_together(chosen):
+            try:
+                self._join(together)
+            except ENDS:
+                raise
+            except BaseException as error:
+                self.failures += 1
+                for ticket in together if len(together) == 1 else []:
+                    self._fail(ticket, _engine_error(error))
+                for ticket in together if len(together) > 1 else []:  # perhaps one of them is to blame
+                    try:
+                        self._join([ticket])
+                    except ENDS:
+                        raise
+                    except BaseException as its_own:
+                        self._fail(ticket, _engine_error(its_own))
+        stall = self._clock() - started
+        self._joins_from_s = started + stall + min(stall / self.limits.join_share - stall, self.limits.stall_s)
+        if were_running:
+            self.longest_stall_s = max(self.longest_stall_s, stall)
+            self._observe("stall_s", stall)
+
+    def _choose(self) -> list[Ticket]:
+        """The next ones of the queue, as many as fit. Nobody overtakes one that does not: it would wait for ever."""
+        if self._running and not self._batch.joins_running:
+            return []
+        chosen: list[Ticket] = []
+        lengths: dict[int, list[int]] = {}  # of sources that have to be encoded, by who is padded to whom
+        with self._changed:
+            while self._queue:
+                ticket = self._queue[0][1]
+                if not self._fits([*self._running, *chosen, ticket]):
+                    break
+                ticket.reused = self._is_held(ticket)
+                if self._running and not ticket.reused:
+                    length = len(ticket.job.input_ids)
+                    new = {**lengths, _alike(length): [*lengths.get(_alike(length), []), length]}
+                    # Of sources whose time is not known yet one is tried, alone.
+                    seconds = sum(len(of) * self._pace.seconds(max(of)) for of in new.values())
+                    if lengths and seconds > self.limits.stall_s:
+                        break
+                    lengths = new
+                chosen.append(ticket)
+                del self._queue[0]
+        return chosen
+
+    def _fits(self, tickets: Sequence[Ticket]) -> bool:
+        jobs = [ticket.job for ticket in tickets]
+        rows = sum(job.rows for job in jobs)
+        if rows > self.limits.rows:
+            return False
+        longest = max(len(job.input_ids) for job in jobs), max(job.max_new_tokens for job in jobs)
+        return (
+            self.limits.key_value_bytes is None or self.key_value_bytes(rows, *longest) <= self.limits.key_value_bytes
+        )
+
+    def _is_held(self, ticket: Ticket) -> bool:
+        ids = ticket.job.input_ids[None]
+        return isinstance(self._encoder, EncoderCache) and self._encoder.holds(ids, np.ones_like(ids))[0]
+
+    def _encoded_together(self, tickets: Sequence[Ticket]) -> list[list[Ticket]]:
+        if not self._batch.joins_running:
+            return [list(tickets)]
+        if self._alone:
+            return [[ticket] for ticket in tickets]
+        by_length: dict[int, list[Ticket]] = {}
+        for ticket in tickets:
+            by_length.setdefault(_alike(len(ticket.job.input_ids)), []).append(ticket)
+        return list(by_length.values())
+
+    def _join(self, tickets: Sequence[Ticket]) -> None:
+        source = self._encode(tickets)
+        joined = self._clock()
+        parts = {ticket: [Part(writer, ticket) for writer in writers_of(self.backend, ticket.job, self._continuations)]
+                 for ticket in tickets}  # fmt: skip
+        self._batch.join(source, [part for of_one in parts.values() for part in of_one])
+        self._running.update(parts)
+        for ticket in tickets:
+            ticket.joined_s = joined
+            self._observe("queue_s", joined - ticket.submitted_s)
+
+    def _encode(self, tickets: Sequence[Ticket]) -> Source:
+        """Their sources, each as often as the job has rows, encoded once."""
+        if self._alone and len(tickets) > 1:
+            return self.backend.join([self._encode([ticket]) for ticket in tickets])
+        rows = [ticket.job.input_ids for ticket in tickets for _ in range(ticket.job.rows)]
+        mask = (np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]).astype(np.int64)
+        ids = np.full(mask.shape, self.backend.pad_token_id)
+        ids[mask == 1] = np.concatenate(rows)
+        started, missed = self._clock(), getattr(self._encoder, "misses", 0)
+        source = self._encoder.encode(ids, mask)
+        encoded = self._encoder.misses - missed if isinstance(self._encoder, EncoderCache) else len(tickets)
+        if encoded:
+            self._pace.learn(mask.shape[1], encoded, self._clock() - started)
+        self.encoded += encoded
+        self.reused += len(tickets) - encoded
+        return source
+
+    # One token more
+
+    def _step(self) -> None:
+        started = self._clock()
+        try:
+            ended = self._batch.step()
+        except ENDS:
+            raise
+        except BaseException as error:  # the state is as it was: the last to come, who may be too much, goes
+            self.failures += 1
+            self._fail(next(reversed(self._running)), _engine_error(error))
+            return
+        now = self._clock()
+        self._observe("step_s", now - started)
+        self._observe("tokens", self._batch.rows)
+        for ticket, parts in self._running.items():
+            if ticket.first_token_s is None:
+                ticket.first_token_s = now
+                self._observe("first_token_s", now - ticket.submitted_s)
+            if ticket.job.stream and isinstance(writer := parts[0].writer, Greedy):
+                ticket.tokens.append(writer.tokens[-1])
+                self._news[ticket.number] = ticket
+        self._batch.leave(ended)
+        for ticket in {part.owner: None for part in ended}:
+            parts = self._running[ticket]
+            errors = [part.error for part in parts if part.error is not None]
+            if errors:
+                self.failures += 1
+                self._fail(ticket, _engine_error(errors[0]))
+            elif all(part.writer.is_done for part in parts):
+                del self._running[ticket]
+                answers = [answer for part in parts for answer in part.writer.answers()]
+                ticket.finish(now, answers)
+                self._finished.append(now)
+                self._news[ticket.number] = ticket
+                self._observe("total_s", now - ticket.submitted_s)
+                self._observe("finished", 1)
+
+
+def _alike(length: int) -> int:
+    """Sources that have the same of it are encoded together, padded: of up to 64 tokens, or at least half as long."""
+    return bucket(max(COLUMNS, length))
+
+
+def _engine_error(error: BaseException) -> EngineError:
+    found = EngineError(f"The engine failed: {type(error).__name__}.")
+    found.__cause__ = error  # its own words, which might hold what somebody asked, are for those who look there
+    return found
+
+
+def _tell_listeners(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        if ticket.listener is not None:
+            ticket.listener()

@@ -1,0 +1,387 @@
+"""A process that serves: uvicorn, with what it does not watch, and an end that lets running requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from t5accel.api import open_backend
+from t5accel.models.load import require_tokenizer
+from t5accel.errors import InputError
+from t5accel.precision.recipes import as_recipe
+from t5accel.machine import cpu_threads
+from t5accel.serve.app import make_app
+from t5accel.serve.limits import must_encode_alone
+from t5accel.serve.middleware import HEALTH, Refused, log, open_log, refusal
+from t5accel.serve.logs import Sparing, configure
+from t5accel.serve.settings import Settings, is_loopback, refuse_misspelt
+
+UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; those in our memory are beyond it
+RESERVE = 32  # connections beyond the limit, which are answered about health alone
+BACKLOG = 100  # connections that the system keeps until they are accepted; CPython accepts as many at once
+OTHER_FILES = 64  # of the interpreter, the model, the log
+PIECES, PIECE = 512, 512  # a body comes in so many pieces at most, and one more for each so many bytes
+THREADS_PER_CORE = 4
+# Python lets a busy thread go on for 5 ms before another may run; for the engine these are steps of a small model.
+SWITCH_S = 0.0005
+ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"  # nothing to a client that reads, a reset from one that has gone
+
+
+def _raw(error: Refused) -> bytes:
+    """A refusal as it is sent where no request has been understood; the connection ends with it."""
+    answer = refusal(error)
+    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "connection: close"]
+    lines = head + [f"{name}: {value}" for name, value in answer.headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + answer.body
+
+
+TOO_SLOW = _raw(Refused(408, "The head of the request did not arrive in time."))
+MALFORMED = _raw(Refused(400, "The request must be valid HTTP/1.1, with a body in few pieces. Send it whole."))
+
+
+class Parser(h11.Connection):
+    """Refuses a body in very many pieces: each costs the event loop as much as a large one.
+
+    >>> parser = Parser(h11.SERVER)
+    >>> parser.receive_data(b"POST / HTTP/1.1\\r\\nhost: x\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n")
+    >>> parser.receive_data(b"1\\r\\na\\r\\n" * 600)
+    >>> for _ in range(600): event = parser.next_event()
+    Traceback (most recent call last):
+    h11._util.RemoteProtocolError: too many pieces
+    """
+
+    _pieces = _bytes = 0
+
+    def next_event(self) -> Any:
+        """As that of h11."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._pieces = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._pieces, self._bytes = self._pieces + 1, self._bytes + len(event.data)
+            if self._pieces > PIECES + self._bytes // PIECE:
+                raise h11.RemoteProtocolError("too many pieces")
+        return event
+
+
+class Connection(H11Protocol):
+    """One client. The head of a request arrives in time, and no answer lies unread for long.
+
+    Where all places are taken, the connection that has been idle for longest makes room. If none is idle, a newcomer is
+    answered about health alone. To the application a client that is cut off is one that has gone.
+    """
+
+    head_s = write_s = 10.0
+    most = 1000
+    idle: dict[Connection, None]  # the longest first; of all connections of one server
+    _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _gone: asyncio.TimerHandle | None = None
+    _has_ended = False  # the client has said all that it says
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.conn = Parser(h11.SERVER, self.config.h11_max_incomplete_event_size)
+
+    def connection_made(self, transport: Any) -> None:
+        others = len(self.connections)
+        if others >= self.most and not self._makes_room():
+            if others >= self.most + RESERVE:
+                self.transport = transport
+                transport.abort()
+                return
+            self.app = _only_health(self.app, self.most)
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses whenever anything is unread, however little
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
+        self.idle[self] = None
+        self._await_head(True)
+
+    def _makes_room(self) -> bool:
+        for oldest in self.idle:
+            self.connections.discard(oldest)
+            del self.idle[oldest]
+            oldest.transport.abort()  # to close would be to wait until it has read all
+            return True
+        return False
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_head(self._note())
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.idle.pop(self, None)  # idle since now
+        if self._note() and self._has_ended:
+            self.transport.close()
+
+    def _note(self) -> bool:
+        """Whether it is idle: has no request that is being answered, and is not about to be closed."""
+        is_idle = (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
+        if not is_idle:
+            self.idle.pop(self, None)
+        elif self in self.connections:
+            self.idle.setdefault(self)
+        return is_idle
+
+    def eof_received(self) -> bool:
+        """A client that has said all may still read; one that has gone says so when it is sent anything.
+
+        Returns whether the connection stays open for an answer.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        self._has_ended = True
+        if not cycle.response_started:
+            self.transport.write(ARE_YOU_THERE)
+            self._look(0.05)
+        return True
+
+    def _look(self, after_s: float) -> None:
+        """Of a connection at its end nothing is read any more, so its errors are asked for."""
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self.cycle.response_started:
+            self._gone = self.loop.call_later(after_s, self._look, min(2 * after_s, 1.0))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.idle.pop(self, None)
+        for timer in (self._late, self._unread, self._gone):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)  # which resumes writing
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._unread or self.loop.call_later(self.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
+
+    def _await_head(self, awaited: bool) -> None:
+        if awaited and self._late is None:
+            self._late = self.loop.call_later(self.head_s, self._end_with, TOO_SLOW)
+        elif not awaited and self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Also where a request is being answered, which a client that sends nonsense does not get."""
+        self._end_with(MALFORMED)
+
+    def _end_with(self, answer: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(answer)
+        self.transport.close()
+
+
+def _only_health(app: Any, most: int) -> Any:
+    full = Refused(503, f"All {most} connections are in use: try again in 1 s.", Retry_After="1", Connection="close")
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await (app if scope["path"] in HEALTH else refusal(full))(scope, receive, send)
+
+    return answer
+
+
+class Server(uvicorn.Server):
+    """After SIGTERM it answers 503, and ends when nothing runs any more, or at the end of the grace."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Any, grace_s: float):
+        super().__init__(config)
+        self._scheduler, self._grace_s, self._ends_at = scheduler, grace_s, 0.0
+        self._before: set[asyncio.Task[None]] = set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if not await super().on_tick(counter):
+            return False
+        if not self._ends_at:
+            self._ends_at = time.monotonic() + self._grace_s
+            self._scheduler.drain(self._grace_s)
+            self._before = set(self.server_state.tasks)  # who comes later is refused, and waited for by nobody
+        self._before &= self.server_state.tasks
+        idle = not (self._scheduler.running or self._scheduler.waiting or self._before)
+        return idle or self.force_exit or time.monotonic() >= self._ends_at + 1
+
+
+def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    """What is wrong with settings and can be known before a model is opened.
+
+    Raises:
+        InputError: a variable that is no setting but nearly, a key that no client can send, an open server without a
+            key, a precision that cannot be served, more threads than cores can bear, or more connections than files
+            may be open.
+
+    >>> checked(Settings(host="0.0.0.0"), {})
+    Traceback (most recent call last):
+    t5accel.errors.InputError: host is '0.0.0.0', which other machines reach, and there is no API key. Set ...
+    """
+    refuse_misspelt(environment)
+    key = settings.api_key.get_secret_value() if settings.api_key else environment.get("T5ACCEL_API_KEY")
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise InputError(
+            f"T5ACCEL_API_KEY must be printable ASCII without blanks, got {len(key)} characters of which some are not "
+            "(is there a newline at its end?). Set another one, or unset it."
+            if key else "T5ACCEL_API_KEY must not be empty. Set a key, or unset it to serve without one."
+        )  # fmt: skip
+    if key is None and not is_loopback(settings.host):
+        if not settings.allow_unauthenticated:
+            raise InputError(
+                f"host is {settings.host!r}, which other machines reach, and there is no API key. Set T5ACCEL_API_KEY, "
+                "or give --allow-unauthenticated to serve everybody."
+            )
+        log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
+    must_encode_alone(as_recipe(settings.precision or "fp32"))
+    cores = cpu_threads()
+    if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
+        raise InputError(
+            f"threads must be at most {THREADS_PER_CORE * cores}, {THREADS_PER_CORE} for each core of this process, "
+            f"got {settings.threads}. Leave --threads out to use all cores."
+        )
+    _allow_files(settings.connections)
+
+
+def _allow_files(connections: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    others = RESERVE + BACKLOG + OTHER_FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if one == resource.RLIM_INFINITY else one for one in limits)
+    if hard < connections + others:
+        raise InputError(
+            f"connections must be at most {max(hard - others, 0)} where {hard} files may be open, got {connections}. "
+            f"Lower --connections, or raise the limit (ulimit -n {connections + others})."
+        )
+    if soft < connections + others:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connections + others, limits[1]))
+
+
+def bound(settings: Settings) -> list[socket.socket]:
+    """Sockets at the host and port of the settings, that nobody can connect to yet.
+
+    Raises:
+        InputError: the port is taken, or the host is none of this machine's.
+    """
+    sockets: list[socket.socket] = []
+    port = settings.port
+    try:
+        found = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((one[0], one[4]) for one in found):
+            # With the protocol named: else asyncio leaves Nagle's delay on, 40 ms between two parts of an answer.
+            made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            sockets.append(made)
+            if os.name == "posix":  # elsewhere it would allow two servers on one port
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                made.bind((address[0], port, *address[2:]))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL or len(found) == 1:
+                    raise
+                sockets.pop().close()  # "localhost" is ::1, too, also where IPv6 is switched off
+                continue
+            port = made.getsockname()[1]  # of port 0 the same for all addresses
+    except OSError as error:
+        for made in sockets:
+            made.close()
+        raise _not_served(settings, error) from error
+    return sockets
+
+
+def _not_served(settings: Settings, error: OSError) -> InputError:
+    return InputError(
+        f"host {settings.host!r} and port {settings.port} cannot be served: {error.strerror or error}. Give another "
+        "--port or --host."
+    )
+
+
+def opened(settings: Settings) -> FastAPI:
+    """The application around the model that the settings name.
+
+    Raises:
+        InputError: the model has no tokenizer, or its answers would depend on who else is served, or no request fits
+            into ``key_value_mb``.
+        ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `api.open_backend`.
+    """
+    require_tokenizer(settings.model)
+    log.info("opening %s", settings.public_name)
+    backend, tokenizer, what = open_backend(
+        settings.model, precision=settings.precision, threads=settings.threads, progress=settings.log_format == "text"
+    )
+    if tokenizer is None:
+        raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
+    app = make_app(backend, tokenizer, settings)
+    sys.setswitchinterval(SWITCH_S)
+    log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.why_static or "running batches")
+    return app
+
+
+def listen(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.socket]) -> None:
+    """Hand requests to an application until SIGTERM or SIGINT; ``scheduler`` says what runs, and is told to drain.
+
+    Raises:
+        InputError: another server has begun to listen at the port since it was bound.
+    """
+    patient = type("Connection", (Connection,), {
+        "head_s": settings.head_s, "write_s": settings.write_s, "most": settings.connections, "idle": {},
+    })  # fmt: skip
+    config = uvicorn.Config(
+        app, http=patient, loop="asyncio", ws="none", lifespan="on", log_config=None, access_log=False,
+        server_header=False, h11_max_incomplete_event_size=64 * 1024, timeout_graceful_shutdown=5, backlog=BACKLOG,
+    )  # fmt: skip
+    for one in (logging.getLogger("asyncio"), logging.getLogger("uvicorn.error"), open_log):
+        one.addFilter(Sparing())
+    for one in sockets:
+        try:
+            one.listen(BACKLOG)
+        except OSError as error:
+            raise _not_served(settings, error) from error
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        log.info("listening at http://%s:%s", host, one.getsockname()[1])
+    try:
+        Server(config, scheduler, settings.grace_s).run(sockets)
+    except KeyboardInterrupt:  # which uvicorn raises once it has ended in good order
+        pass
+
+
+def serve(settings: Settings) -> None:
+    """Open the model and serve; raises as `checked`, `bound` and `opened`.
+
+    >>> serve(Settings(model="mini", precision="int8-dynamic", port=0))
+    Traceback (most recent call last):
+    t5accel.errors.InputError: precision 'int8-dynamic' finds the scale of what the decoder multiplies ...
+    """
+    configure(settings.log_level, settings.log_format)
+    checked(settings)
+    sockets = bound(settings)
+    try:
+        listen(app := opened(settings), app.state.service.scheduler, settings, sockets)
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,152 @@
+"""What the server can be told: by flags of ``t5accel serve``, by ``T5ACCEL_…`` in the environment, or as defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from t5accel.errors import InputError
+from t5accel.serve.limits import Limits
+from t5accel.serve.logs import Form, Level
+
+PREFIX = "T5ACCEL_"
+OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables that are no settings of a server
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+class Settings(BaseSettings):
+    """One field for each flag: ``--stall-ms 20`` is ``T5ACCEL_STALL_MS=20``. A flag wins.
+
+    >>> Settings(rows=8).limits.rows
+    8
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, allow_inf_nan=False)
+
+    model: str = Field("mini", description="mini, mini-d1, mini-d1p, a folder, or a hub id.")
+    precision: str | None = Field(
+        None,
+        description="fp32, fp16, bf16 (torch, static batches), int8 or int4. Default: fp32; an export runs in its own.",
+    )
+    prefix: str = Field("", description="Text in front of every source whose request has no prefix field.")
+    threads: int | None = Field(
+        None, ge=1, description="Threads of the engine. Default: all cores that this process may use."
+    )
+    served_model_name: str | None = Field(
+        None, description="The model's name for clients. Default: model, or the last part of its folder."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen at. Any but this machine's needs T5ACCEL_API_KEY.")
+    allow_unauthenticated: bool = Field(False, description="Serve other machines without an API key.")
+    allowed_hosts: str = Field(
+        "", description="Further Host headers to accept, separated by commas; *: any. Default: this machine's."
+    )
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen at; 0: any free port.")
+    rows: int = Field(32, ge=1, description="Maximum rows in the running batch (one per answer, K per K-beam request).")
+    key_value_mb: int | None = Field(None, ge=1, description="Maximum megabytes of the KV cache. Default: no limit.")
+    queue: int = Field(256, ge=1, description="Maximum requests in the queue.")
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum source and new tokens, times rows, in the queue. Default: queue of the longest requests.",
+    )
+    max_beams: int = Field(8, ge=1, description="Maximum beams, or drawn answers, per text.")
+    max_source_tokens: int = Field(512, ge=1, description="Maximum tokens of a source.")
+    max_new_tokens: int = Field(512, ge=1, description="Maximum tokens of an answer.")
+    texts: int = Field(64, ge=1, description="Maximum texts per request.")
+    stall_ms: float = Field(
+        50.0, ge=0, description="Maximum milliseconds that running answers wait while new sources are encoded."
+    )
+    join_share: float = Field(
+        0.25, gt=0, le=1, description="Maximum share of the time spent on new requests while others run."
+    )
+    encoder_cache_mb: int = Field(256, ge=0, description="Megabytes of encoder outputs kept for repeated sources.")
+    connections: int = Field(1000, ge=1, description="Maximum open connections.")
+    body_kb: int = Field(1024, ge=1, description="Maximum kilobytes of a request's body.")
+    head_s: float = Field(10.0, gt=0, description="Seconds within which a request's head must arrive.")
+    body_s: float = Field(10.0, gt=0, description="Seconds within which a request's body must arrive.")
+    write_s: float = Field(
+        10.0, gt=0, description="Close the connection if the client stops reading for this many seconds."
+    )
+    deadline_s: float = Field(
+        120.0, gt=0, lt=1e9, description="Deadline in seconds of requests that do not set their own."
+    )
+    grace_s: float = Field(30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM.")
+    stuck_s: float = Field(
+        60.0, gt=0, description="Report unhealthy when one step takes longer than this many seconds."
+    )
+    api_key: SecretStr | None = Field(None, description="By the environment only: T5ACCEL_API_KEY.")
+    engine: Literal["local", "ray"] = Field("local", description="local, or ray: replicas of the model.")
+    address: str | None = Field(
+        None, description="Address of a Ray cluster, for engine ray. Default: one on this machine."
+    )
+    replicas: int = Field(2, ge=1, description="Maximum replicas with engine ray; more start as requests wait.")
+    replicas_min: int = Field(1, ge=1, description="Minimum replicas with engine ray.")
+    log_texts: bool = Field(False, description="Write texts and answers to the log.")
+    log_level: Annotated[Level, BeforeValidator(_lower)] = Field(
+        "info", description="debug, info, warning, error or critical; debug also logs probes."
+    )
+    log_format: Annotated[Form, BeforeValidator(_lower)] = Field(
+        "text", description="text, or json: one object per line."
+    )
+
+    @property
+    def limits(self) -> Limits:
+        """The scheduler's."""
+        most = self.key_value_mb
+        return Limits(
+            rows=self.rows, key_value_bytes=None if most is None else most * 10**6, queue=self.queue,
+            queued_tokens=self.max_queued_tokens, beams=self.max_beams,
+            source_tokens=self.max_source_tokens, new_tokens=self.max_new_tokens, stall_s=self.stall_ms / 1e3,
+            join_share=self.join_share, encoder_cache_bytes=self.encoder_cache_mb * 10**6,
+        )  # fmt: skip
+
+    @property
+    def public_name(self) -> str:
+        """What clients call the model. Where a folder lies is nobody's business.
+
+        >>> Settings(model="mini").public_name
+        'mini'
+        """
+        is_path = Path(self.model).exists() or Path(self.model).is_absolute()
+        return self.served_model_name or (os.path.basename(os.path.abspath(self.model)) if is_path else self.model)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone can reach a server at that host.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("")
+    (True, True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def refuse_misspelt(environment: Mapping[str, str]) -> None:
+    """Raise for a variable that is no setting and nearly the name of one: it would change nothing, silently.
+
+    Raises:
+        InputError: names it and the nearest setting.
+
+    >>> refuse_misspelt({"T5ACCEL_APIKEY": "a"})
+    Traceback (most recent call last):
+    t5accel.errors.InputError: T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY, or unset it.
+    """
+    known = {name.upper() for name in Settings.model_fields} | OTHERS
+    for name in sorted(environment):
+        last = name.upper().removeprefix(PREFIX)
+        if name.upper().startswith(PREFIX) and last not in known:
+            # An orchestrator may set others, such as T5ACCEL_SERVICE_HOST beside a service of that name.
+            for near in get_close_matches(last, sorted(known), n=1, cutoff=0.7):
+                raise InputError(f"{name} is no setting. Rename it to {PREFIX}{near}, or unset it.")

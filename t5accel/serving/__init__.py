@@ -1,1 +1,0 @@
-"""Requests that share one running batch, and the server in front of it."""

@@ -1,1 +1,0 @@
-"""Distil and prune any T5 on examples of your own."""

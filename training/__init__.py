@@ -1,0 +1,1 @@
+"""How the bundled models were made; never in the wheel."""

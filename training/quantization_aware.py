@@ -1,0 +1,156 @@
+"""Fine-tune a model while its weights are rounded as a recipe rounds them, so that it learns to live with that.
+
+The forward pass uses the rounded weights; the backward pass leaves the rounding out, as if it were the identity: the
+straight-through estimator (Bengio, Léonard and Courville, 2013). What is trained stays in floats, and is rounded for
+good by `precision.gate` afterwards. What is multiplied by the weights is not rounded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils import parametrize
+
+from t5accel.errors import InputError
+from t5accel.precision.integers import in_blocks
+from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
+from t5accel.distillation.batches import TaskBatch
+from t5accel.distillation.optimizer import new_optimizers, optimiser_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Rounded(torch.nn.Module):
+    """A weight (N, K) as a recipe stores it, with the gradient of the weight itself.
+
+    In blocks, each block keeps the share of its largest weight that it had at first (`integers.in_blocks` looks for the
+    best one of several): searching again at every step would take longer than the step.
+
+    >>> weight = torch.tensor([[-8.0, 7.0, 0.6, 0.0]], requires_grad=True)
+    >>> found = Rounded(weight, Scheme(bits=4, block_size=16))(weight)
+    >>> found.sum().backward()
+    >>> found.tolist(), weight.grad.tolist()
+    ([[-8.0, 7.0, 1.0, 0.0]], [[1.0, 1.0, 1.0, 1.0]])
+    """
+
+    def __init__(self, weight: torch.Tensor, scheme: Scheme):
+        super().__init__()
+        self.scheme = scheme
+        if scheme.method == "weight-only":
+            scales = in_blocks(weight.detach().float().cpu().numpy(), scheme.bits, scheme.block_size).scales
+            reached = self._reaching(self._in_blocks(weight.detach()))
+            share = torch.from_numpy(scales)[:, :, None].to(reached) / torch.where(reached == 0, 1, reached)
+            self.register_buffer("share", share, persistent=False)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + (self.rounded(weight.detach()) - weight.detach())
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """(N, K) -> (N, K)."""
+        if self.scheme.method != "weight-only":
+            largest = weight.abs().amax(dim=1, keepdim=True) if self.scheme.per_channel else weight.abs().max()
+            levels = 64 if self.scheme.reduce_range else 127
+            scale = torch.where(largest > 0, largest / levels, torch.ones_like(largest))
+            return (weight / scale).round().clamp(-levels, levels) * scale
+        blocks, half = self._in_blocks(weight), 1 << (self.scheme.bits - 1)
+        scale = self._reaching(blocks) * self.share
+        scale = torch.where(scale == 0, 1, scale)
+        rounded = (blocks / scale).round().clamp(-half, half - 1) * scale
+        return rounded.flatten(1)[:, : weight.shape[1]]
+
+    def _in_blocks(self, weight: torch.Tensor) -> torch.Tensor:
+        size = self.scheme.block_size
+        return torch.nn.functional.pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
+
+    def _reaching(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The scale with which the largest weight of each block is the lowest integer: (N, blocks, 1)."""
+        extreme = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
+        return extreme / -(1 << (self.scheme.bits - 1))
+
+
+@contextmanager
+def rounded_weights(model: PreTrainedModel, recipe: Recipe | str) -> Iterator[None]:
+    """In the ``with`` block the model computes with rounded weights; after it, with its own, as trained meanwhile.
+
+    Raises ``InputError`` if the recipe has no integers.
+
+    >>> from t5accel.models.random_init import random_t5
+    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
+    >>> before = model.shared.weight.clone()
+    >>> with rounded_weights(model, "int4"):
+    ...     bool((model.shared.weight == before).all())
+    False
+    >>> bool((model.shared.weight == before).all()), model.lm_head.weight is model.shared.weight
+    (True, True)
+    """
+    recipe = as_recipe(recipe)
+    if not recipe.integers:
+        raise InputError(f"Recipe {recipe.name} has no integers: there is nothing to round.")
+    changed = []
+    for name, module in model.named_modules():
+        scheme = _scheme(name, module, recipe)
+        if scheme is not None:
+            changed.append((module, Rounded(module.weight, scheme)))
+    for module, rounding in changed:
+        parametrize.register_parametrization(module, "weight", rounding)
+    try:
+        yield
+    finally:
+        for module, _ in changed:
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    recipe: Recipe | str | None,
+    batches: Iterator[list[TaskBatch]],
+    *,
+    steps: int,
+    learning_rate: float = 2e-4,
+    smoothing: float = 0.1,
+    on_step: Callable[[float], None] | None = None,
+) -> None:
+    """Train a model in place for some steps, its weights rounded by a recipe; the rate falls to zero over the steps.
+
+    Args:
+        model: on the device of its choice; left in evaluation mode.
+        recipe: with integers; ``None``: the same steps without rounding, to compare with.
+        batches: of each step, as `batches.steps_from` yields them.
+        steps: how many.
+        learning_rate: AdamW's, at the start.
+        smoothing: of the labels.
+        on_step: gets the loss of each, in nats per token.
+
+    Raises:
+        InputError: the recipe has no integers.
+    """
+    model.train()
+    optimizers = new_optimizers(model, learning_rate=learning_rate, matrix_learning_rate=None)
+    try:
+        with nullcontext() if recipe is None else rounded_weights(model, recipe):
+            for step in range(steps):
+                chosen = next(batches)
+                loss = optimiser_step(
+                    model, optimizers, [batch for _, batch in chosen], (1 / len(chosen),) * len(chosen),
+                    factor=1 - step / steps, smoothing=smoothing,
+                )  # fmt: skip
+                if on_step is not None:
+                    on_step(loss)
+    finally:
+        model.eval()
+
+
+def _scheme(name: str, module: torch.nn.Module, recipe: Recipe) -> Scheme | None:
+    """That of a module's weight, as `precision.integer_graphs` would store it."""
+    if isinstance(module, torch.nn.Embedding) and (name == "shared" or name.endswith("embed_tokens")):
+        return recipe.scheme(EMBEDDING, "decoder")
+    group = group_of(f"{name}.weight") if isinstance(module, torch.nn.Linear) else None
+    if group is None:
+        return None
+    # The decoder's keys and values of the source are computed in the encoder's graph.
+    in_encoder = name.startswith("encoder.") or name.endswith(("EncDecAttention.k", "EncDecAttention.v"))
+    return recipe.scheme(group, "encoder" if in_encoder else "decoder")

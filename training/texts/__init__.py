@@ -1,0 +1,1 @@
+"""Templates and phrases of the training texts."""

@@ -1,0 +1,273 @@
+"""Train the bundled model: a small T5 that translates, summarises and answers, from pairs and seeded generators.
+
+Needs torch, transformers, tokenizers and safetensors only, so that it also runs on a bare GPU machine. Interrupted at
+any moment, it goes on from its last checkpoint with the batches it would have seen.
+
+A second stage goes on with a trained model and teaches it to read whose fact a question asks for. A third one grows it
+and teaches it longer sentences, and stories and reports of any kind; a fourth one goes on with these.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from t5accel.models.load import load_pretrained, load_t5
+from t5accel.errors import InputError
+from training.head_init import Aim, aim_heads, choose_aims
+from training.grow import grown
+from training.curriculum import (
+    CONTEXT,
+    CURRICULUM,
+    FOURTH_CURRICULUM,
+    HIDE_WHAT_IS_ASKED,
+    SECOND_CURRICULUM,
+    THIRD_CURRICULUM,
+    composed_question_example,
+    composed_summary_example,
+    mini_mixture,
+    question_example,
+    summary_example,
+)
+from training.pairs import Pair, read_pairs, split_pairs
+from training.spelling import british
+from training.vocabulary import train_tokenizer
+from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, packed, steps_from
+from t5accel.distillation.optimizer import (
+    batch_loss,
+    learning_rate_factor,
+    new_optimizers,
+    optimiser_step,
+    set_dropout,
+    use_pooled_dropout,
+    validation_losses,
+)
+from t5accel.distillation.checkpointing import require_device, run_steps
+from bench.tasks import TRANSLATE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides the outcome. ``steps`` may grow between runs; the rest must stay.
+
+    Raises ``InputError`` for an unknown optimiser or fewer than one step.
+    """
+
+    steps: int = 6500
+    seed: int = 0
+    learning_rate: float = 2e-3  # AdamW's, of embeddings, biases and norms (of everything with "adamw")
+    matrix_learning_rate: float = 2.5e-3  # Muon's
+    optimizer: str = "muon"  # or "adamw"
+    warmup_steps: int = 300
+    decay_share: float = 0.25
+    label_smoothing: float = 0.1
+    dropout: float = 0.1
+    d_model: int = 256
+    d_kv: int = 32
+    d_ff: int = 1024
+    num_heads: int = 8
+    num_layers: int = 4  # of encoder and decoder; of the encoder alone from the third stage on
+    vocab_size: int = 6000
+    aims: tuple[Aim, ...] | None = ()  # heads that begin as others; None: `aim.choose_aims` finds them
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("muon", "adamw"):
+            raise InputError(f"optimizer is {self.optimizer!r}; give 'muon' or 'adamw'.")
+        if self.steps < 1:
+            raise InputError(f"steps is {self.steps}; give at least 1.")
+
+    def factor(self, step: int) -> float:
+        """What multiplies the peak learning rates at ``step``."""
+        return learning_rate_factor(step, self.steps, warmup_steps=self.warmup_steps, decay_share=self.decay_share)
+
+
+# The second stage goes on with a finished model, more gently.
+SECOND_STAGE = TrainConfig(
+    steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35, aims=None
+)
+
+# The third adds two encoder layers and a vocabulary of its own.
+THIRD_STAGE = TrainConfig(
+    steps=6600, learning_rate=1.5e-3, matrix_learning_rate=2e-3, warmup_steps=100, decay_share=0.3, num_layers=6,
+    vocab_size=8000,
+)  # fmt: skip
+
+FOURTH_STAGE = replace(THIRD_STAGE, steps=8300, decay_share=0.24)
+
+
+def planned(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase, ...]]:
+    """Configuration and curriculum of stage 1, 2, 3 or 4.
+
+    Raises ``InputError`` for another, and unless the first begins with nothing and the others with a model.
+    """
+    stages = {
+        1: (TrainConfig(), CURRICULUM), 2: (SECOND_STAGE, SECOND_CURRICULUM),
+        3: (THIRD_STAGE, THIRD_CURRICULUM), 4: (FOURTH_STAGE, FOURTH_CURRICULUM),
+    }  # fmt: skip
+    if stage not in stages or (start is None) != (stage == 1):
+        raise InputError(
+            f"stage {stage} with start {start}: the first begins with nothing; give 2 to 4 and the model made before."
+        )
+    return stages[stage]
+
+
+def new_model(config: TrainConfig) -> PreTrainedModel:
+    """A freshly initialised ``T5ForConditionalGeneration`` of the configured size (relu, tied embeddings).
+
+    >>> round(new_model(TrainConfig()).num_parameters() / 1e6, 1)
+    8.9
+    """
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(config.seed)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=config.vocab_size, d_model=config.d_model, d_kv=config.d_kv, d_ff=config.d_ff,
+            num_heads=config.num_heads, num_layers=config.num_layers, num_decoder_layers=config.num_layers,
+            dropout_rate=config.dropout, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        )
+    )  # fmt: skip
+    use_pooled_dropout(model)
+    return model
+
+
+def second_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel:
+    """A copy of a trained model in fp32, with ``config.aims``, which must be known, ready for the second stage.
+
+    >>> second_model(new_model(TrainConfig(num_layers=1)).half(), TrainConfig()).dtype
+    torch.float32
+    """
+    model = copy.deepcopy(start).float()
+    use_pooled_dropout(model)
+    aim_heads(model, config.aims)
+    return model
+
+
+def validation_sets(held_out: list[Example], encode: Encode) -> dict[str, list[Batch]]:
+    """Held-out translation pairs, and reports and questions of seen templates and composed ones, as batches."""
+    rng = random.Random("validation")
+    tasks = {
+        "translation": held_out,
+        "summaries": [summary_example(rng) for _ in range(64)],
+        "questions": [question_example(rng) for _ in range(128)],
+        "composed reports": [composed_summary_example(rng) for _ in range(64)],
+        "composed questions": [composed_question_example(rng) for _ in range(128)],
+    }
+    return {name: packed(examples, encode, 6000) for name, examples in tasks.items()}
+
+
+def validation(
+    held_out: list[Example], tokenizer: PreTrainedTokenizerBase
+) -> Callable[[PreTrainedModel], dict[str, float]]:
+    """A function from a model to its losses on `validation_sets`, as `distill` and `prune` take it."""
+    sets = validation_sets(held_out, lambda texts: tokenizer(texts)["input_ids"])
+    return lambda model: validation_losses(model, sets)
+
+
+def train(
+    mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[Example], folder: Path,
+    config: TrainConfig, *, start: PreTrainedModel | None = None, device: str = "cpu", validate_every: int = 250,
+    save_every: int = 250,
+) -> PreTrainedModel:  # fmt: skip
+    """Train until ``config.steps`` and return the model in evaluation mode.
+
+    Args:
+        start: what the second stage begins with, which is not changed; a new model of the configured size without.
+        held_out: (source, target) texts for the validation loss.
+        folder: for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``; a checkpoint found there is gone on from.
+
+    Raises:
+        InputError: the checkpoint was made with another configuration, or the device is not there.
+    """
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts)["input_ids"]
+
+    require_device(device)
+    model = new_model(config) if start is None else second_model(start, config)
+    model = model.to(device).train()
+    muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
+    optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
+    validate = validation(held_out, tokenizer)
+    context = tokenizer.convert_tokens_to_ids(CONTEXT)
+
+    def loss_of(task_batch: TaskBatch) -> tuple[torch.Tensor, int]:
+        task, batch = task_batch
+        hidden_until = context if task in HIDE_WHAT_IS_ASKED else None
+        return batch_loss(model, batch, config.label_smoothing, hidden_until=hidden_until)
+
+    def update(step: int, batches: list[TaskBatch]) -> float:
+        phase = mixture.phase(step)
+        set_dropout(model, config.dropout if phase.dropout is None else phase.dropout)
+        return optimiser_step(
+            model, optimizers, batches, phase.weights(batches), factor=config.factor(step), loss_of=loss_of
+        )
+
+    run_steps(
+        folder, config, model, optimizers, batches_from=lambda step: steps_from(mixture, encode, config.seed, step),
+        update=update, validate=lambda: validate(model), device=device, validate_every=validate_every,
+        save_every=save_every,
+    )  # fmt: skip
+    return model.eval()
+
+
+def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
+    """What the vocabulary is made from: the training pairs, in both spellings, and examples of the other two tasks."""
+    rng = random.Random(f"{seed}/vocabulary")
+    reports = [text for i in range(2000) for text in (composed_summary_example if i % 2 else summary_example)(rng)]
+    stories = [text for i in range(4000) for text in (composed_question_example if i % 2 else question_example)(rng)]
+    texts = [text for pair in pairs for text in pair]
+    texts += [other for english, _ in pairs if (other := british(english)) != english] * 2
+    return texts + reports + stories + [TRANSLATE + "."] * 2000
+
+
+def reproduce(
+    pairs_file: Path, folder: Path, config: TrainConfig, *, stage: int = 1, start: str | None = None,
+    device: str = "cpu", held_out: int = 1000,
+) -> Path:  # fmt: skip
+    """One stage of the road from a file of pairs to the bundled model: a checkpoint, and ``folder/model`` in fp16.
+
+    Args:
+        stage: 1, 2, 3 or 4; `planned` has the configuration of each.
+        start: the name or folder of the model that the stage before made. The third stage gives it a new vocabulary.
+
+    Raises:
+        InputError: the pairs are missing or malformed; the message says where to obtain some.
+        InputError: as `planned`, or the start has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    curriculum = planned(stage, start)[1]
+    require_device(device)
+    split = split_pairs(read_pairs(pairs_file), held_out)
+    mixture = mini_mixture(split.train, curriculum)
+    model = tokenizer = None
+    if start is not None:
+        model, tokenizer = load_t5(start)
+        if tokenizer is None:
+            raise InputError(f"{start} has no tokenizer; give the name or the folder of a trained model.")
+    if stage in (1, 3):
+        tokenizer_folder = folder / "tokenizer"
+        if not (tokenizer_folder / "tokenizer.json").is_file():
+            texts = vocabulary_texts(split.train, config.seed)
+            train_tokenizer(texts, config.vocab_size).save_pretrained(tokenizer_folder)
+        before, tokenizer = tokenizer, load_pretrained(AutoTokenizer.from_pretrained, tokenizer_folder)
+        if model is not None:
+            model = grown(model, before, tokenizer, num_layers=config.num_layers, vocab_size=config.vocab_size)
+    held_out_pairs = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
+    if config.aims is None:
+        sets = validation_sets(held_out_pairs, lambda texts: tokenizer(texts)["input_ids"])
+        config = replace(config, aims=choose_aims(model, [batch for batches in sets.values() for batch in batches[:2]]))
+    model = train(mixture, tokenizer, held_out_pairs, folder, config, start=model, device=device)
+    model.to(torch.float16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
