@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from t5accel import machine
-from t5accel.api import TUNED_FOR
-from t5accel.models.load import data_folder
-from t5accel.checks import as_count, read_json_object
-from t5accel.errors import InputError
-from t5accel.models.registry import BEYOND_T5
-from t5accel.precision.recipes import RECIPES
 from bench.model_sizes import config_of, family_name, guessed_size, weights_or_none, weights_per_step
 from bench.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from bench.peers import REFERENCE as PEERS_REFERENCE
 from bench.results import aligned
 from bench.techniques import REFERENCE
+from t5accel import machine
+from t5accel.api import TUNED_FOR
+from t5accel.checks import as_count, read_json_object
+from t5accel.errors import InputError
+from t5accel.models.load import data_folder
+from t5accel.models.registry import BEYOND_T5
+from t5accel.precision.recipes import RECIPES
 
 METRICS = {"translation": "bleu", "summaries": "rougeL", "questions": "exact_match"}
 LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}

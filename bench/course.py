@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from t5accel import machine
-from t5accel.models.load import data_folder
-from t5accel.errors import InputError, MissingPackageError, T5AccelError, install
 from bench import figures as draw
-from bench.scoreboard import Forced, bench
 from bench.results import Row, recorded, write_rows
+from bench.scoreboard import Forced, bench
+from t5accel import machine
+from t5accel.errors import InputError, MissingPackageError, T5AccelError, install
+from t5accel.models.load import data_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

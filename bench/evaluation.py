@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from t5accel import machine
 from bench import tasks
+from t5accel import machine
 from t5accel.checks import as_count
 from t5accel.errors import InputError
 from t5accel.metrics import bleu, chrf, exact_match, f1, floor_warning, rouge, sacrebleu_score

@@ -12,26 +12,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from t5accel import machine
 from bench import evaluation as quality
 from bench import tasks
+from bench.harness import Way, measured
+from bench.precision import backend_scores
+from bench.results import Row, at_path, chosen, here, rows_so_far, write_rows
+from bench.techniques import bytes_of
+from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.models.load import load_t5
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_t5, source_hash, t5_weights
+from t5accel.models.load import load_t5
+from t5accel.models.sizes import T5Dims
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import as_recipe
-from bench.harness import Way, measured
-from bench.results import Row, at_path, chosen, here, rows_so_far, write_rows
-from bench.precision import backend_scores
-from bench.techniques import bytes_of
 from t5accel.roofline import decoder_weights_per_step
-from t5accel.models.sizes import T5Dims
-from t5accel.tokenization import TokenizerFile
 from t5accel.timing import Work
+from t5accel.tokenization import TokenizerFile
 
 Name = TypeVar("Name")
 

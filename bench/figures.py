@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from t5accel import machine
-from t5accel.errors import InputError, MissingPackageError, install
 from bench.ladder import fastest, inside, way_to
 from bench.peers import int8_for, standings
 from bench.results import aligned, step_ms
+from t5accel import machine
+from t5accel.errors import InputError, MissingPackageError, install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.bert.exporting import export_quietly
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import UnknownModelError
-from bench.bert.exporting import export_quietly
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

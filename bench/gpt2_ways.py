@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel.models.load import in_floats
-from bench.harness import Way, measured
-from bench.results import Row
 from bench.bert.exporting import quietly
 from bench.gpt2 import Generate, Moved, cached, export_gpt2, recomputed, torch_greedy
+from bench.harness import Way, measured
+from bench.results import Row
+from t5accel.models.load import in_floats
 from t5accel.timing import Work
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.results import Row
 from t5accel import machine
 from t5accel.errors import InputError
-from bench.results import Row
 from t5accel.parity import assert_varied, parity
 from t5accel.timing import Candidate, Work, compare
 

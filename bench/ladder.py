@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from t5accel import machine
 from bench import evaluation as quality
-from t5accel.models.load import BUNDLED
+from bench.harness import measured, ratio
+from bench.precision import generated_scores
+from bench.results import Row
+from bench.scoreboard import Job, as_way, sizes
+from bench.techniques import LOOKUP, NAMED, THEIR_LOOP, THROUGHPUT, Generate, Subject, Technique
+from t5accel import machine
 from t5accel.decoding.backend import as_count
 from t5accel.errors import InputError
-from bench.scoreboard import Job, as_way, sizes
-from bench.harness import measured, ratio
-from bench.results import Row
-from bench.precision import generated_scores
-from bench.techniques import LOOKUP, NAMED, THEIR_LOOP, THROUGHPUT, Generate, Subject, Technique
+from t5accel.models.load import BUNDLED
 from t5accel.tokenization import TokenizerFile
 
 MODEL, STUDENT = "mini", "mini-d1"

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness import Way, measured, pairwise
+from bench.results import Row, aligned, step_ms
 from t5accel.backends.ort_memory import TOKENS
 from t5accel.errors import PeerError
 from t5accel.precision.recipes import RECIPES
-from bench.harness import Way, measured, pairwise
-from bench.results import Row, aligned, step_ms
 from t5accel.timing import Work
 
 REFERENCE = "transformers 4.57"

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from t5accel import machine
 from bench import evaluation as quality
 from bench import tasks
+from bench.results import Row, scores
+from t5accel import machine
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
-from t5accel.errors import InputError
-from t5accel.precision.calibration import Example, checked_example
-from bench.results import Row, scores
-from t5accel.metrics import ROW_SCORES
 from t5accel.distillation.examples import Rows, read_examples
+from t5accel.errors import InputError
+from t5accel.metrics import ROW_SCORES
+from t5accel.precision.calibration import Example, checked_example
 from t5accel.tokenization import text_to_text, tokenizer_of
 
 LONGEST = 64  # tokens of an answer that is scored

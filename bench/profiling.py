@@ -17,10 +17,10 @@ import numpy as np
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.layers import decoder_graph, encoder_graph
-from t5accel.graphs.weights import T5Weights
 from t5accel.graphs.contract import decoder_spec, names
+from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.ort_levels import import_onnxruntime
+from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
 from t5accel.timing import measure
 

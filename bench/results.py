@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any, TypedDict
 
 from t5accel import machine
-from t5accel.models.load import data_folder
 from t5accel.errors import InputError
+from t5accel.models.load import data_folder
 
 LIBRARIES = ("torch", "transformers", "onnxruntime")  # whose versions a reader asks for first
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from bench import tasks
+from bench.results import aligned, chosen, recorded
+from bench.serving.rates import keeps_up, knees
+from bench.serving.static_batch import Asked, together
+from bench.simulation import Failures, Pace, simulate
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
-from bench.serving.rates import keeps_up, knees
-from bench.results import aligned, chosen, recorded
-from bench.simulation import Failures, Pace, simulate
-from bench.serving.static_batch import Asked, together
 
 ASSUMED = "November 2026"  # of prices and failures: round numbers, in the range of what clouds ask
 STORAGE = 0.023  # dollars a month for 10^9 bytes that lie there

@@ -10,17 +10,17 @@ from typing import Protocol
 
 import numpy as np
 
-from t5accel import machine
 from bench import tasks
-from t5accel.models.load import BUNDLED
+from bench.harness import Way, measured, memory_alone
+from bench.precision import generated_scores
+from bench.results import Row
+from bench.techniques import NAMED, REFERENCE, Generate, Subject, Technique, choose
+from t5accel import machine
 from t5accel.decoding.backend import as_count
 from t5accel.errors import InputError
-from bench.harness import Way, measured, memory_alone
-from bench.results import Row
-from bench.precision import generated_scores
-from bench.techniques import NAMED, REFERENCE, Generate, Subject, Technique, choose
-from t5accel.tokenization import TokenizerFile
+from t5accel.models.load import BUNDLED
 from t5accel.timing import Work
+from t5accel.tokenization import TokenizerFile
 
 # From a way of generating and how many texts it gets at once to its tokens, (N, L) int64, padded with 0. It can be
 # sent to another process, where the memory is measured.

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
-from t5accel.backends.ort_numpy import OrtNumpy
-from t5accel.backends.ort_cuda import OrtPointers
-from t5accel.backends.ort_session import SessionSettings
 from bench.baselines.torch_recompute import TorchRecompute
+from t5accel.backends.ort_cuda import OrtPointers
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.tensorrt_plan import Range, Sizes
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.models.load import in_floats, load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.backends.tensorrt_plan import Range, Sizes
+from t5accel.models.load import in_floats, load_t5
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

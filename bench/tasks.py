@@ -13,9 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5accel.models.load import BUNDLED, data_folder
 from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError, MissingPackageError, install
+from t5accel.models.load import BUNDLED, data_folder
 
 if TYPE_CHECKING:
     import datasets

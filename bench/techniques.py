@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel.models.load import load_t5
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, WEIGHTS
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
+from t5accel.models.load import load_t5
 from t5accel.precision.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:

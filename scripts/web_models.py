@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 import onnxruntime
 
 from bench.demo.menu import menu
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.manifest import Manifest, describe_file
-from t5accel.graphs.export import export_t5
-from t5accel.precision.convert import convert_export
 from bench.results import chosen, recorded
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
+from t5accel.graphs.export import export_t5
+from t5accel.graphs.manifest import Manifest, describe_file
+from t5accel.precision.convert import convert_export
 
 READ = (MANIFEST, ENCODER, DECODER, WEIGHTS, "tokenizer.json", "tokenizer_config.json")  # by the page's code
 

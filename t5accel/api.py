@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.models.registry import family_of_model
 from t5accel.graphs.export_cache import checked_export, checked_manifest, given_export
 from t5accel.graphs.logit_check import backend_logits
 from t5accel.graphs.logit_check import check_logits as compare_logits
 from t5accel.graphs.manifest import Manifest
-from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
+from t5accel.models.registry import family_of_model
 from t5accel.models.sizes import T5_LIKE
+from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
 from t5accel.tokenization import tokenizer_of
 
 if TYPE_CHECKING:

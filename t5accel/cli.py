@@ -37,9 +37,9 @@ from t5accel.cli_options import (
     kept,
     status,
 )
-from t5accel.serve.cli import serving
 from t5accel.cli_training import training
 from t5accel.errors import InputError, T5AccelError
+from t5accel.serve.cli import serving
 
 TRACEBACK = "T5ACCEL_TRACEBACK"
 
@@ -149,14 +149,14 @@ def run(
     """Answer one text, or every line of standard input, with the time it took."""
     import numpy as np
 
+    from bench.tasks import prefix_hint, prefixes_of
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
-    from t5accel.models.load import require_tokenizer
-    from t5accel.decoding.token_constraints import NONE
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
-    from bench.tasks import prefix_hint, prefixes_of
+    from t5accel.decoding.token_constraints import NONE
     from t5accel.models.languages import Languages
+    from t5accel.models.load import require_tokenizer
     from t5accel.tokenization import text_to_text
 
     require_tokenizer(model)
@@ -242,9 +242,9 @@ def export(
     ] = True,
 ) -> None:
     """Write a model as ONNX graphs, with all that is needed to run them without torch."""
+    from t5accel.graphs.export import export_t5
     from t5accel.graphs.export_cache import given_export
     from t5accel.graphs.export_folder import as_target, require_free
-    from t5accel.graphs.export import export_t5
     from t5accel.precision.convert import convert_export
 
     if given_export(model):
@@ -279,11 +279,11 @@ def quantize(
     threads: ThreadsOption = None,
 ) -> None:
     """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
-    from t5accel.models.load import require_tokenizer
+    from bench.precision import text_quality
     from t5accel.graphs.export_cache import cached_export, given_export
     from t5accel.graphs.export_folder import as_target, require_free
+    from t5accel.models.load import require_tokenizer
     from t5accel.precision.gate import quantize as behind_a_gate
-    from bench.precision import text_quality
 
     recipe = precision.value
     score = text_quality(eval_, metric, threads=threads, progress=True)
@@ -375,9 +375,9 @@ def bench(
         with kept(f"Results so far are in {json}; the same command goes on."):
             return run_in_time(json, minutes, only=only)
     from bench import figures as draw
+    from bench.results import write_rows
     from bench.scoreboard import Forced
     from bench.scoreboard import bench as measure_all
-    from bench.results import write_rows
     from bench.techniques import choose
 
     chosen, rows = choose(technique or [], model=model), []

@@ -113,11 +113,11 @@ def distill(
     import torch
 
     from t5accel import machine
+    from t5accel.distillation.checkpointing import require_device
+    from t5accel.distillation.model_card import require_place
+    from t5accel.distillation.shrink import layer_map, shrink_decoder
     from t5accel.distillation.student import DistillConfig
     from t5accel.distillation.student import distill as run
-    from t5accel.distillation.checkpointing import require_device
-    from t5accel.distillation.shrink import layer_map, shrink_decoder
-    from t5accel.distillation.model_card import require_place
     from t5accel.models.sizes import T5Dims
 
     torch.set_num_threads(threads or machine.cpu_threads())
@@ -166,9 +166,9 @@ def prune(
     import torch
 
     from t5accel import machine
+    from t5accel.distillation.model_card import require_place
     from t5accel.distillation.pruning import PruneConfig
     from t5accel.distillation.pruning import prune as run
-    from t5accel.distillation.model_card import require_place
 
     torch.set_num_threads(threads or machine.cpu_threads())
     config = PruneConfig(
@@ -200,9 +200,9 @@ class _UserRows:
 
     @classmethod
     def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
-        from t5accel.errors import InputError
         from t5accel.distillation.examples import read_examples
         from t5accel.distillation.validation import validation
+        from t5accel.errors import InputError
 
         if weights and len(weights) != len(files):
             raise InputError(f"--weight is given {len(weights)} times for {len(files)} of --data: give one for each.")
@@ -235,8 +235,8 @@ class _UserRows:
 
     def keep(self, student, tokenizer, folder, whole, **facts) -> None:  # noqa: ANN001, ANN003
         """Save the student with its card, and say how it and the whole model score."""
-        from t5accel.metrics import floor_warning
         from t5accel.distillation.model_card import save_student
+        from t5accel.metrics import floor_warning
 
         typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=_command(), **facts)}")
         for name, model in (("whole model", whole), ("student", student)) if self.validate else ():
@@ -270,8 +270,8 @@ def _mini(name: str, what: str) -> ModuleType:
 
 
 def _with_tokenizer(name: str):  # noqa: ANN202
-    from t5accel.models.load import load_t5
     from t5accel.errors import InputError
+    from t5accel.models.load import load_t5
 
     model, tokenizer = load_t5(name)
     if tokenizer is None:
@@ -332,12 +332,12 @@ def evaluate(
     from json import dumps
 
     from bench import evaluation as quality
+    from bench.precision import row_scores, scored_rows
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
-    from t5accel.models.load import require_tokenizer
     from t5accel.errors import InputError
-    from bench.precision import row_scores, scored_rows
     from t5accel.metrics import ROW_SCORES, floor_warning
+    from t5accel.models.load import require_tokenizer
     from t5accel.tokenization import text_to_text
 
     if data and (pairs or limit is not None):

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 import psutil
 
 from t5accel import machine
-from t5accel.models.load import BUNDLED, data_folder
 from t5accel.errors import T5AccelError, install
 from t5accel.graphs.export_cache import ENVIRONMENT, cache_folder
+from t5accel.models.load import BUNDLED, data_folder
 
 
 @dataclass(frozen=True)

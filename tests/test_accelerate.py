@@ -13,10 +13,10 @@ import t5accel
 from t5accel.api import _runtime, accelerate
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError
-from t5accel.graphs.export_cache import list_exports
 from t5accel.graphs.export import export_t5
-from t5accel.precision.recipes import as_recipe
+from t5accel.graphs.export_cache import list_exports
 from t5accel.parity import assert_varied
+from t5accel.precision.recipes import as_recipe
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 

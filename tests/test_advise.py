@@ -11,19 +11,19 @@ import pytest
 from refused import refused
 from typer.testing import CliRunner
 
-from t5accel import machine
-from t5accel.cli import app
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
-from t5accel.precision.recipes import RECIPES
 from bench import advise as module
 from bench.advise import SYSTEMS, Advice, Need, advise, call, line, report, weights_per_step
+from bench.peers import SYSTEMS as PEERS
+from bench.results import checked, recorded, write_json
 from bench.systems import GRAPH
 from bench.systems import REFERENCE as GPU_REFERENCE
 from bench.systems import SYSTEMS as GPU_SYSTEMS
-from bench.peers import SYSTEMS as PEERS
-from bench.results import checked, recorded, write_json
 from bench.techniques import NAMED, REFERENCE
+from t5accel import machine
+from t5accel.cli import app
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.models.random_init import RANDOM_SIZES, random_t5
+from t5accel.precision.recipes import RECIPES
 
 SCORES = {"bleu": 30.0, "rougeL": 60.0, "exact_match": 50.0}
 

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from t5accel.models.load import random_t5
 from t5accel.errors import InputError
+from t5accel.models.load import random_t5
 from training.head_init import Aim, aim_heads, choose_aims
 
 SIZES = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}

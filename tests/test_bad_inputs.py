@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from bench.baselines.optimized_export import optimize_export
 from t5accel.api import accelerate
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import T5AccelError
 from t5accel.graphs.export import export_t5
-from bench.baselines.optimized_export import optimize_export
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
 
 EXAMPLES = 60  # at each entry

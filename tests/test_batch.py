@@ -31,17 +31,17 @@ from typer.testing import CliRunner
 
 from bench import tasks
 from t5accel.api import open_backend
-from t5accel.serve.batch import output
-from t5accel.serve.batch import run as running
-from t5accel.serve.batch.generate import Answer, Answerer, batches
-from t5accel.serve.batch.job import Done, Model, Settings
-from t5accel.serve.batch.output import Output, ShardRecord
-from t5accel.serve.batch.formats import JsonRows, Unfit
-from t5accel.serve.batch.run import run
 from t5accel.cli import app
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.manifest import describe_file
+from t5accel.serve.batch import output
+from t5accel.serve.batch import run as running
+from t5accel.serve.batch.formats import JsonRows, Unfit
+from t5accel.serve.batch.generate import Answer, Answerer, batches
+from t5accel.serve.batch.job import Done, Model, Settings
+from t5accel.serve.batch.output import Output, ShardRecord
+from t5accel.serve.batch.run import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "translate English to French: "

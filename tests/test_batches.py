@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import PAIRS, characters, texts_of
 
+from bench.tasks import TRANSLATE
+from t5accel.distillation.batches import Mixture, Part, Phase, block, draw_batches, pack, steps_from
 from t5accel.errors import InputError
 from training.curriculum import mini_examples
-from t5accel.distillation.batches import Mixture, Part, Phase, block, draw_batches, pack, steps_from
-from bench.tasks import TRANSLATE
 
 lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=30)
 

@@ -9,10 +9,8 @@ from refused import refused
 
 import bench.techniques as module
 from bench import tasks
-from t5accel.models.load import BUNDLED
-from t5accel.errors import InputError
-from bench.scoreboard import Forced, Natural, bench, sizes
 from bench.results import checked
+from bench.scoreboard import Forced, Natural, bench, sizes
 from bench.techniques import (
     NAMED,
     REFERENCE,
@@ -23,8 +21,10 @@ from bench.techniques import (
     graph_bytes,
     weight_bytes,
 )
-from t5accel.parity import ParityError
+from t5accel.errors import InputError
+from t5accel.models.load import BUNDLED
 from t5accel.models.random_init import random_t5
+from t5accel.parity import ParityError
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from bench.bert.graphs import bound_run, dynamic_int8, export_bert, fed_run, fuse_bert, static_int8
+from bench.bert.model import load_bert, random_bert, resize, widths
+from bench.bert.pruning import KINDS, Pruning, attach, close, closing, removed, zero_share
+from bench.bert.spans import torch_run
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
 from t5accel.graphs.saved_graph import count_nodes
 from t5accel.parity import ParityError, parity
-from bench.bert.model import load_bert, random_bert, resize, widths
-from bench.bert.graphs import bound_run, dynamic_int8, export_bert, fed_run, fuse_bert, static_int8
-from bench.bert.pruning import KINDS, Pruning, attach, close, closing, removed, zero_share
-from bench.bert.spans import torch_run
 
 SIZES: dict[str, Any] = dict(
     vocab_size=90, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,

@@ -31,17 +31,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
 
 from t5accel import accelerate
-from t5accel.models import load as checkpoints
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.models.load import HUB_ALIASES, data_folder, load_t5
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.graphs.export import export_t5
-from t5accel.parity import assert_varied
 from t5accel.distillation.gates import Gates
 from t5accel.distillation.pruning import remove
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.graphs.export import export_t5
+from t5accel.models import load as checkpoints
+from t5accel.models.load import HUB_ALIASES, data_folder, load_t5
 from t5accel.models.random_init import RANDOM_SIZES, random_t5
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import assert_varied
 from t5accel.tokenization import tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5

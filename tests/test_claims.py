@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.gpu.cells import LENGTHS, cells_for
-from bench.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
-from bench.peers import GRIDS
-from bench.gpu import other_models as on_gpu
 from bench.bert.ladder import ON_GPU
 from bench.gpt2_ways import GRAPHS, NO_CACHE, PYTORCH
+from bench.gpu import other_models as on_gpu
+from bench.gpu.cells import LENGTHS, cells_for
+from bench.peers import GRIDS
+from bench.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
 
 # What is timed on a GPU, by the suite and by `bench.gpu.other_models`: a cell's name, systems, texts, source and new tokens.
 TIMED = [(cell.name, cell.systems, cell.batch, cell.source_tokens, cell.new_tokens)

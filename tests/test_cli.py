@@ -18,18 +18,24 @@ import torch
 from test_draw import ROWS
 from typer.testing import CliRunner
 
+import bench.advise
+import bench.course
+import bench.scoreboard
 import t5accel.cli
 import t5accel.doctor
-import bench.advise
-import bench.scoreboard
-import bench.course
 import training.train as training
 import training.validate as validate
+from bench.advise import Advice, Need
+from bench.course import NotebookError, NotebookRun
+from bench.figures import board
+from bench.precision import text_quality
+from bench.scoreboard import Forced
+from bench.tasks import rows, source_text
+from bench.techniques import REFERENCE, choose
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.cli import app
 from t5accel.cli_options import ExportPrecision, IntegerPrecision, Precision
-from t5accel.serve.cli import serving as serving_commands
 from t5accel.cli_training import training as training_commands
 from t5accel.decoding.greedy_search import greedy
 from t5accel.doctor import Check
@@ -37,15 +43,9 @@ from t5accel.errors import InputError
 from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.recipes import RECIPES
-from bench.advise import Advice, Need
-from bench.scoreboard import Forced
-from bench.course import NotebookError, NotebookRun
-from bench.figures import board
-from bench.precision import text_quality
-from bench.techniques import REFERENCE, choose
-from training.validate import HeldOutQuality
-from bench.tasks import rows, source_text
+from t5accel.serve.cli import serving as serving_commands
 from t5accel.tokenization import TokenizerFile, text_to_text
+from training.validate import HeldOutQuality
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (app, serving_commands, training_commands)

@@ -19,16 +19,16 @@ import torch
 from made_up import PAIRS, log
 from test_cli import call, refused, said
 
-import t5accel.distillation.student as module
 import t5accel.distillation.pruning as pruning
+import t5accel.distillation.student as module
 import t5accel.distillation.teacher_outputs as texts
-from t5accel.models.load import load_t5
+from bench.tasks import TRANSLATE
 from t5accel.distillation.student import DistillConfig
 from t5accel.distillation.teacher_outputs import read_teacher_texts
-from t5accel.models.random_init import random_t5
+from t5accel.models.load import load_t5
 from t5accel.models.pruned import widths
+from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims
-from bench.tasks import TRANSLATE
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back", "random_state_put_back")
 

@@ -33,9 +33,10 @@ from test_greedy import check_equals_generate
 
 from bench.baselines.hybrid import HybridOnnxT5
 from bench.baselines.layout_backends import MergedGraphs, ThreeGraphs, WholeGraph
+from bench.baselines.layouts import export_layout
+from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
-from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
@@ -43,7 +44,6 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.graphs.export import export_t5
-from bench.baselines.layouts import export_layout
 from t5accel.parity import parity
 
 ONE_THREAD = SessionSettings(threads=1)

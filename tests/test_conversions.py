@@ -12,13 +12,13 @@ import pytest
 from refused import refused
 from test_staging import snapshot
 
+from bench.baselines.optimized_export import optimize_export
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import DECODER
 from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.fp16 import half_export
 from t5accel.precision.gate import quantize, quantize_export
 from t5accel.precision.recipes import RECIPES
-from bench.baselines.optimized_export import optimize_export
 
 Convert = Callable[..., Any]
 INT8 = partial(quantize_export, recipe="int8")

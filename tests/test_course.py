@@ -10,11 +10,11 @@ import pytest
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from test_draw import RECORD, ROWS
 
-from t5accel.errors import InputError, MissingPackageError, install
 from bench import course
 from bench.course import NotebookError, NotebookRun, execute, notebooks_in, run_course, summary
 from bench.figures import board
 from bench.results import write_json
+from t5accel.errors import InputError, MissingPackageError, install
 
 
 def write_notebook(path: Path, *cells: str) -> Path:

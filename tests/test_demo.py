@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from t5accel.api import open_backend
-from t5accel.decoding.greedy_search import greedy
+from bench.bert.model import random_bert
+from bench.bert.spans import answers, read, torch_run
 from bench.demo import page as demo
 from bench.demo import reading
 from bench.demo.at_home import AtHome
 from bench.demo.menu import EXAMPLES, WRONG, menu
 from bench.demo.race import TRANSFORMERS, Way, ways_of
-from t5accel.errors import InputError, ModelUnavailableError
-from training.reader import train_wordpiece
-from bench.bert.model import random_bert
-from bench.bert.spans import answers, read, torch_run
 from bench.tasks import NAMES, UNANSWERABLE, references, rows, source_text
+from t5accel.api import open_backend
+from t5accel.decoding.greedy_search import greedy
+from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.tokenization import text_to_text
+from training.reader import train_wordpiece
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -28,27 +28,27 @@ from script import load_script
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import narrowed
 
-import t5accel.distillation.student as module
 import t5accel.distillation.checkpointing as resumable
+import t5accel.distillation.student as module
+from bench.evaluation import MAIN_SCORES
+from bench.tasks import TRANSLATE
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.models.load import data_folder, load_t5
 from t5accel.decoding.greedy_search import greedy
+from t5accel.distillation.batches import Mixture, Part, Phase
+from t5accel.distillation.checkpointing import run_steps
+from t5accel.distillation.losses import OBJECTIVES
+from t5accel.distillation.model_card import save_student
+from t5accel.distillation.optimizer import PooledDropout, optimiser_step
+from t5accel.distillation.shrink import shrink_decoder
+from t5accel.distillation.student import DistillConfig, distill, train_student
+from t5accel.distillation.validation import validation
 from t5accel.errors import ExportError, InputError, JobError
 from t5accel.graphs.export import export_t5
-from training.vocabulary import train_tokenizer
-from t5accel.parity import assert_varied
-from bench.evaluation import MAIN_SCORES
-from t5accel.distillation.batches import Mixture, Part, Phase
-from t5accel.distillation.student import DistillConfig, distill, train_student
-from t5accel.distillation.losses import OBJECTIVES
-from t5accel.distillation.optimizer import PooledDropout, optimiser_step
-from t5accel.distillation.checkpointing import run_steps
-from t5accel.distillation.shrink import shrink_decoder
-from t5accel.distillation.model_card import save_student
-from t5accel.distillation.validation import validation
+from t5accel.models.load import data_folder, load_t5
 from t5accel.models.sizes import T5Dims
-from bench.tasks import TRANSLATE
+from t5accel.parity import assert_varied
+from training.vocabulary import train_tokenizer
 
 MIXTURE = Mixture(
     {"translation": [(TRANSLATE + english, french) for english, french in PAIRS[:20]]},

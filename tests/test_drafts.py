@@ -17,10 +17,10 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import drafting as drafts_module
 from t5accel.decoding.backend import Backend, Generated, Histories
-from t5accel.decoding.speculation import LONGEST_PAUSE, DraftLength
 from t5accel.decoding.drafting import Drafts, Likeliest, verified
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.request import Request, Steps
+from t5accel.decoding.speculation import LONGEST_PAUSE, DraftLength
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)

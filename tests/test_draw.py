@@ -9,10 +9,10 @@ import pytest
 from refused import refused
 from test_ladder import TOY, shown
 
-from t5accel.errors import InputError, MissingPackageError, install
 from bench import figures as draw
 from bench.figures import board, caption, page, plot_board, plot_ladders, plot_standings, table
 from bench.peers import GRID, Standing
+from t5accel.errors import InputError, MissingPackageError, install
 
 REFERENCE = dict(
     measured="speed", system="the reference", reference="the reference", backend="theirs", model="mini",

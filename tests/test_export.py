@@ -45,19 +45,19 @@ from t5accel.errors import (
     T5AccelError,
     UnknownModelError,
 )
-from t5accel.models.random_families import random_model
-from t5accel.models.registry import BEYOND_T5
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.layers import LOWEST, decoder_graph, encoder_graph
-from t5accel.graphs.weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec, names
+from t5accel.graphs.export import export_t5, source_hash, t5_weights
 from t5accel.graphs.export_folder import LARGEST_INSIDE
+from t5accel.graphs.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.logit_check import backend_logits, check_logits
 from t5accel.graphs.manifest import read_manifest, write_manifest
-from t5accel.graphs.export import export_t5, source_hash, t5_weights
-from t5accel.parity import ParityError, assert_varied, parity
-from t5accel.models.t5_math import logit_scale, relative_position_bucket
+from t5accel.graphs.weights import T5Weights
+from t5accel.models.random_families import random_model
+from t5accel.models.registry import BEYOND_T5
 from t5accel.models.sizes import T5Dims
+from t5accel.models.t5_math import logit_scale, relative_position_bucket
+from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.tokenization import text_to_text, tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5

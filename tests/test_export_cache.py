@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers.normalizers import Lowercase
 from tokenizers.processors import TemplateProcessing
 
-import t5accel.models.load as checkpoints
 import t5accel.graphs.export_cache as module
+import t5accel.models.load as checkpoints
 from t5accel.api import accelerate, open_backend
-from t5accel.models.load import hub_snapshot, load_t5
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.graphs.export import export_t5
 from t5accel.graphs.export_cache import (
     cache_folder,
     cached_export,
@@ -30,7 +30,7 @@ from t5accel.graphs.export_cache import (
     list_exports,
 )
 from t5accel.graphs.manifest import read_manifest, write_manifest
-from t5accel.graphs.export import export_t5
+from t5accel.models.load import hub_snapshot, load_t5
 from t5accel.tokenization import text_to_text
 
 

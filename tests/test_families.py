@@ -20,36 +20,36 @@ import torch
 import transformers
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
+from bench.baselines.optimized_export import optimize_export
+from bench.baselines.ort_cuda_graph import OrtCaptured
+from bench.profiling import logits_of
 from t5accel.api import accelerate
 from t5accel.backends.hf_generate import AcceleratedT5
-from t5accel.backends.ort_iobinding import OrtBound
-from bench.baselines.ort_cuda_graph import OrtCaptured
-from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_cuda import OrtPointers
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.models.load import load_t5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
-from t5accel.serve.request import Job
 from t5accel.decoding.prompt_lookup import lookup
-from t5accel.decoding.token_constraints import Rules, special_tokens
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
-from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
-from t5accel.models.families import Family
-from t5accel.models.random_families import random_model
-from t5accel.models.registry import BEYOND_T5, SIZES, family_of
-from t5accel.graphs.manifest import write_manifest
-from t5accel.graphs.export import export_t5, model_weights
-from t5accel.precision.convert import convert_export
-from bench.baselines.optimized_export import optimize_export
-from bench.profiling import logits_of
-from t5accel.serve.scheduler import Scheduler
+from t5accel.decoding.token_constraints import Rules, special_tokens
 from t5accel.distillation.pruning import PruneConfig, prune
 from t5accel.distillation.shrink import shrink_decoder
+from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
+from t5accel.graphs.export import export_t5, model_weights
+from t5accel.graphs.manifest import write_manifest
+from t5accel.models.families import Family
+from t5accel.models.load import load_t5
+from t5accel.models.random_families import random_model
+from t5accel.models.registry import BEYOND_T5, SIZES, family_of
+from t5accel.precision.convert import convert_export
+from t5accel.serve.request import Job
+from t5accel.serve.scheduler import Scheduler
 from t5accel.tokenization import TokenizerFile, text_to_text, tokenizer_of
 
 VOCABULARY, LONGEST, TOLERANCE = 83, 12, 2e-5

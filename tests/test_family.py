@@ -12,18 +12,18 @@ import pytest
 from refused import refused
 
 import bench.family as module
-from t5accel.backends.torch_eager import TorchEager
-from t5accel.models.load import load_t5
-from t5accel.precision.recipes import RECIPES
 from bench import harness
 from bench.family import family_rows, pareto, recorded_family
 from bench.results import checked
-from t5accel.parity import ParityError
+from t5accel.backends.torch_eager import TorchEager
 from t5accel.distillation.gates import Gates
 from t5accel.distillation.pruning import remove
 from t5accel.distillation.shrink import shrink_decoder
+from t5accel.models.load import load_t5
 from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import ParityError
+from t5accel.precision.recipes import RECIPES
 
 TINY = dict(vocab_size=8000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2)
 QUICK = dict(rounds=2, source_tokens=6, new_tokens=3)

@@ -12,10 +12,10 @@ import torch
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import SIZES, narrowed
 
-from t5accel.errors import InputError
-from t5accel.parity import ParityError
 from t5accel.distillation.gates import Gates, gated
+from t5accel.errors import InputError
 from t5accel.models.pruned import parts
+from t5accel.parity import ParityError
 
 ATTENTION = "decoder.block.2.layer.1.EncDecAttention"
 NEW = histories(6, 2, 7)

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.errors import UnknownModelError
-from t5accel.parity import assert_varied
 from bench.gpt2 import (
     Moved,
     bytes_of_logits,
@@ -22,6 +19,9 @@ from bench.gpt2 import (
     recomputed_on_tensors,
     torch_greedy,
 )
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.errors import UnknownModelError
+from t5accel.parity import assert_varied
 
 SIZES: dict[str, Any] = dict(vocab_size=200, n_embd=64, n_layer=3, n_head=4, n_positions=64)
 PROMPTS = np.random.default_rng(0).integers(1, 200, (2, 7))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from t5accel.errors import InputError
 from bench.gpu.cards import DATASHEET, bandwidth, recorded_cards, slug
+from t5accel.errors import InputError
 
 
 @pytest.mark.parametrize(("name", "expected"), [

@@ -19,19 +19,18 @@ import pytest
 import torch
 from refused import refused
 
-from t5accel import machine
-from t5accel.errors import InputError, MissingPackageError
-from bench import harness
+from bench import harness, systems
 from bench import results as records
 from bench.gpu import measure as measuring
 from bench.gpu import suite
-from bench import systems
 from bench.gpu.cells import LENGTHS, RUNTIMES, Cell, cells_for
-from bench.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
 from bench.launches import Prices
+from bench.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
+from t5accel import machine
+from t5accel.errors import InputError, MissingPackageError
 from t5accel.models.random_init import RANDOM_SIZES
-from t5accel.roofline import decoder_weights_per_step
 from t5accel.models.sizes import T5Dims
+from t5accel.roofline import decoder_weights_per_step
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_CPU = [name for name in SYSTEMS if name not in (systems.TENSORRT, systems.KERNEL)]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.errors import InputError, UnequalWorkError
 from bench import harness
 from bench.harness import FEWEST_ROUNDS, Way, measured
 from bench.results import checked
+from t5accel.errors import InputError, UnequalWorkError
 from t5accel.parity import ParityError
 from t5accel.timing import Work
 

@@ -25,8 +25,10 @@ from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
 from transformers.generation import BaseStreamer
 
-from t5accel.backends.hf_generate import AcceleratedT5
+from bench.tasks import rows as task_rows
+from bench.tasks import source_text
 from t5accel.backends.hf_cache import DecoderCache
+from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
@@ -36,8 +38,6 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, T5AccelError
 from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied, parity
-from bench.tasks import rows as task_rows
-from bench.tasks import source_text
 from t5accel.pipeline import text2text
 from t5accel.tokenization import tokenizer_of
 

@@ -14,12 +14,12 @@ from programs import PROGRAM, check_program, histories_of
 from test_encoder_cache import logits_of
 
 from bench.baselines.hybrid import HybridOnnxT5
+from bench.baselines.layout_graphs import LM_HEAD
+from bench.baselines.layouts import export_layout
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.contract import ENCODER
-from bench.baselines.layouts import export_layout
-from bench.baselines.layout_graphs import LM_HEAD
 from t5accel.parity import parity
 
 ONE_THREAD = SessionSettings(threads=1)

@@ -15,10 +15,10 @@ from refused import refused
 from test_gates import hooks
 from test_narrow import SIZES, narrowed
 
-from t5accel.errors import InputError
 from t5accel.distillation.gates import Gates, gated
 from t5accel.distillation.importance import alike, choose, everything, magnitude, movement, taylor
 from t5accel.distillation.optimizer import model_inputs
+from t5accel.errors import InputError
 from t5accel.models.pruned import parts
 
 BATCH = ([[5, 6, 7, 8, 1], [9, 10, 1], [40, 41, 42, 1]], [[20, 21, 1], [22, 23, 24, 25, 1], [30, 31, 1]])

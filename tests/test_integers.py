@@ -12,8 +12,7 @@ from test_surgery import operators, run
 
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.precision import integer_graphs
-from t5accel.precision import integers
+from t5accel.precision import integer_graphs, integers
 from t5accel.precision.integer_graphs import Integers
 from t5accel.precision.integers import SHRUNK, Blocks, in_blocks, in_channels
 from t5accel.precision.recipes import Recipe, Scheme

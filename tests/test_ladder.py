@@ -16,9 +16,8 @@ import pytest
 from refused import refused
 from script import load_script
 
-from t5accel.errors import InputError, UnequalWorkError
 from bench import harness
-from bench.scoreboard import Forced, Natural
+from bench.evaluation import MAIN_SCORES
 from bench.ladder import (
     GATE,
     Rung,
@@ -33,10 +32,11 @@ from bench.ladder import (
     with_quality_of,
 )
 from bench.results import checked
+from bench.scoreboard import Forced, Natural
 from bench.techniques import NAMED, Subject
-from t5accel.parity import ParityError
-from bench.evaluation import MAIN_SCORES
+from t5accel.errors import InputError, UnequalWorkError
 from t5accel.models.random_init import random_t5
+from t5accel.parity import ParityError
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 

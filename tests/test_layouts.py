@@ -15,19 +15,19 @@ import pytest
 import torch
 from programs import PROGRAM, Watched, check_program, histories_of
 
-from t5accel.backends.hf_generate import AcceleratedT5
+from bench.baselines import layouts
 from bench.baselines.layout_backends import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
+from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
+from bench.baselines.layout_sizes import LayoutSizes, layout_sizes
+from bench.baselines.layouts import DESCRIPTION, export_layout, read_layout
+from bench.traffic import StepTraffic, bytes_per_step
+from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
 from t5accel.graphs.export import export_t5, t5_weights
-from bench.baselines import layouts
-from bench.baselines.layout_sizes import LayoutSizes, layout_sizes
-from bench.baselines.layouts import DESCRIPTION, export_layout, read_layout
-from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
-from bench.traffic import StepTraffic, bytes_per_step
 from t5accel.models.random_init import random_t5
 
 ONE_THREAD = SessionSettings(threads=1)

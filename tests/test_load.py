@@ -15,8 +15,8 @@ import pytest
 import uvicorn
 from test_cli import call, refused
 
-from t5accel.errors import InputError
 from bench.serving.load import Load, Outcome, ask, offer
+from t5accel.errors import InputError
 
 BODY = {"text": "a"}
 ANSWER = b'{"answers": [{"texts": ["a"], "tokens": [3]}, {"texts": ["b", "c"], "tokens": [1, 1]}]}'

@@ -25,9 +25,9 @@ from t5accel.decoding.backend import Generated
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import FIXED, VERIFYING, Copier, Text, best_length, lookup
 from t5accel.decoding.request import Request
+from t5accel.parity import assert_varied, token_agreement
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import Recipe, Scheme
-from t5accel.parity import assert_varied, token_agreement
 from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from script import SCRIPTS, load_script
 
+from bench.results import checked
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
 from t5accel.precision.recipes import RECIPES
-from bench.results import checked
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 

@@ -24,15 +24,12 @@ from hypothesis import strategies as st
 from made_up import CORPUS, PAIRS
 
 from bench import tasks
-from t5accel.models.load import load_t5
+from bench.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
 from t5accel.errors import InputError
+from t5accel.models.load import load_t5
 from training import curriculum as mixture
 from training import exercises as practice
-from training.texts import report_templates
-from training.texts import story_templates
 from training import vocabulary
-from training.texts.composed_reports import composed_event, make_composed_report, statements
-from training.texts.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
 from training.curriculum import (
     CONTEXT,
     FOURTH_CURRICULUM,
@@ -46,7 +43,6 @@ from training.curriculum import (
     sources,
     student_mixture,
 )
-from training.pairs import balanced, joined, read_pairs, split_pairs, tidy
 from training.exercises import (
     common_words,
     finding_example,
@@ -54,11 +50,14 @@ from training.exercises import (
     recall_example,
     repetition_example,
 )
+from training.pairs import balanced, joined, read_pairs, split_pairs, tidy
+from training.texts import report_templates, story_templates
+from training.texts.composed_reports import composed_event, make_composed_report, statements
+from training.texts.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
 from training.texts.reports import Report, make_report, reports
 from training.texts.stories import Question, make_crowd, make_question, questions
 from training.train import SECOND_STAGE
 from training.vocabulary import ALPHABET, train_tokenizer
-from bench.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
 
 EVAL_SEED = 20261121  # of the bundled evaluation sets: changing a template or a draw would orphan their scores
 HALVES = (False, True)  # seen in training, held out

@@ -17,11 +17,11 @@ from silence import quiet
 from test_export import histories, same_logits, teacher_forced
 from transformers import DynamicCache, EncoderDecoderCache
 
-from t5accel.models.load import load_t5
 from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.parity import ParityError, assert_varied
+from t5accel.models.load import load_t5
 from t5accel.models.pruned import KINDS, parts, resize, widths
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import ParityError, assert_varied
 
 NARROW = ["deeper-decoder", "gated-untied", "mt5", "umt5"]
 SIZES: dict[str, list[int]] = dict(

@@ -31,19 +31,19 @@ from test_export import references, size_bytes
 from test_greedy import check_equals_generate
 from test_ort import PROGRAM_WITHOUT, ROOT
 
+from bench.baselines import optimized_export as optimize
+from bench.baselines.optimized_export import optimize_export, optimized_graph
 from t5accel import machine
 from t5accel.api import accelerate
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from bench.baselines import optimized_export as optimize
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs import ort_levels as portability
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
+from t5accel.graphs.export import export_t5
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.ort_levels import LEVELS, require_runnable_here, this_machine
-from t5accel.graphs.export import export_t5
-from bench.baselines.optimized_export import optimize_export, optimized_graph
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes, reread
 
 ONE_THREAD = SessionSettings(threads=1)

@@ -24,22 +24,22 @@ from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, his
 from refused import refused
 from test_encoder_cache import check, in_threads, logits_of, tokens_of
 
-from t5accel.backends import ort_memory as encoder_slices
-from t5accel.backends import ort_cuda as ort_pointers
-from t5accel.backends.ort_iobinding import OrtBound
 from bench.baselines.ort_cuda_graph import OrtCaptured
+from bench.traffic import bytes_per_step
+from t5accel.backends import ort_cuda as ort_pointers
+from t5accel.backends import ort_memory as encoder_slices
+from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
+from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_memory import run_into
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, of_each_head
-from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.export import export_t5
-from bench.traffic import bytes_per_step
-from t5accel.parity import parity
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import parity
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_THREAD = SessionSettings(threads=1)

@@ -24,11 +24,11 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
 from t5accel.errors import ExportError
-from t5accel.graphs.fused_step import step_graph
 from t5accel.graphs.contract import STEP
 from t5accel.graphs.export import export_t5, t5_weights
-from t5accel.precision.convert import convert_export
+from t5accel.graphs.fused_step import step_graph
 from t5accel.parity import parity
+from t5accel.precision.convert import convert_export
 
 ONE_THREAD = SessionSettings(threads=1)
 PRECISIONS = ("fp32", "int8", "int4")

@@ -14,10 +14,6 @@ import numpy as np
 import pytest
 from script import load_script
 
-from t5accel.errors import InputError, PeerError
-from t5accel.models.random_families import random_model
-from t5accel.models.registry import BEYOND_T5
-from t5accel.precision.recipes import RECIPES
 from bench.harness import pairwise
 from bench.peers import (
     GRID,
@@ -41,6 +37,10 @@ from bench.peers import (
     table,
 )
 from bench.results import checked
+from t5accel.errors import InputError, PeerError
+from t5accel.models.random_families import random_model
+from t5accel.models.registry import BEYOND_T5
+from t5accel.precision.recipes import RECIPES
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]

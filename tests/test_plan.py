@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from script import load_script
 
-from t5accel.errors import InputError
+from bench.results import checked, chosen, recorded
 from bench.scale import RENTS, Rent, Speed, attempts, bill, costs, knee, knees_table, speeds
 from bench.serving.rates import keeps_up
-from bench.results import checked, chosen, recorded
 from bench.simulation import Failures, Pace
+from t5accel.errors import InputError
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/scale.md").read_text(encoding="utf-8")
 SPEED = Speed("short", 100.0, 700.0, threads=2, read_bytes=50, written_bytes=80, file="")

@@ -21,22 +21,22 @@ from test_export import histories, same_logits, teacher_forced
 from test_quantize import MODELS, RUNTIMES, forced, lost
 from test_surgery import operators, run
 
+from bench.baselines.rescale import rescaled
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, NotT5Error
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
-from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.export import export_t5
-from t5accel.precision import calibration as probe_module
-from t5accel.precision.fp16 import LARGEST, MARGIN, half_export, nodes_in_fp32, to_half
-from t5accel.precision.calibration import Example, Seen, largest, probe, ranges
-from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_of
+from t5accel.graphs.layers import LOWEST
+from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.saved_graph import reread
 from t5accel.parity import ParityError, assert_varied, token_agreement
-from bench.baselines.rescale import rescaled
+from t5accel.precision import calibration as probe_module
+from t5accel.precision.calibration import Example, Seen, largest, probe, ranges
+from t5accel.precision.fp16 import LARGEST, MARGIN, half_export, nodes_in_fp32, to_half
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_of
 from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)

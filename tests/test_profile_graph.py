@@ -14,13 +14,13 @@ import pytest
 from onnx import TensorProto, helper
 from refused import refused
 
+from bench.baselines.optimized_export import optimized_graph
+from bench.profiling import GraphProfile, profile_graph, step_feeds
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec
 from t5accel.graphs.manifest import read_manifest
-from bench.baselines.optimized_export import optimized_graph
 from t5accel.graphs.saved_graph import count_nodes
-from bench.profiling import GraphProfile, profile_graph, step_feeds
 
 
 @pytest.mark.parametrize("level", ["disable", "all"])

@@ -37,21 +37,21 @@ from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.models.load import load_t5
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import InputError
-from t5accel.graphs.layers import decoder_graph, encoder_graph
-from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.export import export_t5, t5_weights
-from t5accel.precision.convert import convert_export
-from t5accel.parity import ParityError, assert_varied, parity
-from t5accel.distillation.student import distill
 from t5accel.distillation.gates import Gates, gated
 from t5accel.distillation.importance import Kept, choose, magnitude
 from t5accel.distillation.pruning import PruneConfig, prune, remove
 from t5accel.distillation.shrink import shrink_decoder
+from t5accel.distillation.student import distill
+from t5accel.errors import InputError
+from t5accel.graphs.contract import DECODER, ENCODER
+from t5accel.graphs.export import export_t5, t5_weights
+from t5accel.graphs.layers import decoder_graph, encoder_graph
+from t5accel.models.load import load_t5
 from t5accel.models.pruned import parts, widths
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import ParityError, assert_varied, parity
+from t5accel.precision.convert import convert_export
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ALL = ["deeper-decoder", "shallower-decoder", "gated-untied", "mt5", "umt5"]

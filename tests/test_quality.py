@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
 
-from t5accel import metrics
 from bench import evaluation as quality
 from bench import tasks
+from t5accel import metrics
 from t5accel.errors import MissingPackageError
 
 # the machine may be busy with other work: a slow example is no failure

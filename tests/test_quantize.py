@@ -22,6 +22,9 @@ from silence import quiet
 from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
 
+from bench.baselines.optimized_export import optimize_export
+from bench.precision import agreement
+from bench.sensitivity import groups_of
 from t5accel.api import accelerate, tuned
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
@@ -30,21 +33,18 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
+from t5accel.graphs.export import export_t5
 from t5accel.graphs.export_cache import cached_export, list_exports
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.saved_graph import check_external_data, contrib_operators, count_nodes
+from t5accel.parity import ParityError, parity, token_agreement
 from t5accel.precision import integer_graphs
+from t5accel.precision.calibration import Example, probe, ranges
 from t5accel.precision.convert import convert_export
 from t5accel.precision.fp16 import half_export
-from t5accel.precision.integers import Blocks, in_blocks
-from t5accel.precision.calibration import Example, probe, ranges
 from t5accel.precision.gate import quantize, quantize_export
+from t5accel.precision.integers import Blocks, in_blocks
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_of
-from bench.sensitivity import groups_of
-from bench.baselines.optimized_export import optimize_export
-from t5accel.graphs.saved_graph import check_external_data, contrib_operators, count_nodes
-from bench.precision import agreement
-from t5accel.parity import ParityError, parity, token_agreement
 from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)

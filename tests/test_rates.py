@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from script import load_script
 
-from t5accel.models.load import BUNDLED, data_folder
-from t5accel.errors import InputError
+from bench.results import checked
 from bench.serving.rates import (
     BASELINE,
     OURS,
@@ -26,8 +25,9 @@ from bench.serving.rates import (
     swept,
     table,
 )
-from bench.results import checked
 from bench.serving.servers import Server, other, ours
+from t5accel.errors import InputError
+from t5accel.models.load import BUNDLED, data_folder
 from t5accel.parity import ParityError
 from t5accel.tokenization import tokenizer_of
 

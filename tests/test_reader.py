@@ -14,6 +14,11 @@ import torch
 from made_up import log
 
 import training.reader as module
+from bench.bert.model import load_bert, threshold_of, widths
+from bench.bert.pruning import Pruning
+from bench.bert.spans import read, torch_run
+from bench.tasks import UNANSWERABLE
+from t5accel.distillation.batches import Mixture, Part, Phase
 from t5accel.errors import InputError
 from training.curriculum import evaluation_sources, mini_examples
 from training.reader import (
@@ -28,11 +33,6 @@ from training.reader import (
     train_reader,
     train_wordpiece,
 )
-from t5accel.distillation.batches import Mixture, Part, Phase
-from bench.bert.model import load_bert, threshold_of, widths
-from bench.bert.pruning import Pruning
-from bench.bert.spans import read, torch_run
-from bench.tasks import UNANSWERABLE
 
 TINY = ReaderConfig(steps=4, hidden_size=32, intermediate_size=64, num_layers=2, vocab_size=300, warmup_steps=1)
 

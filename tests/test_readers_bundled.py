@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bench import evaluation as quality
-from t5accel.models.load import data_folder
-from bench.evaluation import QuestionQuality
-from bench.bert.model import PRUNED, READER, load_bert, threshold_of, widths
 from bench.bert.ladder import GATE
+from bench.bert.model import PRUNED, READER, load_bert, threshold_of, widths
 from bench.bert.spans import answerer, torch_run
+from bench.evaluation import QuestionQuality
+from t5accel.models.load import data_folder
 
 NAMES = (READER, PRUNED)
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from t5accel.cli import app
 from bench.figures import board
-from bench.systems import BOUND, CAPTURED, GRAPH, REFERENCE
 from bench.results import step_ms
+from bench.systems import BOUND, CAPTURED, GRAPH, REFERENCE
+from t5accel.cli import app
 from t5accel.models.random_init import random_t5
 
 ROOT = Path(__file__).resolve().parents[1]

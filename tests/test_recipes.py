@@ -18,11 +18,11 @@ from refused import refused
 from test_export import MODELS
 
 from t5accel.errors import InputError
-from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.export import t5_weights
-from t5accel.precision.recipes import DTYPES, METHODS, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_of
+from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.rewriting import products
 from t5accel.models.sizes import T5Dims
+from t5accel.precision.recipes import DTYPES, METHODS, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_of
 
 INT8, INT4, DYNAMIC = Scheme(), Scheme(bits=4, block_size=32), Scheme("dynamic")
 

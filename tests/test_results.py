@@ -22,9 +22,9 @@ from bench.peers import (
     named,
     standings,
 )
+from bench.results import chosen
 from bench.serving.rates import BASELINE, STATIC, said
 from bench.serving.rates import OURS as OURS_SERVED
-from bench.results import chosen
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from t5accel import machine
-from t5accel.errors import InputError
 from bench import results as rows
 from bench.results import KEYS, checked, described, here, recorded, rows_so_far, scores, write_json, write_rows
+from t5accel import machine
+from t5accel.errors import InputError
 
 RECORDED = sorted((Path(__file__).resolve().parents[1] / "data/results").glob("*.json"))
 

@@ -17,32 +17,32 @@ from programs import own_generate
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
+from bench.baselines.layout_backends import ThreeGraphs
+from bench.baselines.layouts import export_layout
+from bench.baselines.ort_cuda_graph import OrtCaptured
+from bench.baselines.torch_recompute import TorchRecompute
 from t5accel.api import open_backend
 from t5accel.backends.hf_generate import AcceleratedT5
-from bench.baselines.layout_backends import ThreeGraphs
-from bench.baselines.ort_cuda_graph import OrtCaptured
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
-from bench.baselines.torch_recompute import TorchRecompute
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.serve.batch.generate import Answerer
-from t5accel.models.load import load_t5
 from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy_search import greedy
-from t5accel.serve.request import Job
 from t5accel.decoding.prompt_lookup import lookup
-from t5accel.decoding.token_constraints import NONE, Rules, rules_of, special_tokens, until_end
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculative import speculative
 from t5accel.decoding.streaming import stream
+from t5accel.decoding.token_constraints import NONE, Rules, rules_of, special_tokens, until_end
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.manifest import read_manifest, write_manifest
 from t5accel.graphs.export import export_t5, source_hash, t5_weights
-from bench.baselines.layouts import export_layout
+from t5accel.graphs.manifest import read_manifest, write_manifest
+from t5accel.models.load import load_t5
+from t5accel.serve.batch.generate import Answerer
+from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
 from t5accel.serve.schemas import Completion, Generate
 from t5accel.serve.server import opened

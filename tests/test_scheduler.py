@@ -21,9 +21,8 @@ from test_repository import loaded_by
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy_search import greedy
-from t5accel.serve.request import Answer, Job
-from t5accel.decoding.token_constraints import NONE, Rules
 from t5accel.decoding.sampling import sample
+from t5accel.decoding.token_constraints import NONE, Rules
 from t5accel.errors import (
     CancelledError,
     DeadlineError,
@@ -33,6 +32,7 @@ from t5accel.errors import (
     ShuttingDownError,
 )
 from t5accel.serve.limits import Limits
+from t5accel.serve.request import Answer, Job
 from t5accel.serve.scheduler import Scheduler
 from t5accel.serve.ticket import Ticket
 

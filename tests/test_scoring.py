@@ -15,14 +15,14 @@ from test_export import export_t5, histories
 from test_export import teacher_forced as torch_logits
 
 from bench import evaluation as quality
+from bench.precision import agreement, text_quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
+from t5accel.distillation.validation import validation
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
+from t5accel.metrics import ROW_SCORES
 from t5accel.precision.calibration import Example
 from t5accel.precision.gate import quantize_export
-from bench.precision import agreement, text_quality
-from t5accel.metrics import ROW_SCORES
-from t5accel.distillation.validation import validation
 from t5accel.tokenization import text_to_text
 
 

@@ -13,6 +13,8 @@ from onnx import numpy_helper
 from test_export import MODELS, histories
 from test_quantize import Sensitive
 
+from bench.precision import agreement
+from bench.sensitivity import GroupScores, groups_of, only, ranked, sweep
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import ExportError, InputError
@@ -21,8 +23,6 @@ from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.calibration import Example
 from t5accel.precision.gate import quantize, quantize_export
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme, group_of, recipe_of
-from bench.sensitivity import GroupScores, groups_of, only, ranked, sweep
-from bench.precision import agreement
 
 TWO_AND_THREE = [
     "embedding",

@@ -32,11 +32,10 @@ from test_scheduler import Joining
 from typer.testing import CliRunner
 
 import t5accel.serve.server
+from bench.serving.fuzz import KINDS, abuse, fuzz, head, hostile, request, send
 from t5accel.cli import app as commands
 from t5accel.errors import InputError
-from bench.serving.fuzz import KINDS, abuse, fuzz, head, hostile, request, send
-from t5accel.serve import logs
-from t5accel.serve import responses
+from t5accel.serve import logs, responses
 from t5accel.serve.app import make_app
 from t5accel.serve.middleware import HEALTH
 from t5accel.serve.settings import Settings

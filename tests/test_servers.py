@@ -17,13 +17,13 @@ from test_cli import call, refused
 from test_scheduler import Joining
 from test_server import Letters
 
-from t5accel.errors import InputError, MissingPackageError, PeerError
 from bench.serving.load import ask
 from bench.serving.other_servers import Batches, make_app
 from bench.serving.servers import Running, Server, free_port, other, ours
 from bench.serving.static_batch import Asked, together
 from bench.serving.triton import triton_server, write_repository
 from bench.serving.triton_model import TritonPythonModel
+from t5accel.errors import InputError, MissingPackageError, PeerError
 
 TEXT = "translate English to French: I am tired."
 

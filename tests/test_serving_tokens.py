@@ -25,15 +25,15 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic, StaticState
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.beam import Beams, beam_search
-from t5accel.decoding.topk import Continuations
 from t5accel.decoding.distribution import Sampling
-from t5accel.serve.request import Job
 from t5accel.decoding.sampling import sample
+from t5accel.decoding.topk import Continuations
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_t5
-from t5accel.precision.convert import convert_export
 from t5accel.parity import parity
+from t5accel.precision.convert import convert_export
 from t5accel.serve.limits import KeyValueBytes, Limits
+from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
 
 ONE_THREAD = SessionSettings(threads=1)

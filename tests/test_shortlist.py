@@ -22,27 +22,27 @@ from refused import refused
 from test_encoder_cache import in_threads
 from test_greedy import check_equals_generate
 
+from bench.baselines.optimized_export import optimized_graph
 from t5accel.backends.hf_generate import AcceleratedT5
+from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
-from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding import certified_argmax as shortlist
+from t5accel.decoding.certified_argmax import MOST, Head, NearLogits, certified, error_bound, rounded_up
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy, likeliest
-from t5accel.decoding.certified_argmax import MOST, Head, NearLogits, certified, error_bound, rounded_up
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs import shortlist_head as graphs_shortlist
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.layers import T5Layers
-from t5accel.graphs.weights import T5Weights
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, NEAR, NEAR_ONLY, SHORTLIST, WEIGHTS, shortlist_spec
-from t5accel.graphs.export_cache import cached_export
-from t5accel.graphs.manifest import read_manifest, write_manifest
 from t5accel.graphs.export import export_t5
-from bench.baselines.optimized_export import optimized_graph
+from t5accel.graphs.export_cache import cached_export
+from t5accel.graphs.layers import T5Layers
+from t5accel.graphs.manifest import read_manifest, write_manifest
 from t5accel.graphs.saved_graph import count_nodes
 from t5accel.graphs.shortlist_head import LEVELS, add_heads, head_for, quantized
+from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
 
 ONE_THREAD = SessionSettings(threads=1)

@@ -17,12 +17,12 @@ from refused import refused
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import SIZES, generated, narrowed
 
-from t5accel.models.load import load_t5
-from t5accel.errors import InputError, NotT5Error
-from t5accel.parity import ParityError, assert_varied
 from t5accel.distillation.shrink import layer_map, shrink_decoder
+from t5accel.errors import InputError, NotT5Error
+from t5accel.models.load import load_t5
 from t5accel.models.pruned import widths
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import ParityError, assert_varied
 
 NEW = histories(6, 2, 7)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from t5accel.errors import InputError
 from bench.simulation import Failures, Pace, simulate
+from t5accel.errors import InputError
 
 MIXED = [4, 5, 6, 7, 8, 4, 5, 6, 7, 128]
 PACE = Pace(step_s=0.0015, row_s=0.0001, join_s=0.002)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bench import evaluation as quality
-from t5accel.errors import InputError
-from training.reader import train_wordpiece
 from bench.bert.spans import answerer, answers, best_spans, read, threshold_from
 from bench.tasks import UNANSWERABLE
+from t5accel.errors import InputError
+from training.reader import train_wordpiece
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,10 @@ from tqdm import tqdm
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, T5AccelError
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
-from t5accel.graphs.manifest import Manifest, read_manifest, write_manifest
 from t5accel.graphs.atomic_write import locked
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export import export_t5
+from t5accel.graphs.manifest import Manifest, read_manifest, write_manifest
 from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims
 

@@ -9,17 +9,17 @@ import torch
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from bench import evaluation as quality
+from bench.results import chosen, recorded
+from bench.techniques import TECHNIQUES
 from t5accel.api import accelerate
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.models.load import BUNDLED, data_folder, load_t5
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
-from bench.results import chosen, recorded
-from bench.techniques import TECHNIQUES
-from t5accel.parity import assert_varied
+from t5accel.models.load import BUNDLED, data_folder, load_t5
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import assert_varied
 from t5accel.tokenization import text_to_text
 
 RECORDED = {

@@ -12,12 +12,6 @@ import pytest
 import torch
 from script import load_script
 
-from t5accel.errors import InputError
-from bench.gpu.suite import table
-from bench.results import checked
-from training.reader import train_wordpiece
-from t5accel.parity import ParityError
-from bench.bert.model import random_bert, resize, widths
 from bench.bert.graphs import fed_run
 from bench.bert.ladder import (
     ON_GPU,
@@ -29,11 +23,17 @@ from bench.bert.ladder import (
     size_bytes,
     speed_rows,
 )
+from bench.bert.model import random_bert, resize, widths
 from bench.bert.served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
+from bench.bert.spans import answerer, torch_run
 from bench.gpt2 import bytes_of_logits, random_gpt2
 from bench.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
 from bench.gpu.other_models import cells
-from bench.bert.spans import answerer, torch_run
+from bench.gpu.suite import table
+from bench.results import checked
+from t5accel.errors import InputError
+from t5accel.parity import ParityError
+from training.reader import train_wordpiece
 
 SIZES: dict[str, Any] = dict(
     vocab_size=150, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,

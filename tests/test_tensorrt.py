@@ -19,12 +19,12 @@ from programs import ATOL, PROGRAM, check_program, operations
 
 import t5accel.backends.tensorrt as module
 from t5accel.backends.tensorrt import Engine, TensorRT
+from t5accel.backends.tensorrt_plan import Range, Sizes
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.backends.tensorrt_plan import Range, Sizes
 from t5accel.parity import assert_varied
 
 KINDS = {"tensor(float)": ("FLOAT", np.float32), "tensor(int64)": ("INT64", np.int64)}

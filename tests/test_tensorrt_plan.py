@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from refused import refused
 
-from t5accel.errors import InputError, MissingPackageError
+from bench.baselines.optimized_export import optimize_export
 from t5accel.backends import tensorrt_engines
+from t5accel.backends.tensorrt_plan import Range, Sizes, plan
+from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.contract import decoder_spec, encoder_spec
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import RECIPES
-from bench.baselines.optimized_export import optimize_export
-from t5accel.backends.tensorrt_plan import Range, Sizes, plan
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from made_up import panicking_tokenizer
 from refused import refused
 from test_encoder_cache import in_threads
 
-from t5accel.models.load import data_folder
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError
+from t5accel.models.load import data_folder
 from t5accel.tokenization import TokenizerFile, text_to_text
 
 BUNDLED = data_folder() / "mini-t5"

@@ -10,11 +10,11 @@ import pytest
 from programs import ATOL
 from refused import refused
 
-from t5accel.backends.torch_eager import TorchEager
 from bench.baselines.torch_recompute import TorchRecompute
+from bench.launches import Prices, operators
+from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.greedy_search import greedy
-from bench.launches import Prices, operators
 from t5accel.parity import assert_varied
 
 

@@ -14,11 +14,11 @@ import torch
 from programs import ATOL, teacher_forced
 from refused import refused
 
-from t5accel.backends import cuda_graphs, torch_static
 from bench.baselines.ort_cuda_graph import OrtCaptured
-from t5accel.backends.torch_static_model import LONGEST_RUN
+from t5accel.backends import cuda_graphs, torch_static
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
+from t5accel.backends.torch_static_model import LONGEST_RUN
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import AT_ONCE, greedy
 from t5accel.decoding.prompt_lookup import lookup

@@ -11,14 +11,9 @@ from made_up import CORPUS, PAIRS, log
 from test_batches import PHASES, SMALL
 
 import training.train as training
-from t5accel.models.load import load_t5
-from t5accel.errors import InputError, JobError
-from training.head_init import Aim
-from training.grow import grown
-from training.curriculum import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
-from training.train import TrainConfig, new_model, reproduce, second_model, train
-from training.vocabulary import train_tokenizer
+from bench.tasks import TRANSLATE
 from t5accel.distillation.batches import packed
+from t5accel.distillation.checkpointing import prolong
 from t5accel.distillation.optimizer import (
     IGNORED,
     PooledDropout,
@@ -29,8 +24,13 @@ from t5accel.distillation.optimizer import (
     padded,
     use_pooled_dropout,
 )
-from t5accel.distillation.checkpointing import prolong
-from bench.tasks import TRANSLATE
+from t5accel.errors import InputError, JobError
+from t5accel.models.load import load_t5
+from training.curriculum import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
+from training.grow import grown
+from training.head_init import Aim
+from training.train import TrainConfig, new_model, reproduce, second_model, train
+from training.vocabulary import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("random_state_put_back")
 

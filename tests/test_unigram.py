@@ -18,11 +18,11 @@ from ids import shown
 from refused import refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from t5accel.models.load import data_folder
-from t5accel.errors import InputError
-from bench.tasks import NAMES, references, rows, source_text
 from bench.baselines import unigram
 from bench.baselines.unigram import SPACES, UnigramTokenizer, viterbi
+from bench.tasks import NAMES, references, rows, source_text
+from t5accel.errors import InputError
+from t5accel.models.load import data_folder
 
 FOLDER = data_folder() / "mini-t5"
 Pair = tuple[Tokenizer, UnigramTokenizer]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from t5accel.models.load import BUNDLED
 from bench.bert.model import PRUNED, READER
+from t5accel.models.load import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from bench.tasks import NAMES, SUMMARIZE, TRANSLATE, UNANSWERABLE, rows, source_text
+from t5accel.distillation.batches import Draw, Example, Mixture, Part, Phase
 from t5accel.errors import InputError
-from training.texts.composed_reports import make_composed_report, statements
-from training.texts.composed_stories import make_composed_crowd, make_composed_question
-from training.pairs import Pair, balanced, joined, read_pairs, split_pairs
 from training.exercises import (
     common_words,
     finding_example,
@@ -18,11 +17,12 @@ from training.exercises import (
     recall_example,
     repetition_example,
 )
-from training.texts.reports import make_report
+from training.pairs import Pair, balanced, joined, read_pairs, split_pairs
 from training.spelling import british
+from training.texts.composed_reports import make_composed_report, statements
+from training.texts.composed_stories import make_composed_crowd, make_composed_question
+from training.texts.reports import make_report
 from training.texts.stories import Question, make_crowd, make_question
-from t5accel.distillation.batches import Draw, Example, Mixture, Part, Phase
-from bench.tasks import NAMES, SUMMARIZE, TRANSLATE, UNANSWERABLE, rows, source_text
 
 # Answers and summaries are few labels beside translation's: counted alike, copying words out of the source was not
 # learned for long. So the other tasks get more say after 1,000 steps and more examples after 2,250. At 4,250 answers

@@ -12,11 +12,11 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from t5accel.errors import InputError
-from training.texts.composed_reports import make_composed_report
-from training.pairs import Pair
-from training.texts.stories import some_names
 from bench.tasks import UNANSWERABLE
+from t5accel.errors import InputError
+from training.pairs import Pair
+from training.texts.composed_reports import make_composed_report
+from training.texts.stories import some_names
 
 Example = tuple[str, str]
 

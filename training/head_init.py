@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from t5accel.errors import InputError
 from t5accel.distillation.importance import taylor
 from t5accel.distillation.optimizer import batch_loss, model_inputs
+from t5accel.errors import InputError
 from t5accel.models.t5_math import relative_position_bucket
 
 if TYPE_CHECKING:

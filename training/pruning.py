@@ -11,14 +11,14 @@ import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from t5accel.models.load import load_t5
 from bench.family import recorded_family
 from bench.results import Row
+from t5accel.distillation.importance import WAYS
+from t5accel.distillation.model_card import save_student
+from t5accel.distillation.pruning import PruneConfig, prune
+from t5accel.models.load import load_t5
 from training.curriculum import student_mixture
 from training.train import validation
-from t5accel.distillation.importance import WAYS
-from t5accel.distillation.pruning import PruneConfig, prune
-from t5accel.distillation.model_card import save_student
 
 WHOLE, STUDENT = "mini", "mini-d1"
 ROUNDS = 15  # of the timing: a decoder of this size takes milliseconds, and so small disturbances show

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils import parametrize
 
+from t5accel.distillation.batches import TaskBatch
+from t5accel.distillation.optimizer import new_optimizers, optimiser_step
 from t5accel.errors import InputError
 from t5accel.precision.integers import in_blocks
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
-from t5accel.distillation.batches import TaskBatch
-from t5accel.distillation.optimizer import new_optimizers, optimiser_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from t5accel.models.load import load_t5
+from bench.precision import text_quality
+from bench.results import Row, write_rows
+from t5accel.distillation.batches import steps_from
 from t5accel.graphs.export import export_t5
+from t5accel.models.load import load_t5
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.recipes import as_recipe
-from bench.results import Row, write_rows
-from bench.precision import text_quality
 from training.curriculum import FOURTH_CURRICULUM, mini_mixture
 from training.pairs import read_pairs, split_pairs
-from training.train import FOURTH_STAGE
-from t5accel.distillation.batches import steps_from
 from training.quantization_aware import fine_tune
+from training.train import FOURTH_STAGE
 
 
 def rows_of(trained: str, steps: int, model: Any, tokenizer: Any, recipe: Any) -> list[Row]:

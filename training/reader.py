@@ -22,13 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from t5accel.models.load import load_pretrained
-from t5accel.errors import InputError
-from t5accel.metrics import f1
-from training.curriculum import composed_question_example, evaluation_sources, mini_examples, question_example
-from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Part, Phase, TaskBatch, packed, steps_from
-from t5accel.distillation.optimizer import learning_rate_factor, optimiser_step, padded
-from t5accel.distillation.checkpointing import require_device, run_steps
 from bench.bert.pruning import Pruning, attach, close, closing, removed
 from bench.bert.spans import (
     CLS,
@@ -43,6 +36,13 @@ from bench.bert.spans import (
     torch_run,
 )
 from bench.tasks import CONTEXT, QUESTION, UNANSWERABLE
+from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Part, Phase, TaskBatch, packed, steps_from
+from t5accel.distillation.checkpointing import require_device, run_steps
+from t5accel.distillation.optimizer import learning_rate_factor, optimiser_step, padded
+from t5accel.errors import InputError
+from t5accel.metrics import f1
+from t5accel.models.load import load_pretrained
+from training.curriculum import composed_question_example, evaluation_sources, mini_examples, question_example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from t5accel import machine
 from bench import evaluation as quality
-from training.reader import PRUNED, ReaderConfig, prune_reader, train_reader
 from bench.bert.model import READER, load_bert, threshold_of
 from bench.bert.spans import answerer, torch_run
+from t5accel import machine
+from training.reader import PRUNED, ReaderConfig, prune_reader, train_reader
 
 
 def main() -> None:

@@ -12,17 +12,17 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from t5accel.api import accelerate
-from t5accel.models.load import load_t5
-from t5accel.decoding.beam import beam_search
 from bench.family import recorded_family
 from bench.results import Row
+from t5accel.api import accelerate
+from t5accel.decoding.beam import beam_search
+from t5accel.distillation.model_card import save_student
+from t5accel.distillation.student import DistillConfig, distill
+from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
+from t5accel.models.load import load_t5
+from t5accel.tokenization import text_to_text
 from training.curriculum import sources, student_mixture
 from training.train import validation
-from t5accel.distillation.student import DistillConfig, distill
-from t5accel.distillation.model_card import save_student
-from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
-from t5accel.tokenization import text_to_text
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # that the teacher writes, for the loss "sequence"

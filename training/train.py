@@ -18,10 +18,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from t5accel.models.load import load_pretrained, load_t5
+from bench.tasks import TRANSLATE
+from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, packed, steps_from
+from t5accel.distillation.checkpointing import require_device, run_steps
+from t5accel.distillation.optimizer import (
+    batch_loss,
+    learning_rate_factor,
+    new_optimizers,
+    optimiser_step,
+    set_dropout,
+    use_pooled_dropout,
+    validation_losses,
+)
 from t5accel.errors import InputError
-from training.head_init import Aim, aim_heads, choose_aims
-from training.grow import grown
+from t5accel.models.load import load_pretrained, load_t5
 from training.curriculum import (
     CONTEXT,
     CURRICULUM,
@@ -35,21 +45,11 @@ from training.curriculum import (
     question_example,
     summary_example,
 )
+from training.grow import grown
+from training.head_init import Aim, aim_heads, choose_aims
 from training.pairs import Pair, read_pairs, split_pairs
 from training.spelling import british
 from training.vocabulary import train_tokenizer
-from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, packed, steps_from
-from t5accel.distillation.optimizer import (
-    batch_loss,
-    learning_rate_factor,
-    new_optimizers,
-    optimiser_step,
-    set_dropout,
-    use_pooled_dropout,
-    validation_losses,
-)
-from t5accel.distillation.checkpointing import require_device, run_steps
-from bench.tasks import TRANSLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

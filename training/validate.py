@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.tasks import TRANSLATE
 from t5accel.metrics import bleu, chrf
 from training.pairs import HeldOut, read_pairs, split_pairs
-from bench.tasks import TRANSLATE
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from bench.baselines.layout_backends import open_layout
+from bench.baselines.layout_graphs import LM_HEAD
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.errors import InputError
 from t5accel.graphs.contract import ENCODER
 from t5accel.graphs.export import source_hash, t5_weights
-from bench.baselines.layout_graphs import LM_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, MERGED_DECODER, WHOLE
+from bench.baselines.layouts import Layout, read_layout
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.decoding.backend import Histories
 from t5accel.decoding.token_constraints import Rules
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
-from bench.baselines.layouts import Layout, read_layout
-from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, MERGED_DECODER, WHOLE
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

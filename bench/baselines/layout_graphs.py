@@ -15,9 +15,9 @@ import numpy as np
 from onnx import numpy_helper
 
 from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec, TensorSpec, names
 from t5accel.graphs.layers import T5Layers
 from t5accel.graphs.weights import T5Weights
-from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec, TensorSpec, names
 from t5accel.models.sizes import T5Dims
 
 WHOLE, LM_HEAD = "model.onnx", "lm_head.onnx"

@@ -20,16 +20,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5accel.models.load import load_t5
+from bench.baselines.layout_graphs import LAYOUTS
 from t5accel.checks import as_count, check_file, read_json_object
 from t5accel.decoding.token_constraints import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError
+from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder
-from t5accel.graphs.export_folder import LARGEST_INSIDE, WeightsFile, as_target, is_occupied
-from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.export import source_hash, t5_weights
-from bench.baselines.layout_graphs import LAYOUTS
+from t5accel.graphs.export_folder import LARGEST_INSIDE, WeightsFile, as_target, is_occupied
+from t5accel.models.load import load_t5
 from t5accel.models.sizes import T5Dims
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel.backends.ort_session import SessionSettings, open_session
 from bench.bert.exporting import export_quietly, quietly
 from bench.bert.spans import Run
+from t5accel.backends.ort_session import SessionSettings, open_session
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench import evaluation as quality
-from t5accel.backends.ort_session import SessionSettings
-from t5accel.models.load import in_floats
-from t5accel.errors import InputError
-from t5accel.graphs.saved_graph import count_nodes
-from bench.harness import Way, measured, ratio
-from bench.results import Row, scores
-from t5accel.parity import ParityError, parity
-from bench.bert.model import widths
+from bench.bert.exporting import quietly
 from bench.bert.graphs import (
     INPUTS,
     bound_run,
@@ -33,8 +26,15 @@ from bench.bert.graphs import (
     fuse_bert,
     static_int8,
 )
-from bench.bert.exporting import quietly
+from bench.bert.model import widths
 from bench.bert.spans import Run, answerer, torch_run
+from bench.harness import Way, measured, ratio
+from bench.results import Row, scores
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.errors import InputError
+from t5accel.graphs.saved_graph import count_nodes
+from t5accel.models.load import in_floats
+from t5accel.parity import ParityError, parity
 from t5accel.timing import Work
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5accel.models.load import data_folder, load_pretrained
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
+from t5accel.models.load import data_folder, load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +49,9 @@ def load_bert(
         return random_bert(RANDOM_SIZES[size], seed=seed), None
     folder = data_folder() / text if text in (READER, PRUNED) else Path(text)
     if text in (READER, PRUNED) and not folder.is_dir():
-        raise ModelUnavailableError(f"{text!r} is not bundled here: training/reader_script.py trains it, in a checkout.")
+        raise ModelUnavailableError(
+            f"{text!r} is not bundled here: training/reader_script.py trains it, in a checkout."
+        )
     if not folder.is_dir():
         sizes = ", ".join(f"'random:{size}'" for size in RANDOM_SIZES)
         raise UnknownModelError(f"No BERT {text!r}: give {READER!r}, {PRUNED!r}, {sizes}, or a folder.")

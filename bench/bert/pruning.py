@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils import parametrize
 
-from t5accel.errors import InputError
 from bench.bert.model import resize, widths
+from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

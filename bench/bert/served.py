@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.models.load import load_pretrained
-from t5accel.errors import InputError
+from bench.bert.graphs import bound_to, fed_run
+from bench.bert.model import load_bert
+from bench.bert.spans import CLS, PAD, SEP, UNK, Run, answerer, as_berts, torch_run
+from bench.results import Row
 from bench.serving.load import Load, ask, offer
 from bench.serving.other_servers import Batches, serve
 from bench.serving.rates import load_row, one_by_one
-from bench.results import Row
 from bench.serving.servers import Running, Server
 from bench.serving.static_batch import Answered, Asked
-from t5accel.parity import ParityError
-from bench.bert.model import load_bert
-from bench.bert.graphs import bound_to, fed_run
-from bench.bert.spans import CLS, PAD, SEP, UNK, Run, answerer, as_berts, torch_run
 from bench.tasks import CONTEXT, QUESTION
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.errors import InputError
+from t5accel.models.load import load_pretrained
+from t5accel.parity import ParityError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from t5accel.errors import InputError
 from bench.tasks import CONTEXT, QUESTION, UNANSWERABLE
+from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

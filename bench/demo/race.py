@@ -131,10 +131,10 @@ def way(model: str, precision: str) -> Way:
     Raises:
         InputError: it has no tokenizer; else as of `api.open_backend`.
     """
-    from t5accel.api import open_backend
-    from t5accel.models.load import load_t5
-    from t5accel.decoding.streaming import stream
     from bench.techniques import bytes_of
+    from t5accel.api import open_backend
+    from t5accel.decoding.streaming import stream
+    from t5accel.models.load import load_t5
 
     if precision == TRANSFORMERS:
         loaded, tokenizer = load_t5(model)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5accel.models.load import data_folder
 from t5accel.errors import InputError
+from t5accel.models.load import data_folder
 
 # Vendors, product lines, memory sizes and form factors. What tells faster cards from slower ones stays: PCIe, NVL, Ti.
 _DROPPED = re.compile(r"nvidia|amd|tesla|geforce|quadro|radeon|instinct|graphics|gpu|generation|\d+gb|hbm\d*e?|sxm\d*")

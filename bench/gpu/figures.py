@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.cards import bandwidth
 from bench.gpu.cells import LENGTHS
-from bench.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
 from bench.harness import pairwise
 from bench.launches import Prices
 from bench.results import aligned, step_ms
+from bench.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

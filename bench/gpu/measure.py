@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from t5accel import machine
-from t5accel.backends.torch_static_model import LONGEST_RUN
-from t5accel.backends.torch_static import TorchStatic
-from t5accel.errors import InputError
 from bench.gpu.cells import Cell
-from bench.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
 from bench.harness import Way, measured, said
 from bench.launches import Prices, kernels, operators, prices
 from bench.results import Row
+from bench.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
+from t5accel import machine
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.backends.torch_static_model import LONGEST_RUN
+from t5accel.errors import InputError
+from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_varied, parity
 from t5accel.roofline import roofline
-from t5accel.models.sizes import T5Dims
 from t5accel.timing import Work
 
 ATOL = 1e-3  # of logits in fp32, whose scale is about 10

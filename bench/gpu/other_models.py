@@ -16,17 +16,17 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from t5accel import machine
-from t5accel.errors import MissingPackageError
+from bench.bert.ladder import ON_GPU, Readers, speed_rows
+from bench.bert.model import RANDOM_SIZES, random_bert
+from bench.gpt2 import random_gpt2
+from bench.gpt2_ways import OPTIMUM, WAYS, Gpt2, gpt2_rows
 from bench.gpu.cards import slug
 from bench.gpu.cells import Cell
 from bench.gpu.measure import let_go
 from bench.gpu.suite import SUITE, Book, table
 from bench.results import Row, here
-from bench.bert.model import RANDOM_SIZES, random_bert
-from bench.bert.ladder import ON_GPU, Readers, speed_rows
-from bench.gpt2 import random_gpt2
-from bench.gpt2_ways import OPTIMUM, WAYS, Gpt2, gpt2_rows
+from t5accel import machine
+from t5accel.errors import MissingPackageError
 
 GPT2, LARGE = "random:gpt2", "random:bert-large"
 KEPT = {"num_attention_heads": 0.69, "intermediate_size": 0.4}  # of each layer: what the pruned reader has left in all

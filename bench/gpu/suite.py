@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from bench.gpu.cards import slug
 from bench.gpu.cells import Cell, cells_for
 from bench.gpu.measure import PRECISIONS, failed, let_go, measure
-from bench.systems import NAIVE, REFERENCE, ModelOnDevice
 from bench.harness import said
 from bench.results import Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
+from bench.systems import NAIVE, REFERENCE, ModelOnDevice
+from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table

@@ -29,14 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from t5accel import machine
 from bench import tasks
-from t5accel.api import open_backend
-from t5accel.serve.batch.generate import Answerer
-from t5accel.graphs.export_cache import checked_export
-from t5accel.precision.recipes import RECIPES
 from bench.harness import Way, measured
 from bench.results import Row, here, rows_so_far, write_rows
+from t5accel import machine
+from t5accel.api import open_backend
+from t5accel.graphs.export_cache import checked_export
+from t5accel.precision.recipes import RECIPES
+from t5accel.serve.batch.generate import Answerer
 from t5accel.timing import Work
 
 MODEL, LONGEST, NAIVE = "mini", 64, "32 at a time, in file order"

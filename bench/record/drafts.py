@@ -18,8 +18,10 @@ from time import perf_counter
 import numpy as np
 from tqdm import tqdm
 
-from t5accel import machine
 from bench import tasks
+from bench.harness import Way, measured
+from bench.results import Row, write_rows
+from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.backend import Backend, Generated
@@ -29,10 +31,8 @@ from t5accel.decoding.prompt_lookup import lookup
 from t5accel.decoding.speculative import speculative
 from t5accel.graphs.export_cache import cached_export
 from t5accel.precision.recipes import RECIPES
-from bench.harness import Way, measured
-from bench.results import Row, write_rows
-from t5accel.tokenization import TokenizerFile
 from t5accel.timing import Work
+from t5accel.tokenization import TokenizerFile
 
 MODEL = "mini"
 PRECISIONS = ("fp32", "int8")

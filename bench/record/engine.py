@@ -22,15 +22,15 @@ import numpy as np
 from packaging.requirements import Requirement
 from tqdm import tqdm
 
+from bench.harness import Way, measured
+from bench.record.soak import soak
+from bench.results import Row, write_rows
 from t5accel.api import accelerate
 from t5accel.backends.ort_iobinding import OrtBound
-from t5accel.models.load import load_t5
 from t5accel.decoding.greedy_search import greedy
-from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.export import export_t5
-from bench.harness import Way, measured
-from bench.results import Row, write_rows
-from bench.record.soak import soak
+from t5accel.graphs.export_cache import cached_export
+from t5accel.models.load import load_t5
 from t5accel.timing import Work
 
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from t5accel import machine
-from t5accel.models.load import load_t5
-from t5accel.graphs.shortlist_head import SMALLEST_BYTES
 from bench.results import Row, write_rows
-from t5accel.roofline import roofline
+from t5accel import machine
+from t5accel.graphs.shortlist_head import SMALLEST_BYTES
+from t5accel.models.load import load_t5
 from t5accel.models.sizes import T5Dims
+from t5accel.roofline import roofline
 
 MODELS = ("random:t5-small", "mini", "mini-d1", "mini-d1p")
 

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from bench.harness import Way, measured
+from bench.results import Row, write_rows
 from t5accel import machine
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
@@ -27,8 +29,6 @@ from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
-from bench.harness import Way, measured
-from bench.results import Row, write_rows
 from t5accel.timing import Work
 
 MODEL, SOURCE = "random:t5-small", 64

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.scoreboard import Forced, Job, Natural
 from bench.figures import plot_ladders, table
 from bench.ladder import (
     GATE,
@@ -31,6 +30,7 @@ from bench.ladder import (
     with_quality_of,
 )
 from bench.results import Row, write_rows
+from bench.scoreboard import Forced, Job, Natural
 
 SIZE = "random:t5-small"
 LENGTHS = (64, 256)

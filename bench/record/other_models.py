@@ -18,18 +18,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from t5accel import machine
 from bench import tasks
-from bench.results import Row, here, rows_so_far, write_rows
-from training.reader import stories
-from bench.bert.model import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
 from bench.bert.graphs import fed_run
 from bench.bert.ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
+from bench.bert.model import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
 from bench.bert.served import Protocol, Served, numbered, served_rows, single_words
+from bench.bert.spans import answerer, read, torch_run
 from bench.gpt2 import random_gpt2
 from bench.gpt2_ways import NO_CACHE, WAYS, Gpt2, gpt2_rows
-from bench.bert.spans import answerer, read, torch_run
+from bench.results import Row, here, rows_so_far, write_rows
 from bench.tasks import CONTEXT, QUESTION, source_text
+from t5accel import machine
+from training.reader import stories
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
 TOKENS, BATCHES = 512, (1, 8)

@@ -20,10 +20,6 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from t5accel import machine
-from t5accel.models.load import load_t5
-from t5accel.errors import InputError, PeerError
-from t5accel.models.registry import family_of
 from bench.figures import plot_peers, plot_standings
 from bench.peers import (
     GRIDS,
@@ -41,6 +37,10 @@ from bench.peers import (
     table,
 )
 from bench.results import Row, here, rows_so_far, write_rows
+from t5accel import machine
+from t5accel.errors import InputError, PeerError
+from t5accel.models.load import load_t5
+from t5accel.models.registry import family_of
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from t5accel import machine
 from bench import tasks
+from bench.harness import Way, measured
+from bench.precision import agreement, text_quality
+from bench.results import Row, write_rows
+from bench.sensitivity import sweep
+from bench.techniques import bytes_of
+from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
-from t5accel.models.load import load_t5
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
-from t5accel.precision.convert import convert_export
+from t5accel.models.load import load_t5
 from t5accel.precision.calibration import Example
+from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme
-from bench.sensitivity import sweep
-from bench.harness import Way, measured
-from bench.results import Row, write_rows
-from bench.precision import agreement, text_quality
-from bench.techniques import bytes_of
-from t5accel.tokenization import TokenizerFile
 from t5accel.timing import Work
+from t5accel.tokenization import TokenizerFile
 
 SIZE = "random:t5-small"
 BATCHES = {1: 64, 8: 32, 32: 16}  # and how many tokens are generated

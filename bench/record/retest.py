@@ -23,30 +23,30 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from t5accel import machine
 from bench import tasks
-from t5accel.backends.hf_generate import AcceleratedT5
 from bench.baselines.hybrid import HybridOnnxT5
 from bench.baselines.layout_backends import ThreeGraphs, WholeGraph
+from bench.baselines.layouts import export_layout
+from bench.baselines.optimized_export import optimize_export, optimized_graph
+from bench.baselines.unigram import UnigramTokenizer
+from bench.harness import Way, measured
+from bench.precision import backend_scores
+from bench.profiling import step_feeds
+from bench.results import Row, write_rows
+from t5accel import machine
+from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager, TorchState
-from t5accel.models.load import data_folder, load_t5
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.export import export_t5
-from bench.baselines.layouts import export_layout
-from bench.baselines.optimized_export import optimize_export, optimized_graph
+from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.saved_graph import contrib_operators, count_nodes
-from bench.harness import Way, measured
-from bench.profiling import step_feeds
-from bench.results import Row, write_rows
-from bench.precision import backend_scores
-from bench.baselines.unigram import UnigramTokenizer
+from t5accel.models.load import data_folder, load_t5
 from t5accel.timing import Work
 
 SIZE, BUNDLED = "random:t5-small", "mini"

@@ -26,14 +26,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from t5accel import machine
-from t5accel.api import open_backend
-from t5accel.models.load import BUNDLED, data_folder, load_t5
-from t5accel.decoding.backend import Backend
-from t5accel.serve.request import Job
-from t5accel.errors import MissingPackageError
-from t5accel.graphs.export_cache import cached_export
-from t5accel.precision.recipes import RECIPES
+from bench.results import Row, chosen, here, rows_so_far, write_rows
 from bench.serving.fuzz import abuse
 from bench.serving.load import Load, ask, offer
 from bench.serving.rates import (
@@ -53,15 +46,22 @@ from bench.serving.rates import (
     one_by_one,
     table,
 )
-from bench.results import Row, chosen, here, rows_so_far, write_rows
 from bench.serving.servers import Running, Server, free_port, other, ours
 from bench.serving.static_batch import Asked, together
 from bench.serving.triton import triton_server, write_repository
-from t5accel.parity import ParityError, assert_varied
-from t5accel.serve.limits import Limits
-from t5accel.serve.scheduler import Scheduler
 from bench.tasks import rows as eval_rows
 from bench.tasks import source_text
+from t5accel import machine
+from t5accel.api import open_backend
+from t5accel.decoding.backend import Backend
+from t5accel.errors import MissingPackageError
+from t5accel.graphs.export_cache import cached_export
+from t5accel.models.load import BUNDLED, data_folder, load_t5
+from t5accel.parity import ParityError, assert_varied
+from t5accel.precision.recipes import RECIPES
+from t5accel.serve.limits import Limits
+from t5accel.serve.request import Job
+from t5accel.serve.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "random:t5-small"

@@ -24,14 +24,14 @@ import onnx
 from fused_step import SOURCE, Encoded
 from onnxruntime import OrtValue
 
+from bench.results import Row, write_rows
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.contract import STEP, WEIGHTS
-from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.export import export_t5
-from bench.results import Row, write_rows
+from t5accel.graphs.export_cache import cached_export
 from t5accel.roofline import roofline
 
 MODEL, TOKENS = "random:t5-small", 64

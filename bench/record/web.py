@@ -22,10 +22,10 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from bench.precision import backend_scores
+from bench.results import Row, write_rows
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.graphs.manifest import read_manifest
-from bench.results import Row, write_rows
-from bench.precision import backend_scores
 from t5accel.tokenization import TokenizerFile
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from t5accel.decoding.backend import Backend
-from t5accel.serve.request import Job
 from bench.results import chosen
+from t5accel.decoding.backend import Backend
 from t5accel.serve.limits import Limits
+from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:

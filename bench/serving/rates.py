@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.errors import InputError
-from bench.serving.load import Load, Outcome, ask, offer
 from bench.results import Row, aligned, chosen
+from bench.serving.load import Load, Outcome, ask, offer
 from bench.serving.servers import Running
+from t5accel.errors import InputError
 
 SHORT, LONG, SHARE_LONG = (4, 8), 128, 10  # new tokens; one request in so many is long
 STEP = 1.25  # from one rate to the next

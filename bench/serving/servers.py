@@ -73,7 +73,15 @@ def ours(model: str, *, precision: str = "fp32", name: str | None = None, **flag
 
 def other(kind: str, model: str, *, name: str, threads: int) -> Server:
     """One of `other_servers`."""
-    command = [sys.executable, "-m", "bench.serving.other_servers", kind, model, "--port={port}", f"--threads={threads}"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.serving.other_servers",
+        kind,
+        model,
+        "--port={port}",
+        f"--threads={threads}",
+    ]
     return Server(name, command)
 
 

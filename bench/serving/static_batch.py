@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5accel.decoding.backend import Backend
-from t5accel.serve.request import Job
 from t5accel.serve.limits import Limits
+from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
 
 

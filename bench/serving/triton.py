@@ -18,13 +18,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from bench.serving import triton_model
+from bench.serving.servers import ROOT, Server
 from t5accel import machine
-from t5accel.models.load import require_tokenizer
 from t5accel.checks import as_count
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.export_cache import checked_export
-from bench.serving import triton_model
-from bench.serving.servers import ROOT, Server
+from t5accel.models.load import require_tokenizer
 
 IN_FLIGHT = "-in-flight"
 

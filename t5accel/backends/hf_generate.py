@@ -37,16 +37,16 @@ from t5accel.backends.hf_cache import (
     refuse_text,
 )
 from t5accel.backends.hf_module import WeightlessModule
-from t5accel.models.load import load_pretrained, load_tokenizer
 from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.greedy_search import greedy_steps
 from t5accel.decoding.request import Request, Steps
 from t5accel.decoding.token_constraints import check_tokens, rules_of, special_tokens
 from t5accel.errors import InputError, ModelUnavailableError
+from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.atomic_write import locked, staged
+from t5accel.models.load import load_pretrained, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,10 +12,10 @@ import torch
 
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.manifest import read_manifest
 from t5accel.backends.tensorrt_engines import TYPES, cached_engines, load_tensorrt, log_of
 from t5accel.backends.tensorrt_plan import GraphPlan, Sizes, plan
+from t5accel.errors import ExportError, InputError, MissingPackageError
+from t5accel.graphs.manifest import read_manifest
 
 
 class Engine:

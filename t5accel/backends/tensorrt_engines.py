@@ -13,12 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from t5accel.backends.tensorrt_plan import GraphPlan, Plan
 from t5accel.errors import ExportError, InputError, MissingPackageError
+from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export_cache import ENGINES, cache_folder
-from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.saved_graph import check_external_data
-from t5accel.backends.tensorrt_plan import GraphPlan, Plan
 
 MODULES = ("tensorrt", "tensorrt_rtx")
 WORKSPACE_BYTES = 1 << 30  # that a kernel may use for itself

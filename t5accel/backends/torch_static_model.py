@@ -23,8 +23,8 @@ import torch
 from torch.nn import functional
 
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.models.t5_math import logit_scale, relative_position_bucket
 from t5accel.models.sizes import T5Dims
+from t5accel.models.t5_math import logit_scale, relative_position_bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,10 +9,10 @@ import numpy as np
 
 from t5accel.checks import as_count, is_number
 from t5accel.decoding.backend import Backend, Generated
-from t5accel.decoding.topk import Continuations, pick
 from t5accel.decoding.hypotheses import START, Answers, Tree
 from t5accel.decoding.request import Request
 from t5accel.decoding.token_constraints import NONE, Rules, ended
+from t5accel.decoding.topk import Continuations, pick
 from t5accel.errors import InputError
 
 DEFAULT_BEAMS = 4

@@ -8,9 +8,9 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.distribution import Sampling, draw, probabilities
-from t5accel.decoding.speculation import DraftLength
 from t5accel.decoding.drafting import Drafts, without
 from t5accel.decoding.request import Request
+from t5accel.decoding.speculation import DraftLength
 
 
 class Guesser:

@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5accel.errors import InputError
 from t5accel.distillation.batches import Example, Mixture, Part, Phase
+from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from t5accel.checks import as_count, is_number
-from t5accel.errors import InputError
 from t5accel.distillation.gates import Gates, gated
+from t5accel.errors import InputError
 from t5accel.models.pruned import parts
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from t5accel.errors import InputError
 from t5accel.distillation.optimizer import IGNORED, cross_entropy, model_inputs
+from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

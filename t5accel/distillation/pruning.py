@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from t5accel import machine
-from t5accel.errors import InputError
 from t5accel.distillation.batches import Mixture, steps_from
-from t5accel.distillation.student import DistillConfig, Validate, train_student
+from t5accel.distillation.checkpointing import require_device
 from t5accel.distillation.examples import Rows, as_mixture
 from t5accel.distillation.gates import Gates, gated
 from t5accel.distillation.importance import WAYS, Kept, Scores, alike, choose, magnitude, movement, taylor
 from t5accel.distillation.losses import as_objective, student_loss
-from t5accel.distillation.checkpointing import require_device
+from t5accel.distillation.student import DistillConfig, Validate, train_student
+from t5accel.errors import InputError
 from t5accel.models.pruned import parts, resize, widths
 from t5accel.models.sizes import require_t5
 

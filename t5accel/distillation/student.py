@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from t5accel.errors import InputError
 from t5accel.distillation.batches import Batch, Mixture, TaskBatch, steps_from
+from t5accel.distillation.checkpointing import RunConfig, require_device, run_steps
 from t5accel.distillation.examples import Rows, as_mixture
 from t5accel.distillation.losses import OBJECTIVES, as_objective, student_loss
 from t5accel.distillation.optimizer import (
@@ -25,8 +25,8 @@ from t5accel.distillation.optimizer import (
     set_dropout,
     use_pooled_dropout,
 )
-from t5accel.distillation.checkpointing import RunConfig, require_device, run_steps
 from t5accel.distillation.shrink import shrink_decoder
+from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from t5accel import machine
-from t5accel.errors import InputError
 from t5accel.distillation.batches import Example
+from t5accel.errors import InputError
 
 GROUP = 2000  # sources that are sorted by length and decoded before any of them is written down
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.errors import InputError
-from t5accel.metrics import ROW_SCORES
 from t5accel.distillation.batches import packed
 from t5accel.distillation.examples import LONGEST, Rows, read_examples
 from t5accel.distillation.optimizer import validation_losses
+from t5accel.errors import InputError
+from t5accel.metrics import ROW_SCORES
 from t5accel.tokenization import text_to_text
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t5accel.errors import InputError, NotT5Error
-from t5accel.models.families import Family
 from t5accel.graphs.weights import T5Weights
+from t5accel.models.families import Family
 from t5accel.models.sizes import T5Dims
 
 if TYPE_CHECKING:

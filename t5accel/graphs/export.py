@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t5accel import machine
-from t5accel.models.load import load_t5
 from t5accel.checks import as_count
 from t5accel.decoding.token_constraints import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.models.families import Family
-from t5accel.models.registry import family_of_model
-from t5accel.graphs.builder import OPSET
-from t5accel.graphs.layers import decoder_graph, encoder_graph
-from t5accel.graphs.fused_step import step_graph
-from t5accel.graphs.weights import T5Weights
-from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
 from t5accel.graphs.bart_like import bart_like_weights, source_vocabulary
+from t5accel.graphs.builder import OPSET
+from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
 from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, as_target, require_free, write_export
+from t5accel.graphs.fused_step import step_graph
+from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.logit_check import check_export
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.shortlist_head import head_for, shortlist_graph
-from t5accel.models.t5_math import logit_scale
+from t5accel.graphs.weights import T5Weights
+from t5accel.models.families import Family
+from t5accel.models.load import load_t5
+from t5accel.models.registry import family_of_model
 from t5accel.models.sizes import T5Dims
+from t5accel.models.t5_math import logit_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

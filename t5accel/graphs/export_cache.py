@@ -28,15 +28,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.models.load import BUNDLED, data_folder, has_weights, hub_file, hub_id, hub_resolves, hub_snapshot, load_t5
 from t5accel.checks import read_json_object
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, first_line
+from t5accel.graphs.atomic_write import clear_remnants, locked, reason
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import ENCODER, MANIFEST, as_folder
+from t5accel.graphs.export import FP32, export_t5, model_weights, save_tokenizer, source_hash
 from t5accel.graphs.logit_check import check_export
 from t5accel.graphs.manifest import FORMAT, WRITTEN, Manifest, describe_file, read_manifest
-from t5accel.graphs.atomic_write import clear_remnants, locked, reason
-from t5accel.graphs.export import FP32, export_t5, model_weights, save_tokenizer, source_hash
+from t5accel.models.load import BUNDLED, data_folder, has_weights, hub_file, hub_id, hub_resolves, hub_snapshot, load_t5
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from t5accel import machine
 from t5accel.errors import ExportError
+from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import WEIGHTS, as_folder
 from t5accel.graphs.manifest import Manifest, describe_file, files_of_export, read_manifest
-from t5accel.graphs.atomic_write import locked, staged
 
 LARGEST_INSIDE = 2_000_000_000  # bytes; one ONNX file cannot hold more than 2 GiB
 ALIGNMENT = 4096  # so that weights in their own file can be mapped into memory page by page

@@ -16,9 +16,9 @@ The price: one new token at a time, the same column for all rows (a shorter hist
 from __future__ import annotations
 
 from t5accel.graphs.builder import OWN, GraphBuilder
+from t5accel.graphs.contract import step_spec
 from t5accel.graphs.layers import LOWEST, T5Layers
 from t5accel.graphs.weights import T5Weights
-from t5accel.graphs.contract import step_spec
 
 
 def step_graph(weights: T5Weights) -> GraphBuilder:

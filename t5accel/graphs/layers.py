@@ -18,9 +18,9 @@ from onnx import TensorProto
 
 from t5accel.errors import NotT5Error
 from t5accel.graphs.builder import GraphBuilder
+from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.graphs.positions import Positions, mask_with_new
 from t5accel.graphs.weights import T5Weights
-from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.models.t5_math import relative_position_bucket
 
 LOWEST = np.finfo(np.float32).min  # added to a score it makes the softmax ignore the position

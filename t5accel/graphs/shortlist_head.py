@@ -14,12 +14,12 @@ from onnx import TensorProto
 
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.layers import T5Layers, headless_decoder
-from t5accel.graphs.fused_step import headless_step
-from t5accel.graphs.weights import T5Weights
 from t5accel.graphs.contract import NEAR_ONLY, GraphSpec, shortlist_spec, step_spec
 from t5accel.graphs.export_folder import ALIGNMENT
+from t5accel.graphs.fused_step import headless_step
+from t5accel.graphs.layers import T5Layers, headless_decoder
 from t5accel.graphs.rewriting import drop_unused
+from t5accel.graphs.weights import T5Weights
 
 # 7 of the 8 bits. CPUs without VNNI add products of two neighbours in 16 bits, and saturate: with hidden states of 8
 # bits, 2 * 255 * 64 is the most that fits. An approximation that depends on the CPU could not be certified.

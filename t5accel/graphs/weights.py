@@ -9,8 +9,8 @@ import numpy as np
 
 from t5accel.errors import NotT5Error
 from t5accel.models.families import Family
-from t5accel.models.t5 import T5
 from t5accel.models.sizes import T5Dims
+from t5accel.models.t5 import T5
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from t5accel.errors import InputError, NotT5Error
-from t5accel.models import bart
-from t5accel.models import m2m_100
-from t5accel.models import marian
-from t5accel.models import mbart
-from t5accel.models import pegasus
+from t5accel.models import bart, m2m_100, marian, mbart, pegasus
 from t5accel.models.families import Family
-from t5accel.models.t5 import T5
 from t5accel.models.sizes import CLASS_PREFIXES, T5_LIKE
+from t5accel.models.t5 import T5
 
 BEYOND_T5 = {one.FAMILY.model_type: one.FAMILY for one in (bart, mbart, marian, m2m_100, pegasus)}
 FAMILIES = dict.fromkeys(T5_LIKE, T5) | BEYOND_T5

@@ -20,14 +20,14 @@ from onnx import TensorProto
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.contract import WEIGHTS, names
 from t5accel.graphs.export_folder import WeightsFile
+from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.ort_levels import import_onnxruntime
-from t5accel.precision.source_export import STACKS, Fp32Export
-from t5accel.precision.recipes import group_of
 from t5accel.graphs.rewriting import products
+from t5accel.precision.recipes import group_of
+from t5accel.precision.source_export import STACKS, Fp32Export
 
 
 class Example(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from t5accel.errors import InputError
 from t5accel.graphs.manifest import Manifest
-from t5accel.precision.fp16 import half_export
 from t5accel.precision.calibration import Example, probe, ranges
+from t5accel.precision.fp16 import half_export
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.recipes import Recipe, as_recipe
 

@@ -18,10 +18,10 @@ from onnx import TensorProto
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.manifest import Manifest
-from t5accel.precision.source_export import Fp32Export
+from t5accel.graphs.rewriting import check, drop_unused, products
 from t5accel.precision.calibration import Example, largest, probe
 from t5accel.precision.recipes import Recipe, as_recipe, group_of
-from t5accel.graphs.rewriting import check, drop_unused, products
+from t5accel.precision.source_export import Fp32Export
 
 LARGEST = float(np.finfo(np.float16).max)  # 65,504
 MARGIN = 8.0  # other inputs than the probe's may be larger

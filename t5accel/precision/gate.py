@@ -17,10 +17,10 @@ from typing import Any
 from t5accel.errors import GateError, InputError
 from t5accel.graphs.export_folder import require_free
 from t5accel.graphs.manifest import Manifest
-from t5accel.precision.source_export import Fp32Export
+from t5accel.metrics import floor_warning
 from t5accel.precision.integer_graphs import Integers, Ranges
 from t5accel.precision.recipes import Recipe, Scheme, as_recipe
-from t5accel.metrics import floor_warning
+from t5accel.precision.source_export import Fp32Export
 
 Score = Callable[[Path], Mapping[str, float]]
 

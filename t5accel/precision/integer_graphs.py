@@ -14,9 +14,9 @@ from onnx import TensorProto
 
 from t5accel.errors import InputError
 from t5accel.graphs.builder import OWN, GraphBuilder
+from t5accel.graphs.rewriting import Product, products, rebuild
 from t5accel.precision.integers import in_blocks, in_channels
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, group_of
-from t5accel.graphs.rewriting import Product, products, rebuild
 
 # By the name of what is multiplied: the lowest and the highest number that calibration has seen of it.
 Ranges = Mapping[str, tuple[float, float]]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5accel.checks import as_count, is_number
-from t5accel.serve.request import Job
 from t5accel.errors import InputError, QueueFullError
 from t5accel.precision.recipes import Recipe, recipe_of
+from t5accel.serve.request import Job
 
 COLUMNS = 64  # sources and buffers are laid out in multiples of it
 HEAD_START_S = 10.0  # of the highest priority

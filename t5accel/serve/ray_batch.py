@@ -17,13 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from t5accel.checks import is_number
+from t5accel.errors import InputError, JobError, T5AccelError
 from t5accel.serve.batch.generate import Answerer
 from t5accel.serve.batch.job import Shard, do_shard
 from t5accel.serve.batch.output import ShardRecord
 from t5accel.serve.batch.run import Job
-from t5accel.checks import is_number
 from t5accel.serve.ray_cluster import connected, cores_for
-from t5accel.errors import InputError, JobError, T5AccelError
 
 WINDOW = 1000  # shards that Ray is handed at a time
 BEAT_S = 1.0

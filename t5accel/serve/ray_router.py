@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from t5accel.serve.batch.job import Model
-from t5accel.serve.ray_cluster import connected, cores_for
-from t5accel.serve.replica import Message, Replica
 from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
-from t5accel.serve.middleware import Guard, Refused, log, refusal
+from t5accel.serve.batch.job import Model
 from t5accel.serve.logs import configure
 from t5accel.serve.metrics import Metrics
+from t5accel.serve.middleware import Guard, Refused, log, refusal
+from t5accel.serve.ray_cluster import connected, cores_for
+from t5accel.serve.replica import Message, Replica
 from t5accel.serve.server import bound, checked, listen, opened
 from t5accel.serve.settings import Settings
 

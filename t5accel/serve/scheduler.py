@@ -22,13 +22,10 @@ from typing import Any
 import numpy as np
 
 from t5accel.decoding.backend import Backend, Source
-from t5accel.decoding.topk import Continuations
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.serve.request import Job
 from t5accel.decoding.request import Request
 from t5accel.decoding.token_constraints import NONE
-from t5accel.serve.running_batch import Part, RunningBatch
-from t5accel.serve.writers import Greedy, writers_of
+from t5accel.decoding.topk import Continuations
 from t5accel.errors import DeadlineError, EngineError, ShuttingDownError
 from t5accel.serve.limits import (
     COLUMNS,
@@ -40,7 +37,10 @@ from t5accel.serve.limits import (
     head_start_s,
     tokens_of,
 )
+from t5accel.serve.request import Job
+from t5accel.serve.running_batch import Part, RunningBatch
 from t5accel.serve.ticket import Ticket
+from t5accel.serve.writers import Greedy, writers_of
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished jobs by which the rate is measured

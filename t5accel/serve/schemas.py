@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from t5accel.decoding.distribution import Sampling
-from t5accel.serve.request import Job
 from t5accel.decoding.token_constraints import NONE, Rules
 from t5accel.errors import InputError
 from t5accel.serve.middleware import Refused
+from t5accel.serve.request import Job
 from t5accel.serve.stops import MAX_STOP_CHARACTERS, MAX_STOPS
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -20,14 +20,14 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
-from t5accel.models.load import require_tokenizer
 from t5accel.errors import InputError
-from t5accel.precision.recipes import as_recipe
 from t5accel.machine import cpu_threads
+from t5accel.models.load import require_tokenizer
+from t5accel.precision.recipes import as_recipe
 from t5accel.serve.app import make_app
 from t5accel.serve.limits import must_encode_alone
-from t5accel.serve.middleware import HEALTH, Refused, log, open_log, refusal
 from t5accel.serve.logs import Sparing, configure
+from t5accel.serve.middleware import HEALTH, Refused, log, open_log, refusal
 from t5accel.serve.settings import Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; those in our memory are beyond it

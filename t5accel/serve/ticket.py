@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from t5accel.serve.request import Answer, Job
 from t5accel.errors import CancelledError
+from t5accel.serve.request import Answer, Job
 
 
 @dataclass(eq=False)

@@ -13,11 +13,11 @@ import numpy as np
 
 from t5accel.decoding.backend import Forbidden
 from t5accel.decoding.beam import Beams
-from t5accel.decoding.topk import Continuations
 from t5accel.decoding.distribution import Sampling, draw, probabilities
-from t5accel.serve.request import Answer, Job
-from t5accel.decoding.token_constraints import NONE, Rules, until_end
 from t5accel.decoding.sampling import generators
+from t5accel.decoding.token_constraints import NONE, Rules, until_end
+from t5accel.decoding.topk import Continuations
+from t5accel.serve.request import Answer, Job
 
 
 class Model(Protocol):

@@ -19,8 +19,8 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.parity import assert_varied, parity
 from t5accel.models.random_init import random_t5
+from t5accel.parity import assert_varied, parity
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="compiled in this process: TRITON_INTERPRET is not 1")

@@ -16,9 +16,9 @@ import pytest
 from filelock import FileLock
 
 from bench import tasks
+from bench.serving.servers import free_port
 from t5accel.serve.batch.job import Model, Settings
 from t5accel.serve.batch.run import run
-from bench.serving.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build/servers/ray/bin/python"

@@ -16,10 +16,10 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-from t5accel.api import open_backend
 from bench.serving.load import ask
 from bench.serving.servers import Running, Server
 from bench.serving.static_batch import Asked, together
+from t5accel.api import open_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build/servers/ray/bin/python"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from t5accel.errors import ExportError, InputError
 from t5accel.backends import tensorrt_engines
-from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.export import export_t5
-from t5accel.precision.convert import convert_export
-from t5accel.precision.recipes import RECIPES
 from t5accel.backends.tensorrt_engines import build_engine, cached_engines, load_tensorrt
 from t5accel.backends.tensorrt_plan import GraphPlan, Plan, Range, Sizes, plan
+from t5accel.errors import ExportError, InputError
+from t5accel.graphs.export import export_t5
+from t5accel.graphs.manifest import read_manifest
+from t5accel.precision.convert import convert_export
+from t5accel.precision.recipes import RECIPES
 
 # A small range builds in seconds.
 SIZES = Sizes(B=Range(1, 1, 2), K=Range(1, 1, 2), S=Range(1, 16, 64), T=Range(1, 1, 2), P=Range(0, 8, 32))

@@ -13,11 +13,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from t5accel.api import open_backend
 from bench.serving.load import ask
 from bench.serving.servers import Running
 from bench.serving.static_batch import Asked, together
 from bench.serving.triton import triton_server, write_repository
+from t5accel.api import open_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("I am tired.", "Where is my bag?", "We have two cats.", "She reads a book.", "The house is small.", "Help me.")

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from t5accel.backends.model_defaults import by_defaults
-from t5accel.serve.batch.formats import Unfit
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.request import check_positions
 from t5accel.decoding.token_constraints import NONE, ended
 from t5accel.errors import InputError, JobError, T5AccelError, first_line
 from t5accel.models.languages import Languages
+from t5accel.serve.batch.formats import Unfit
 from t5accel.tokenization import decode, tokenize
 
 CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.api import open_backend
-from t5accel.serve.batch.generate import Answer, Answerer
-from t5accel.serve.batch.output import REJECTS, Done, Output, ShardRecord
-from t5accel.serve.batch.formats import KINDS, Unfit, kind_of, read_range
-from t5accel.models.load import BUNDLED, require_tokenizer
 from t5accel.checks import as_count
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.manifest import describe_file
+from t5accel.models.load import BUNDLED, require_tokenizer
 from t5accel.precision.recipes import as_recipe, recipe_of
+from t5accel.serve.batch.formats import KINDS, Unfit, kind_of, read_range
+from t5accel.serve.batch.generate import Answer, Answerer
+from t5accel.serve.batch.output import REJECTS, Done, Output, ShardRecord
 
 FORMAT = 2  # of the folder and its records; a change by which other rows would go together raises it, too
 

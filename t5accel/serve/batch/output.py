@@ -21,8 +21,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from t5accel.errors import InputError, JobError
-from t5accel.graphs.manifest import describe_file
 from t5accel.graphs.atomic_write import flush, reason
+from t5accel.graphs.manifest import describe_file
 
 # Arrow, Spark and datasets, given the folder, read what begins with neither "_" nor ".": the shards alone.
 MANIFEST = "_manifest.json"

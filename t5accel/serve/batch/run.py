@@ -11,12 +11,12 @@ from hashlib import sha256
 from time import perf_counter
 from typing import Any
 
+from bench.tasks import prefix_hint, prefixes_of
 from t5accel import machine
+from t5accel.serve.batch.formats import read_range
 from t5accel.serve.batch.generate import Answerer
 from t5accel.serve.batch.job import FORMAT, Model, Settings, Shard, do_shard, shards, sources
 from t5accel.serve.batch.output import Done, Output, ShardRecord, some
-from t5accel.serve.batch.formats import read_range
-from bench.tasks import prefix_hint, prefixes_of
 
 DEFAULT, MINI = Settings(), Model()
 
