@@ -77,13 +77,13 @@ demo: build/demo/.stamp ## Serve the page that compares ways of running a model,
 bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in build/bench.json and build/engine.json
 	@mkdir -p build
 	@$(VENV) -m t5accel bench --model random:t5-small --json build/bench.json
-	@$(VENV) bench/record/engine.py --json build/engine.json
+	@$(VENV) -m bench.record.engine --json build/engine.json
 
 peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1] [GRID=families]
-	@$(VENV) bench/record/peers.py $(if $(GRID),--grid $(GRID)) $(if $(QUICK),--quick)
+	@$(VENV) -m bench.record.peers $(if $(GRID),--grid $(GRID)) $(if $(QUICK),--quick)
 
 serving: .venv/.stamp $(SERVERS:%=build/servers/%/.stamp) ## Put load on our server and on others, half an hour; goes on where it stopped [QUICK=1]
-	@$(VENV) bench/record/serving.py $(if $(QUICK),--quick)
+	@$(VENV) -m bench.record.serving $(if $(QUICK),--quick)
 
 gpu-bundle: .venv/.stamp ## Gather in build/gpu/ what the GPU suite needs on a machine without a network
 	@$(VENV) scripts/gpu_bundle.py build/gpu

@@ -362,7 +362,7 @@ def commit() -> str | None:
     """``T5ACCEL_COMMIT``, else the checkout's commit, with ``-dirty`` where it was changed; else ``None``."""
     if named := os.environ.get("T5ACCEL_COMMIT"):
         return named  # of what was copied here without its history
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[1]
     if not (folder / ".git").exists():
         return None  # as in an installed wheel
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]

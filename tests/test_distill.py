@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,6 @@ import torch
 import transformers
 from made_up import CORPUS, PAIRS, log
 from refused import refused
-from script import load_script
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import narrowed
 
@@ -413,7 +413,7 @@ def test_its_export_gives_its_tokens(kept: tuple[Any, Path], padded_batch, tmp_p
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    return load_script("distillation")
+    return import_module("training.students")
 
 
 def test_the_students_of_the_comparison_have_names_of_their_own_and_equal_budgets(script: Any, mini) -> None:

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from refused import refused
-from script import load_script
 
 from bench import harness
 from bench.evaluation import MAIN_SCORES
@@ -300,7 +300,7 @@ def test_the_account_shows_factors_product_and_measured() -> None:
 
 @pytest.fixture
 def script() -> Any:
-    return load_script("ladder")
+    return import_module("bench.record.ladder")
 
 
 def test_the_script_climbs_all_ladders_writes_and_draws(script: Any, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -326,7 +326,7 @@ def test_the_script_climbs_all_ladders_writes_and_draws(script: Any, tmp_path: P
     ]  # fmt: skip
     content = json.loads(path.read_text(encoding="utf-8"))
     assert {"machine", "versions", "commit", "date", "rows"} <= content.keys()
-    assert content["command"] == "python bench/record/ladder.py --texts 5 --rounds 1"
+    assert content["command"] == "python -m bench.record.ladder --texts 5 --rounds 1"
     ladders = by_ladder(content["rows"])
     assert [*ladders] == ["random:t5-small, 64 forced tokens", "random:t5-small, 256 forced tokens",
                           "mini, 5 summaries at natural length"]  # fmt: skip

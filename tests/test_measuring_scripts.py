@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from script import SCRIPTS, load_script
 
 from bench.results import checked
 from t5accel.decoding.greedy_search import greedy
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 
 
 def test_drafts_are_timed_beside_greedy_search_with_and_without_the_encoder() -> None:
-    script = load_script("drafts")
+    script = import_module("bench.record.drafts")
     backend, texts = script.engine("mini", "fp32"), ["translate English to French: I am tired.", "summarize: Rain."]
     tokenizer = script.TokenizerFile(backend.folder)
     runs = {"greedy": lambda own, batch: greedy(own, *batch, max_new_tokens=8),
@@ -38,7 +38,7 @@ def test_drafts_are_timed_beside_greedy_search_with_and_without_the_encoder() ->
 
 
 def test_a_recipe_is_scored_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("precision")
+    script = import_module("bench.record.precision")
     monkeypatch.setattr(script, "LADDER", (RECIPES["int8"],))
     monkeypatch.setattr(script, "text_quality", lambda: lambda folder: {"bleu": float(len(str(folder)) > 0)})
     monkeypatch.setattr(script, "examples", partial(script.examples, rows=1))
@@ -49,7 +49,7 @@ def test_a_recipe_is_scored_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tiny_t5: Any, tmp_path: Path) -> None:
-    script = load_script("engine")
+    script = import_module("bench.record.engine")
     from t5accel.api import accelerate
 
     tiny_t5("shallower-decoder").save_pretrained(tmp_path)
@@ -70,7 +70,7 @@ def test_the_engine_s_loops_are_taken_apart(monkeypatch: pytest.MonkeyPatch, tin
 
 
 def test_warm_starts_are_timed_in_processes_of_their_own_beyond_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("engine")
+    script = import_module("bench.record.engine")
     assert len(script.STARTS) == 2
     (way,) = ways = [name for name in script.STARTS if "without torch" in name]
     imports, start = script.STARTS[way]
@@ -82,7 +82,7 @@ def test_warm_starts_are_timed_in_processes_of_their_own_beyond_imports(monkeypa
 
 
 def test_a_floor_is_measured_at_the_size_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    script, sizes = load_script("floors"), []
+    script, sizes = import_module("bench.record.floors"), []
     monkeypatch.setattr(script.machine, "read_rates", lambda size, passes: sizes.append(size) or [1e9, 4e9, 2e9])
     whole, short = (checked(row) for row in script.floor_rows("random:t5-small", "fp32", 3))
     assert sizes == [whole["weight_bytes"], short["weight_bytes"]] == [153_917_440, 104_697_344]
@@ -94,7 +94,7 @@ def test_a_floor_is_measured_at_the_size_of_the_weights(monkeypatch: pytest.Monk
 
 
 def test_the_fused_step_is_timed_beside_the_portable_graph_and_itself() -> None:
-    script = load_script("fused_step")
+    script = import_module("bench.record.fused_step")
     rows = [checked(row) for row in script.cell_rows("int8", (2, 6, 2), 3, model="mini")]
     assert [row["system"] for row in rows] == ["portable graph", script.CONTROL, "fused step"]
     assert rows[1]["equal"] == rows[1]["of"] == 12
@@ -103,8 +103,7 @@ def test_the_fused_step_is_timed_beside_the_portable_graph_and_itself() -> None:
 
 
 def test_the_parts_of_a_token_add_up_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    script = load_script("step_parts")
+    script = import_module("bench.record.step_parts")
     monkeypatch.setattr(script, "MODEL", "mini")
     monkeypatch.setattr(script, "TOKENS", 6)
     for precision in ("fp32", "int8"):
@@ -116,7 +115,7 @@ def test_the_parts_of_a_token_add_up_to_it(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_sorted_batches_are_timed_beside_batches_in_file_order_on_equal_answers() -> None:
-    script = load_script("batch")
+    script = import_module("bench.record.batch")
     rows = [checked(row) for row in script.rows_of("fp32", 2, 1, budgets=(200,))]
     assert [(row["cell"], row["system"]) for row in rows] == [
         (order, system) for order in ("task by task", "mixed") for system in (script.NAIVE, "sorted, 200 tokens")
@@ -128,7 +127,7 @@ def test_sorted_batches_are_timed_beside_batches_in_file_order_on_equal_answers(
 
 
 def test_the_command_is_timed_over_short_texts_and_every_row_has_to_be_there(tmp_path: Path, monkeypatch) -> None:
-    script = load_script("batch")
+    script = import_module("bench.record.batch")
     (row,) = map(checked, script.many(6, tmp_path))
     assert row["answered"] == row["texts"] == 6 and 2 < row["distinct"] <= 6 < row["new_tokens"] <= 6 * 24
     assert row["peak_memory_bytes"] > 5e7 and row["output_bytes"] > row["input_bytes"] > 6 * 30
@@ -141,7 +140,7 @@ def test_the_command_is_timed_over_short_texts_and_every_row_has_to_be_there(tmp
 
 
 def test_whole_jobs_are_timed_beside_each_other_on_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("batch")
+    script = import_module("bench.record.batch")
     real, engines = script.job, []
 
     def without_ray(python: Path, texts: list[str], model: Path, engine: str, threads: int) -> np.ndarray:

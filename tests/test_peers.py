@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from script import load_script
 
 from bench.harness import pairwise
 from bench.peers import (
@@ -209,7 +209,7 @@ def test_a_worker_says_why_it_does_not_come_up(tmp_path: Path):
 
 @pytest.fixture
 def script() -> Any:
-    return load_script("peers")
+    return import_module("bench.record.peers")
 
 
 def test_each_group_of_systems_has_the_reference_in_front():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+from importlib import import_module
 from math import exp
 from pathlib import Path
 
 import pytest
-from script import load_script
 
 from bench.results import checked, chosen, recorded
 from bench.scale import RENTS, Rent, Speed, attempts, bill, costs, knee, knees_table, speeds
@@ -22,7 +22,7 @@ SPEED = Speed("short", 100.0, 700.0, threads=2, read_bytes=50, written_bytes=80,
 
 def test_the_page_has_the_tables_of_what_is_recorded() -> None:
     assert len(re.findall("<!-- plan: ", PAGE)) == 3
-    assert load_script("scale").drawn(PAGE) == PAGE, "python bench/record/scale.py --page docs/scale.md"
+    assert import_module("bench.record.scale").drawn(PAGE) == PAGE, "python -m bench.record.scale --page docs/scale.md"
 
 
 def test_the_numbers_in_the_pages_sentences_are_recorded() -> None:

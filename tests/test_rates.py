@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from script import load_script
 
 from bench.results import checked
 from bench.serving.rates import (
@@ -90,7 +90,7 @@ def test_aims_are_held_against_what_was_measured() -> None:
 
 
 def test_sources_have_exactly_as_many_tokens() -> None:
-    script = load_script("serving")
+    script = import_module("bench.record.serving")
     model, rng = script.bundled(), np.random.default_rng(0)
     tokenizer = tokenizer_of(data_folder() / BUNDLED["mini"])
     for length in script.LENGTHS:
@@ -101,7 +101,7 @@ def test_sources_have_exactly_as_many_tokens() -> None:
 def test_the_program_records_servers_and_goes_on_where_it_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = load_script("serving")
+    script = import_module("bench.record.serving")
     servers = [other("static", "mini", name=script.STATIC, threads=1), ours("mini", threads=1, encoder_cache_mb=0)]
     monkeypatch.setattr(script, "QUICK", script.Plan(0.3, 2, 0, (32,), 3, 0.5, 1, 1, 0.3, 1, 1))
     monkeypatch.setattr(script, "servers_for", lambda model, build, threads: [*servers, Server("none", ["false"])])
@@ -134,7 +134,7 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
 
 
 def test_other_answers_are_not_timed() -> None:
-    script = load_script("serving")
+    script = import_module("bench.record.serving")
 
     class Wrong:
         url, server = "", Server("wrong", [])

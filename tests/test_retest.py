@@ -3,24 +3,24 @@
 import json
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from script import load_script
 
 from bench.results import checked
 from t5accel.parity import ParityError
 from t5accel.timing import Work
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "retest.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "bench/record/retest.py"
 
 
 @pytest.fixture(scope="module")
 def retest() -> ModuleType:
-    return load_script("retest")
+    return import_module("bench.record.retest")
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[str]:
@@ -117,6 +117,6 @@ def test_the_command_writes_a_record(retest: ModuleType, tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "argv", ["retest.py", "--json", str(tmp_path / "retest.json"), "--rounds", "2"])
     retest.main()
     content = json.loads((tmp_path / "retest.json").read_text())
-    assert content["command"] == "python bench/record/retest.py --rounds 2"
+    assert content["command"] == "python -m bench.record.retest --rounds 2"
     assert {"machine", "versions", "date", "commit", "rows"} <= content.keys()
     assert len(capsys.readouterr().out.splitlines()) == len(content["rows"])

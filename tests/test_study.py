@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from script import load_script
 
 from bench.bert.graphs import fed_run
 from bench.bert.ladder import (
@@ -115,7 +115,7 @@ def test_optimum_s_graph_has_its_bytes(readers: Readers) -> None:
 
 
 def test_bert_large_is_drawn_alike_whatever_was_drawn_before(tmp_path: Path, readers: Readers, monkeypatch) -> None:
-    study = load_script("study")
+    study = import_module("bench.record.other_models")
     monkeypatch.setattr(study, "LARGE", "random:tiny")
     monkeypatch.setitem(study.RANDOM_SIZES, "tiny", SIZES)
     monkeypatch.setitem(study.RANDOM_SIZES, "bert-large", SIZES)
@@ -187,7 +187,7 @@ def test_gpt2_s_ways_write_the_same_and_say_what_they_hand_over(tmp_path: Path) 
 
 
 def test_a_recording_goes_on_with_the_part_that_is_missing(tmp_path: Path, monkeypatch, capsys) -> None:
-    study, done = load_script("study"), []
+    study, done = import_module("bench.record.other_models"), []
 
     def parts(*_: Any):  # noqa: ANN202
         for name in ("one", "two"):
@@ -205,11 +205,11 @@ def test_a_recording_goes_on_with_the_part_that_is_missing(tmp_path: Path, monke
     study.main()
     content = json.loads((tmp_path / "rows.json").read_text())
     assert done == ["one", "two"] and [row["cell"] for row in content["rows"]] == ["one", "two"]
-    assert content["command"] == "python bench/record/other_models.py gpt2"
+    assert content["command"] == "python -m bench.record.other_models gpt2"
 
 
 def test_the_parts_of_the_recordings_are_named_once(tmp_path: Path) -> None:
-    study = load_script("study")
+    study = import_module("bench.record.other_models")
     for parts in (study.bert_parts, study.gpt2_parts):
         names = [name for name, _ in parts(tmp_path, 1, False)]
         assert len({*names}) == len(names) > len(list(parts(tmp_path, 1, True)))

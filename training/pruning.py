@@ -63,7 +63,7 @@ def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
     pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, validate=validate, device=device)
     save_student(
         pruned, tokenizer, folder / "model", teacher=model, teacher_name=run.of, how="pruned",
-        command="python training/pruning.py", settings=asdict(run.config),
+        command="python -m training.pruning", settings=asdict(run.config),
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     recorded_family(
         args.json, WHOLE, {name: folder_of(run, args.out) / "model" for name, run in finished.items()}, told=told,
         rounds=ROUNDS, on_model=print,
-        command=f"python training/pruning.py PAIRS --out FOLDER --steps {args.steps} --best {args.best} --json FILE",
+        command=f"python -m training.pruning PAIRS --out FOLDER --steps {args.steps} --best {args.best} --json FILE",
     )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def main() -> None:
         print(*rows[-2:], sep="\n")
     write_rows(
         args.json, rows, recipe=recipe.to_json(), learning_rate=args.learning_rate,
-        command=f"python training/quantization_aware_script.py PAIRS --out FOLDER --recipe {args.recipe} --steps {args.steps}",
+        command=f"python -m training.quantization_aware_script PAIRS --out FOLDER --recipe {args.recipe} --steps {args.steps}",
     )  # fmt: skip
 
 

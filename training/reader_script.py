@@ -1,7 +1,7 @@
 """Train the bundled reader, a small BERT that answers questions by spans, and a pruned one from it.
 
-    python training/reader_script.py --out build/reader
-    python training/reader_script.py --out build/reader-pruned --prune
+    python -m training.reader_script --out build/reader
+    python -m training.reader_script --out build/reader-pruned --prune
 
 Both need nothing but the generated stories, take minutes on two cores, and go on where they were interrupted. The model
 is written to ``OUT/model``; what the bundled one scores is in `data/mini-bert/README.md`.

@@ -66,7 +66,7 @@ def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
     student = distill(model, tokenizer, mixture, folder, run.config, validate=validate, device=device)
     save_student(
         student, tokenizer, folder / "model", teacher=model, teacher_name=TEACHER, how="distilled",
-        command="python training/students.py", settings=asdict(run.config),
+        command="python -m training.students", settings=asdict(run.config),
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def main() -> None:
         more = {"made_from": TEACHER} | ({"bundled": STUDENT} if run is planned[-1] else {})
         return [*steps, *(row | more for row in rows)]
 
-    command = f"python training/students.py PAIRS --out FOLDER --steps {args.steps} --longer {args.longer}"
+    command = f"python -m training.students PAIRS --out FOLDER --steps {args.steps} --longer {args.longer}"
     recorded_family(
         args.json, TEACHER, {name: folder / "model" for name, folder in finished.items()}, told=told, rounds=ROUNDS,
         on_model=print, command=f"{command} --json FILE",

@@ -44,7 +44,7 @@ BUDGETS = (1024, 4096, 16384)
 SHORT = {"model": "mini-d1", "precision": "int8"}  # for the many short texts …
 SHORT_ANSWER = 24  # … and their answers: a student that does not find the end is cut off there
 MANY_ROWS = 2000  # of their shards
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RAY = ROOT / "build/servers/ray/bin/python"
 COPIES, SHARD_ROWS = (1, 8), 100  # of the mixed texts, and of a shard
 JOB = """
@@ -190,7 +190,7 @@ def main() -> None:
         sys.exit(f"{RAY} is missing: `make test-ray` installs it.")
     limit = f" --limit {args.limit}" if args.limit else ""
     what = "--ray" if args.ray else f"--short {args.short}"
-    command = f"python bench/record/batch.py{limit} --rounds {args.rounds} {what}"
+    command = f"python -m bench.record.batch{limit} --rounds {args.rounds} {what}"
     rows = rows_so_far(args.json, {**here(), "command": command})
 
     def add(cell: str, precision: str, measure: Callable[[], Iterable[Row]]) -> None:

@@ -4,7 +4,7 @@
 cases over those figures. So a file that is recorded again changes the sentence and, where it must, the verdict; nobody
 writes either by hand. Run this whenever a file under `data/results/` was recorded anew:
 
-    python bench/record/claims.py
+    python -m bench.record.claims
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from bench.gpu.cards import recorded_cards
 from bench.results import write_json
 
-DATA = Path(__file__).resolve().parents[1] / "data"
-COMMAND = "python bench/record/claims.py"
+DATA = Path(__file__).resolve().parents[2] / "data"
+COMMAND = "python -m bench.record.claims"
 HOLDS, CONDITIONS, REFUTED, NOT_MEASURED = "holds", "holds with conditions", "refuted", "not measured here"
 EVERY_CARD = "gpu-*.json"  # instead of a file's name: the claim is judged on each card that is recorded
 Values = Mapping[str, float]

@@ -154,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = list(all_rows(args.draft, args.limit, args.rounds))
     draft = f" --draft {args.draft}" if args.draft else ""
-    command = f"python bench/record/drafts.py{draft} --limit {args.limit} --rounds {args.rounds}"
+    command = f"python -m bench.record.drafts{draft} --limit {args.limit} --rounds {args.rounds}"
     write_rows(args.json, rows, command=command)
     for row in rows:
         if "drafted" in row:

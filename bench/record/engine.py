@@ -234,7 +234,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [options.only] if options.only else [*parts]
     rows = [row for name in chosen for row in parts[name]()]
-    write_rows(options.json, rows, command=f"python bench/record/engine.py --generations {options.generations}")
+    write_rows(options.json, rows, command=f"python -m bench.record.engine --generations {options.generations}")
     for row in rows:
         shown = {key: value for key, value in row.items() if not isinstance(value, list)}
         print(", ".join(f"{key} {value}" for key, value in shown.items()))

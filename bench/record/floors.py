@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for model in MODELS for precision in ("fp32", "int8", "int4")
             for row in floor_rows(model, precision, args.passes)]  # fmt: skip
-    write_rows(args.json, rows, command=f"python bench/record/floors.py --json FILE --passes {args.passes}")
+    write_rows(args.json, rows, command=f"python -m bench.record.floors --json FILE --passes {args.passes}")
     for row in rows:
         print(
             f"{row['model']:16} {row['precision']:5} {row['system']:10} {row['bytes_per_step'] / 1e6:6.1f} MB at "

@@ -6,7 +6,7 @@ in floats may choose another token: there the logits of given tokens are compare
 what the portable graph differs from itself when it is optimised less. `data/results/fused-step.json`
 is a recorded run:
 
-    python bench/record/fused_step.py --json data/results/fused-step.json
+    python -m bench.record.fused_step --json data/results/fused-step.json
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main() -> None:
         found.append(row)
         print(line(row))
     if arguments.json:
-        write_rows(arguments.json, found, command=f"python bench/record/fused_step.py --rounds {arguments.rounds}")
+        write_rows(arguments.json, found, command=f"python -m bench.record.fused_step --rounds {arguments.rounds}")
 
 
 if __name__ == "__main__":

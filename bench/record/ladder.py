@@ -3,8 +3,8 @@
 All rungs of a ladder are timed interleaved in one run, after each was proven: in fp32 the same tokens, else quality
 inside the gate. `data/results/ladder.json` is where a recorded run belongs, `docs/ladder.png` where its picture does:
 
-    python bench/record/ladder.py --json data/results/ladder.json
-    python bench/record/ladder.py --draw data/results/ladder.json --plot docs/ladder.png --only 256 summaries
+    python -m bench.record.ladder --json data/results/ladder.json
+    python -m bench.record.ladder --draw data/results/ladder.json --plot docs/ladder.png --only 256 summaries
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
         parser.error("give --json to measure, or --draw to show what was measured")
     if args.json:
         rows = list(measured(args.texts, args.rounds, args.student, args.lengths))
-        command = f"python bench/record/ladder.py --texts {args.texts} --rounds {args.rounds}"
+        command = f"python -m bench.record.ladder --texts {args.texts} --rounds {args.rounds}"
         write_rows(args.json, rows, command=command)
     ladders = by_ladder(json.loads((args.draw or args.json).read_text(encoding="utf-8"))["rows"])
     for title, own in ladders.items():

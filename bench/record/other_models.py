@@ -1,7 +1,7 @@
 """Measure the two studies: a BERT that answers questions, from PyTorch to pruned 8 bits; GPT-2, with a cache or anew.
 
-    python bench/record/other_models.py bert --json data/results/bert.json
-    python bench/record/other_models.py gpt2 --json data/results/gpt2.json
+    python -m bench.record.other_models bert --json data/results/bert.json
+    python -m bench.record.other_models gpt2 --json data/results/gpt2.json
 
 Every part is written down when it is measured; an interrupted run goes on where it stopped, as long as machine,
 versions and commit are the same. Graphs are kept under --out. Nothing else may run on the machine meanwhile.
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without BERT large, without the longest answers")
     args = parser.parse_args()
     threads = machine.cpu_threads()
-    command = f"python bench/record/other_models.py {args.study}{' --quick' if args.quick else ''}"
+    command = f"python -m bench.record.other_models {args.study}{' --quick' if args.quick else ''}"
     rows = rows_so_far(args.json, {**here(), "command": command})
     parts = list({"bert": bert_parts, "gpt2": gpt2_parts}[args.study](args.out, threads, args.quick))
     with tqdm(parts, unit="part") as bar:

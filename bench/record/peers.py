@@ -43,7 +43,7 @@ from t5accel.models.load import load_t5
 from t5accel.models.registry import family_of
 from t5accel.timing import Work
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHORT_OF_MEMORY = 0.7  # of what systems left free when they were loaded; the largest cells take half of it
 
 

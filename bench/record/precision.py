@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
     rows = [*quality_rows(), *sweep_rows(), *speed_rows(args.rounds)]
-    write_rows(args.json, rows, command=f"python bench/record/precision.py --rounds {args.rounds}")
+    write_rows(args.json, rows, command=f"python -m bench.record.precision --rounds {args.rounds}")
     print(f"{len(rows)} rows in {args.json}")
 
 

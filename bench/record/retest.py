@@ -390,7 +390,7 @@ def main() -> None:
         rows.append(row)
         ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
         print(*(str(value) for value in row.values() if isinstance(value, str | int)), ratio, flush=True)
-    write_rows(args.json, rows, command=f"python bench/record/retest.py --rounds {args.rounds}")
+    write_rows(args.json, rows, command=f"python -m bench.record.retest --rounds {args.rounds}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure a step and a newcomer, simulate up to 1,000 replicas of that server, and draw the tables of docs/scale.md.
 
-    python bench/record/scale.py --json data/results/scale.json    # measures on two threads, then simulates
-    python bench/record/scale.py --page docs/scale.md              # draws its tables again from what is recorded
+    python -m bench.record.scale --json data/results/scale.json    # measures on two threads, then simulates
+    python -m bench.record.scale --page docs/scale.md              # draws its tables again from what is recorded
 
 The load is that of the serving chapter: nine answers in ten have 4 to 8 tokens, one has 128 (`bench.serving.rates`).
 """
@@ -20,7 +20,7 @@ from bench.simulation import Failures, Pace
 from t5accel import machine
 from t5accel.api import open_backend
 
-COMMAND = "python bench/record/scale.py"
+COMMAND = "python -m bench.record.scale"
 MODEL, LIMIT_S = "mini", 1.0
 TEXT = "translate English to French: " + "very " * 17 + "old"  # as long as the mean of that load
 TOKENS = [*range(SHORT[0], SHORT[1] + 1)] * ((SHARE_LONG - 1) * 2) + [LONG] * 10

@@ -3,7 +3,7 @@
 For the bundled model, and for random weights at t5-small's size with a made-up vocabulary. Each server is a process of
 its own, whose answers are compared with our engine's before it is timed. Load generator and server share the cores.
 
-    python bench/record/serving.py --minutes 40
+    python -m bench.record.serving --minutes 40
 
 What was measured is kept after each server, so that an interrupted run goes on where it stopped;
 ``data/results/serving.json`` is a recorded run. Triton and Ray run from build/servers/, where `make serving` installs
@@ -63,7 +63,7 @@ from t5accel.serve.limits import Limits
 from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "random:t5-small"
 LIMIT_S = {"mini": 1.0, SHAPE: 4.0}
 LENGTHS = (32, 64, 128, 256, 512)
@@ -431,7 +431,7 @@ def main() -> None:
     conditions["versions"] |= {name: metadata.version(name) for name in ("fastapi", "uvicorn", "aiohttp")}
     conditions["versions"] |= of_others()
     rows: list[Row] = rows_so_far(args.json, conditions)
-    command = "python bench/record/serving.py" + (" --quick" if args.quick else "")
+    command = "python -m bench.record.serving" + (" --quick" if args.quick else "")
     models = []
     for name in args.models[:1] if args.quick else args.models:
         model = bundled() if name == "mini" else of_t5_small_size(folder / "t5-small")

@@ -6,7 +6,7 @@ their bytes can be read is what they compute. So the parts add up to the whole. 
 wrong, of course; that the whole step's are right is what `bench/record/fused_step.py` proves.
 `data/results/step-parts.json` is a recorded run:
 
-    python bench/record/step_parts.py --json data/results/step-parts.json
+    python -m bench.record.step_parts --json data/results/step-parts.json
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-from fused_step import SOURCE, Encoded
 from onnxruntime import OrtValue
 
+from bench.record.fused_step import SOURCE, Encoded
 from bench.results import Row, write_rows
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings, open_session
@@ -190,7 +190,7 @@ def main() -> None:
         over = row["us_per_token"] / 1e6 / row["floor_s"]
         print(f"{row['precision']:5} {row['us_per_token']:6.0f} us a token, {over:.2f} times its floor: {told}")
     if arguments.json:
-        write_rows(arguments.json, rows, command=f"python bench/record/step_parts.py --rounds {arguments.rounds}")
+        write_rows(arguments.json, rows, command=f"python -m bench.record.step_parts --rounds {arguments.rounds}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Needs `make web` and what `make test-web` installs:
 
-    PYTHONPATH=build/browser-site CHROMIUM=$(scripts/chromium) .venv/bin/python bench/record/web.py --json FILE
+    PYTHONPATH=build/browser-site CHROMIUM=$(scripts/chromium) .venv/bin/python -m bench.record.web --json FILE
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.graphs.manifest import read_manifest
 from t5accel.tokenization import TokenizerFile
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "web"
 # A model that is missing, or a page that hangs, ends the wait; a slow machine does not.
 WAIT_MS = 900_000
@@ -158,7 +158,7 @@ def main() -> None:
     version = lock["packages"]["node_modules/onnxruntime-web"]["version"]
     with chromium() as browser:
         rows = [row for model in content["models"] for row in rows_of(browser, model, content["tasks"], version)]
-    write_rows(args.json, rows, command="python bench/record/web.py --json FILE")
+    write_rows(args.json, rows, command="python -m bench.record.web --json FILE")
     for row in rows:
         if row["measured"] == "quality":
             print(f"{row['system']:16} quality      BLEU {row['bleu']:.1f}, ROUGE-L {row['rougeL']:.1f}, "

@@ -55,7 +55,7 @@ def data_folder() -> Path:
     Raises:
         ModelUnavailableError: neither folder exists, as after copying this module alone.
     """
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "data", package.parent / "data"):
         if (folder / "eval").is_dir():
             return folder

@@ -5,12 +5,13 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from script import SCRIPTS, load_script
+from script import SCRIPTS
 
 # Also report what the service worker asks for.
 os.environ["PW_EXPERIMENTAL_SERVICE_WORKER_NETWORK_EVENTS"] = "1"
@@ -28,7 +29,7 @@ def web() -> ModuleType:
     assert os.environ.get("CHROMIUM"), "CHROMIUM is not set: run `make test-web`, which finds a browser"
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    return load_script("web")
+    return import_module("bench.record.web")
 
 
 @pytest.fixture(scope="session")
