@@ -6,15 +6,20 @@ import json
 import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.backends.torch_static import captured
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import decoder_spec, names
@@ -23,6 +28,192 @@ from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
 from t5accel.timing import measure
+
+# How many bytes a decoding step hands over between Python and the runtime: all tensors, or only what is new.
+
+
+_INT64, _FLOAT32 = 8, 4  # bytes
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes of one decoding step.
+
+    Attributes:
+        handed_in: by kind of tensor, from Python to the session.
+        taken_back: by kind of tensor, from the session to Python.
+    """
+
+    handed_in: Mapping[str, int]
+    taken_back: Mapping[str, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of both directions together."""
+        return sum(self.handed_in.values()) + sum(self.taken_back.values())
+
+
+def bytes_per_step(
+    dims: T5Dims, *, batch: int, rows: int, past: int, new: int, source: int, element_bytes: int = _FLOAT32
+) -> dict[str, StepTraffic]:
+    """Count what a step hands over when everything is fed from numpy, and when it is bound.
+
+    Fed (`OrtNumpy`), the keys and values of self-attention (B, K, H_i, P, d_kv) and of cross-attention
+    (B, H_i, S, d_kv) go in at every step, and the longer history comes back. Bound (`OrtBound`, `OrtPointers`), the
+    session keeps them: tokens and the mask of the past go in, logits (B, K, T, V) come out.
+
+    That much crosses the bus to a GPU. A session on the CPU reads contiguous numpy arrays where they lie and gives its
+    results away without a copy: there the same tensors change hands, and no bytes move.
+
+    Args:
+        dims: the model's sizes.
+        batch: B sources.
+        rows: K rows per source.
+        past: P positions so far, 0 in the first step.
+        new: T new ones.
+        source: S source positions.
+        element_bytes: of a key or value; logits are always float32, tokens and masks int64.
+
+    Returns:
+        ``{"fed": …, "bound": …}``.
+
+    Raises:
+        InputError: a size is no count.
+
+    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
+    >>> step = bytes_per_step(dims, batch=1, rows=1, past=10, new=1, source=20)
+    >>> step["fed"].handed_in
+    {'input_ids': 8, 'past_mask': 80, 'self_attention': 960, 'cross_attention': 1920, 'attention_mask': 160}
+    >>> step["fed"].size_bytes, step["bound"].size_bytes
+    (5384, 1288)
+    """
+    sizes = {"batch": batch, "rows": rows, "new": new, "source": source, "element_bytes": element_bytes}
+    for name, value in sizes.items():
+        as_count(value, name, at_least=1)
+    as_count(past, "past", at_least=0)
+    position = 2 * sum(dims.decoder_heads) * dims.d_kv * element_bytes  # keys and values of one row, of all layers
+    source_position = 2 * sum(dims.cross_heads) * dims.d_kv * element_bytes
+    tokens = {"input_ids": batch * rows * new * _INT64, "past_mask": batch * rows * past * _INT64}
+    logits = {"logits": batch * rows * new * dims.vocab_size * _FLOAT32}
+    tensors = {
+        "self_attention": batch * rows * past * position,
+        "cross_attention": batch * source * source_position,
+        "attention_mask": batch * source * _INT64,
+    }
+    longer = {"self_attention": batch * rows * (past + new) * position}
+    return {"fed": StepTraffic(tokens | tensors, logits | longer), "bound": StepTraffic(tokens, logits)}
+
+
+# What a step asks of a device: operators and kernels counted, and what launching one costs.
+# A small decoder on a large GPU waits for the host, which takes longer to ask for a kernel than the GPU to run it. So
+# the least time of a step is a number of launches times the price of one, plus the bytes it reads over the bandwidth.
+
+
+_NO_KERNEL = ("aten.empty", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.is_same_size")
+_ONE_KERNEL = ("aten.rms_norm",)  # on a GPU; on a CPU it is made of six
+
+
+def operators(run: Callable[[], Any]) -> Counter[str]:
+    """The operators that a function calls and that compute something, by name.
+
+    Views (transposes, slices) are left out, and what only makes memory. On a GPU nearly all of the others launch one
+    kernel: a prediction that needs no GPU. `kernels` counts what really ran.
+
+    >>> x = torch.ones(2, 3)
+    >>> dict(operators(lambda: (x.T @ x).relu()))
+    {'aten.mm': 1, 'aten.relu': 1}
+    """
+    found: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func.overloadpacket)
+            if name not in _ONE_KERNEL:
+                with self:  # what is made of other operators is seen as those
+                    result = func.decompose(*args, **(kwargs or {}))
+                if result is not NotImplemented:
+                    return result
+            if not func.is_view and not name.startswith(_NO_KERNEL):
+                found[name] += 1
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode(), Count():
+        run()
+    return found
+
+
+@torch.inference_mode()
+def kernels(run: Callable[[], Any]) -> Counter[str]:
+    """The kernels that a function runs on the GPU, by name, as torch's profiler sees them; copies count."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    on_device = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    return Counter(event.name for event in on_device)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a GPU takes, in seconds: a kernel that the host asks for, one in a graph; and bytes read a second."""
+
+    launch_s: float
+    replayed_s: float
+    bytes_per_s: float
+
+    def floor_s(self, kernels: int, bytes_read: int) -> float:
+        """The least time of a captured step.
+
+        >>> found = Prices(launch_s=5e-6, replayed_s=1e-6, bytes_per_s=4e12).floor_s(kernels=100, bytes_read=80_000_000)
+        >>> f"{found * 1e6:.0f} µs"
+        '120 µs'
+        """
+        return kernels * self.replayed_s + bytes_read / self.bytes_per_s
+
+
+def dependent(count: int, device: torch.device, width: int = 512) -> Callable[[], torch.Tensor]:
+    """A row of small kernels as a step has them, norms and sums in turn, each of which reads what the last one wrote.
+
+    An empty kernel would be too cheap a measure: in a graph one that does nothing takes about a microsecond, one that
+    loads a few hundred numbers and reduces them two or three.
+
+    >>> operators(dependent(6, torch.device("cpu"))).total()
+    6
+    """
+    start, weight = torch.ones(1, width, device=device), torch.ones(width, device=device)
+
+    def row() -> torch.Tensor:
+        x = start
+        for _ in range(count // 2):
+            x = functional.rms_norm(x, (width,), weight, 1e-6) + start
+        return x
+
+    return row
+
+
+@torch.inference_mode()
+def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_bytes: int = 1 << 30) -> Prices:
+    """Measure them now: a row of `dependent` kernels, and a copy within the device.
+
+    Args:
+        device: a GPU.
+        count: of kernels in a row.
+        repeats: of which the median counts.
+        size_bytes: that are copied, read and written; far more than its caches hold.
+    """
+    row = dependent(count, device)
+    graph = captured(row, lambda: None, device)
+    source = torch.ones(size_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    launched, replayed, copied = (
+        measure(run, repeats=repeats, synchronize=torch.cuda.synchronize).median_s
+        for run in (row, graph.replay, lambda: target.copy_(source))
+    )
+    return Prices(launched / count, replayed / count, 2 * size_bytes / copied)
+
 
 KERNEL = "_kernel_time"  # the end of the names of a node's own events; older releases (1.20) have others as well
 # Their time is that of the nodes inside them, which are listed, too.

@@ -18,7 +18,7 @@ from bench.baselines.torch_recompute import TorchRecompute
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.backends.tensorrt_plan import Range, Sizes
+from t5accel.backends.tensorrt import Range, Sizes
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy

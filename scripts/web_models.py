@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import onnxruntime
 
-from bench.demo.menu import menu
+from bench.demo.race import menu
 from bench.results import chosen, recorded
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import export_t5

@@ -115,8 +115,7 @@ def distill(
     from t5accel import machine
     from t5accel.distillation.checkpointing import require_device
     from t5accel.distillation.model_card import require_place
-    from t5accel.distillation.shrink import layer_map, shrink_decoder
-    from t5accel.distillation.student import DistillConfig
+    from t5accel.distillation.student import DistillConfig, layer_map, shrink_decoder
     from t5accel.distillation.student import distill as run
     from t5accel.models.sizes import T5Dims
 

@@ -19,7 +19,7 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import T5AccelError
 from t5accel.graphs.export import export_t5
-from t5accel.graphs.saved_graph import contrib_operators, count_nodes
+from t5accel.graphs.rewriting import contrib_operators, count_nodes
 
 EXAMPLES = 60  # at each entry
 often = settings(

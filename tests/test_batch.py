@@ -35,13 +35,12 @@ from t5accel.cli import app
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.manifest import describe_file
+from t5accel.serve.batch import job as running
 from t5accel.serve.batch import output
-from t5accel.serve.batch import run as running
 from t5accel.serve.batch.formats import JsonRows, Unfit
 from t5accel.serve.batch.generate import Answer, Answerer, batches
-from t5accel.serve.batch.job import Done, Model, Settings
+from t5accel.serve.batch.job import Done, Model, Settings, run
 from t5accel.serve.batch.output import Output, ShardRecord
-from t5accel.serve.batch.run import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "translate English to French: "
@@ -693,7 +692,7 @@ def test_shards_written_in_place_and_known_by_their_names_would_be_noticed(
 PROGRAM = """
 import sys
 from t5accel.serve.batch.job import Model, Settings
-from t5accel.serve.batch.run import run
+from t5accel.serve.batch.job import run
 settings = Settings(prefix=sys.argv[4], max_new_tokens=24, shard_rows=10)
 run(sys.argv[1], sys.argv[2], Model(sys.argv[3], threads=1), settings)
 """

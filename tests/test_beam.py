@@ -26,9 +26,8 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
-from t5accel.decoding.beam import beam_search
+from t5accel.decoding.beam import START, Answers, Tree, beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.hypotheses import START, Answers, Tree
 from t5accel.decoding.topk import Continuations
 from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied, parity

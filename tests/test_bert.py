@@ -14,7 +14,7 @@ from bench.bert.model import load_bert, random_bert, resize, widths
 from bench.bert.pruning import KINDS, Pruning, attach, close, closing, removed, zero_share
 from bench.bert.spans import torch_run
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
-from t5accel.graphs.saved_graph import count_nodes
+from t5accel.graphs.rewriting import count_nodes
 from t5accel.parity import ParityError, parity
 
 SIZES: dict[str, Any] = dict(

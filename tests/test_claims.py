@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.bert.ladder import ON_GPU
-from bench.gpt2_ways import GRAPHS, NO_CACHE, PYTORCH
+from bench.gpt2 import GRAPHS, NO_CACHE, PYTORCH
 from bench.gpu import other_models as on_gpu
 from bench.gpu.cells import LENGTHS, cells_for
 from bench.peers import GRIDS

@@ -24,7 +24,7 @@ import bench.scoreboard
 import t5accel.cli
 import t5accel.doctor
 import training.train as training
-import training.validate as validate
+import training.train as validate
 from bench.advise import Advice, Need
 from bench.course import NotebookError, NotebookRun
 from bench.figures import board
@@ -45,7 +45,7 @@ from t5accel.precision.gate import quantize_export
 from t5accel.precision.recipes import RECIPES
 from t5accel.serve.cli import serving as serving_commands
 from t5accel.tokenization import TokenizerFile, text_to_text
-from training.validate import HeldOutQuality
+from training.train import HeldOutQuality
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (app, serving_commands, training_commands)
@@ -383,7 +383,7 @@ def test_an_interrupted_command_says_what_it_has_kept(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("t5accel.serve.batch.run.run", interrupt)
+    monkeypatch.setattr("t5accel.serve.batch.job.run", interrupt)
     monkeypatch.setattr("t5accel.api.open_backend", interrupt)
     (tmp_path / "in.txt").write_text(TEXT)
     result = call("batch", tmp_path / "in.txt", "--out", "answers")

@@ -23,14 +23,12 @@ from t5accel.cli import app as commands
 from t5accel.errors import EngineError, InputError, JobError, T5AccelError, install
 from t5accel.serve import ray_batch as pool
 from t5accel.serve import ray_router as fronts
-from t5accel.serve import replica as replicas
+from t5accel.serve import ray_router as replicas
 from t5accel.serve.app import make_app
-from t5accel.serve.batch.job import Model, Settings, Shard
+from t5accel.serve.batch.job import Job, Model, Settings, Shard, run
 from t5accel.serve.batch.output import Done, ShardRecord
-from t5accel.serve.batch.run import Job, run
 from t5accel.serve.middleware import Guard
-from t5accel.serve.ray_router import Front, Lost
-from t5accel.serve.replica import Message, Replica
+from t5accel.serve.ray_router import Front, Lost, Message, Replica
 from t5accel.serve.settings import Settings as Served
 
 

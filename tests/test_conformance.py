@@ -31,8 +31,7 @@ from programs import (
 from test_encoder_cache import check, masked_variants
 from test_greedy import check_equals_generate
 
-from bench.baselines.hybrid import HybridOnnxT5
-from bench.baselines.layout_backends import MergedGraphs, ThreeGraphs, WholeGraph
+from bench.baselines.layout_backends import HybridOnnxT5, MergedGraphs, ThreeGraphs, WholeGraph
 from bench.baselines.layouts import export_layout
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_iobinding import OrtBound

@@ -18,7 +18,7 @@ from test_repository import MODULES, ROOT, own_imports
 
 # Modules that offer functions and no runnable example, each with its reason.
 WITHOUT_EXAMPLE = {
-    "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
+    "t5accel.backends.torch_static": "it needs a GPU; tests put others in the place of its streams and graphs",
     "t5accel.cli": "its functions are commands; their tests run them",
     "t5accel.serve.cli": "the same",
     "bench.demo.page": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",

@@ -17,8 +17,7 @@ from bench.bert.spans import answers, read, torch_run
 from bench.demo import page as demo
 from bench.demo import reading
 from bench.demo.at_home import AtHome
-from bench.demo.menu import EXAMPLES, WRONG, menu
-from bench.demo.race import TRANSFORMERS, Way, ways_of
+from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, Way, menu, ways_of
 from bench.tasks import NAMES, UNANSWERABLE, references, rows, source_text
 from t5accel.api import open_backend
 from t5accel.decoding.greedy_search import greedy

@@ -40,8 +40,7 @@ from t5accel.distillation.checkpointing import run_steps
 from t5accel.distillation.losses import OBJECTIVES
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.optimizer import PooledDropout, optimiser_step
-from t5accel.distillation.shrink import shrink_decoder
-from t5accel.distillation.student import DistillConfig, distill, train_student
+from t5accel.distillation.student import DistillConfig, distill, shrink_decoder, train_student
 from t5accel.distillation.validation import validation
 from t5accel.errors import ExportError, InputError, JobError
 from t5accel.graphs.export import export_t5

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from refused import refused
 
-from t5accel.decoding import distribution
-from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
+from t5accel.decoding import sampling as distribution
+from t5accel.decoding.sampling import Sampling, as_sampling, draw, probabilities
 from t5accel.errors import InputError
 from t5accel.parity import ParityError, parity
 

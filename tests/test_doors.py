@@ -19,7 +19,7 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
 from t5accel.decoding.sampling import sample
-from t5accel.decoding.speculative import speculative
+from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.errors import InputError
 from t5accel.precision.calibration import checked_example

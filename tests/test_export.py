@@ -53,7 +53,7 @@ from t5accel.graphs.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.logit_check import backend_logits, check_logits
 from t5accel.graphs.manifest import read_manifest, write_manifest
 from t5accel.graphs.weights import T5Weights
-from t5accel.models.random_families import random_model
+from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
 from t5accel.models.sizes import T5Dims
 from t5accel.models.t5_math import logit_scale, relative_position_bucket

@@ -36,16 +36,16 @@ from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
 from t5accel.decoding.sampling import sample
-from t5accel.decoding.speculative import speculative
+from t5accel.decoding.speculation import speculative
 from t5accel.decoding.token_constraints import Rules, special_tokens
 from t5accel.distillation.pruning import PruneConfig, prune
-from t5accel.distillation.shrink import shrink_decoder
+from t5accel.distillation.student import shrink_decoder
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.graphs.export import export_t5, model_weights
 from t5accel.graphs.manifest import write_manifest
 from t5accel.models.families import Family
 from t5accel.models.load import load_t5
-from t5accel.models.random_families import random_model
+from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5, SIZES, family_of
 from t5accel.precision.convert import convert_export
 from t5accel.serve.request import Job

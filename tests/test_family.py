@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from refused import refused
 
-import bench.family as module
+import bench.scoreboard as module
 from bench import harness
-from bench.family import family_rows, pareto, recorded_family
 from bench.results import checked
+from bench.scoreboard import family_rows, pareto, recorded_family
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.distillation.gates import Gates
 from t5accel.distillation.pruning import remove
-from t5accel.distillation.shrink import shrink_decoder
+from t5accel.distillation.student import shrink_decoder
 from t5accel.models.load import load_t5
 from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims

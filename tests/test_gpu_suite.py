@@ -24,7 +24,7 @@ from bench import results as records
 from bench.gpu import measure as measuring
 from bench.gpu import suite
 from bench.gpu.cells import LENGTHS, RUNTIMES, Cell, cells_for
-from bench.launches import Prices
+from bench.profiling import Prices
 from bench.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError

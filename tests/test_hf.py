@@ -38,8 +38,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, T5AccelError
 from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied, parity
-from t5accel.pipeline import text2text
-from t5accel.tokenization import tokenizer_of
+from t5accel.tokenization import text2text, tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ATOL = 1e-4

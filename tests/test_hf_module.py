@@ -25,7 +25,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.models.random_families import random_model
+from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
 from t5accel.parity import assert_varied, parity
 

@@ -13,7 +13,7 @@ import torch
 from programs import PROGRAM, check_program, histories_of
 from test_encoder_cache import logits_of
 
-from bench.baselines.hybrid import HybridOnnxT5
+from bench.baselines.layout_backends import HybridOnnxT5
 from bench.baselines.layout_graphs import LM_HEAD
 from bench.baselines.layouts import export_layout
 from t5accel.backends.ort_session import SessionSettings

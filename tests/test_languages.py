@@ -30,20 +30,18 @@ from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
-from t5accel.decoding.sampling import sample
-from t5accel.decoding.speculative import speculative
+from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
 from t5accel.models.languages import Languages
 from t5accel.models.load import data_folder
-from t5accel.models.random_families import random_model
+from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
 from t5accel.serve.app import Service, make_app
-from t5accel.serve.batch.job import Model, Settings
-from t5accel.serve.batch.run import run
+from t5accel.serve.batch.job import Model, Settings, run
 from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
 from t5accel.serve.settings import Settings as ServerSettings

@@ -18,9 +18,8 @@ from programs import PROGRAM, Watched, check_program, histories_of
 from bench.baselines import layouts
 from bench.baselines.layout_backends import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
 from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
-from bench.baselines.layout_sizes import LayoutSizes, layout_sizes
-from bench.baselines.layouts import DESCRIPTION, export_layout, read_layout
-from bench.traffic import StepTraffic, bytes_per_step
+from bench.baselines.layouts import DESCRIPTION, LayoutSizes, export_layout, layout_sizes, read_layout
+from bench.profiling import StepTraffic, bytes_per_step
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings

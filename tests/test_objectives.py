@@ -13,7 +13,7 @@ from refused import refused
 
 from t5accel.distillation.losses import OBJECTIVES, Objective, as_objective, matched_layers, student_loss
 from t5accel.distillation.optimizer import batch_loss, model_inputs
-from t5accel.distillation.shrink import shrink_decoder
+from t5accel.distillation.student import shrink_decoder
 from t5accel.errors import InputError
 
 BATCH = ([[5, 6, 7, 8, 1], [9, 10, 1]], [[20, 21, 1], [22, 23, 24, 25, 1]])

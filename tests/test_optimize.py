@@ -44,7 +44,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.ort_levels import LEVELS, require_runnable_here, this_machine
-from t5accel.graphs.saved_graph import contrib_operators, count_nodes, reread
+from t5accel.graphs.rewriting import contrib_operators, count_nodes, reread
 
 ONE_THREAD = SessionSettings(threads=1)
 NORM, TRANSPOSED, SKIP = (

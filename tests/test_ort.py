@@ -25,7 +25,7 @@ from refused import refused
 from test_encoder_cache import check, in_threads, logits_of, tokens_of
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
-from bench.traffic import bytes_per_step
+from bench.profiling import bytes_per_step
 from t5accel.backends import ort_cuda as ort_pointers
 from t5accel.backends import ort_memory as encoder_slices
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor

@@ -38,7 +38,7 @@ from bench.peers import (
 )
 from bench.results import checked
 from t5accel.errors import InputError, PeerError
-from t5accel.models.random_families import random_model
+from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
 from t5accel.precision.recipes import RECIPES
 from t5accel.timing import Work

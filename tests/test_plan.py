@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench.results import checked, chosen, recorded
-from bench.scale import RENTS, Rent, Speed, attempts, bill, costs, knee, knees_table, speeds
+from bench.scale import RENTS, Failures, Pace, Rent, Speed, attempts, bill, costs, knee, knees_table, speeds
 from bench.serving.rates import keeps_up
-from bench.simulation import Failures, Pace
 from t5accel.errors import InputError
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/scale.md").read_text(encoding="utf-8")

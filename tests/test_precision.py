@@ -31,7 +31,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, enc
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.saved_graph import reread
+from t5accel.graphs.rewriting import reread
 from t5accel.parity import ParityError, assert_varied, token_agreement
 from t5accel.precision import calibration as probe_module
 from t5accel.precision.calibration import Example, Seen, largest, probe, ranges

@@ -20,7 +20,7 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec
 from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.saved_graph import count_nodes
+from t5accel.graphs.rewriting import count_nodes
 
 
 @pytest.mark.parametrize("level", ["disable", "all"])

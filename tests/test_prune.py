@@ -41,8 +41,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.distillation.gates import Gates, gated
 from t5accel.distillation.importance import Kept, choose, magnitude
 from t5accel.distillation.pruning import PruneConfig, prune, remove
-from t5accel.distillation.shrink import shrink_decoder
-from t5accel.distillation.student import distill
+from t5accel.distillation.student import distill, shrink_decoder
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER
 from t5accel.graphs.export import export_t5, t5_weights

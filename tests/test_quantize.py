@@ -36,7 +36,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.export_cache import cached_export, list_exports
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
-from t5accel.graphs.saved_graph import check_external_data, contrib_operators, count_nodes
+from t5accel.graphs.rewriting import check_external_data, contrib_operators, count_nodes
 from t5accel.parity import ParityError, parity, token_agreement
 from t5accel.precision import integer_graphs
 from t5accel.precision.calibration import Example, probe, ranges

@@ -30,11 +30,10 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
-from t5accel.decoding.sampling import sample
-from t5accel.decoding.speculative import speculative
+from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.decoding.token_constraints import NONE, Rules, rules_of, special_tokens, until_end
 from t5accel.errors import ExportError, InputError

@@ -16,9 +16,8 @@ from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.distribution import Sampling, probabilities
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import generators, sample
+from t5accel.decoding.sampling import Sampling, generators, probabilities, sample
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)

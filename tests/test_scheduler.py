@@ -19,9 +19,8 @@ from test_drafts import Machine
 from test_repository import loaded_by
 
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import sample
+from t5accel.decoding.sampling import Sampling, sample
 from t5accel.decoding.token_constraints import NONE, Rules
 from t5accel.errors import (
     CancelledError,
@@ -32,9 +31,8 @@ from t5accel.errors import (
     ShuttingDownError,
 )
 from t5accel.serve.limits import Limits
-from t5accel.serve.request import Answer, Job
+from t5accel.serve.request import Answer, Job, Ticket
 from t5accel.serve.scheduler import Scheduler
-from t5accel.serve.ticket import Ticket
 
 
 class Alone(Machine):

@@ -18,9 +18,7 @@ from test_scheduler import Joining
 from test_server import Letters
 
 from bench.serving.load import ask
-from bench.serving.other_servers import Batches, make_app
-from bench.serving.servers import Running, Server, free_port, other, ours
-from bench.serving.static_batch import Asked, together
+from bench.serving.servers import Asked, Batches, Running, Server, free_port, make_app, other, ours, together
 from bench.serving.triton import triton_server, write_repository
 from bench.serving.triton_model import TritonPythonModel
 from t5accel.errors import InputError, MissingPackageError, PeerError

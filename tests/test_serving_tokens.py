@@ -25,8 +25,7 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic, StaticState
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.beam import Beams, beam_search
-from t5accel.decoding.distribution import Sampling
-from t5accel.decoding.sampling import sample
+from t5accel.decoding.sampling import Sampling, sample
 from t5accel.decoding.topk import Continuations
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_t5

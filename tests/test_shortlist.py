@@ -40,7 +40,7 @@ from t5accel.graphs.export import export_t5
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.layers import T5Layers
 from t5accel.graphs.manifest import read_manifest, write_manifest
-from t5accel.graphs.saved_graph import count_nodes
+from t5accel.graphs.rewriting import count_nodes
 from t5accel.graphs.shortlist_head import LEVELS, add_heads, head_for, quantized
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims

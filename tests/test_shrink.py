@@ -17,7 +17,7 @@ from refused import refused
 from test_export import histories, same_logits, teacher_forced
 from test_narrow import SIZES, generated, narrowed
 
-from t5accel.distillation.shrink import layer_map, shrink_decoder
+from t5accel.distillation.student import layer_map, shrink_decoder
 from t5accel.errors import InputError, NotT5Error
 from t5accel.models.load import load_t5
 from t5accel.models.pruned import widths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.simulation import Failures, Pace, simulate
+from bench.scale import Failures, Pace, simulate
 from t5accel.errors import InputError
 
 MIXED = [4, 5, 6, 7, 8, 4, 5, 6, 7, 128]

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 from refused import refused
 
-from bench.record.soak import Soak, soak
+from bench.record.engine import Soak, soak
 from t5accel.backends.torch_eager import TorchEager
 
 SMALL = dict(generations=6, settled_after=3, largest_batch=3, longest_source=5, longest_answer=2)

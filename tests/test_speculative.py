@@ -20,12 +20,11 @@ from test_sampling import SAMPLINGS, Chain, answer_odds, excess
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding import draft_model
+from t5accel.decoding import speculation as draft_model
 from t5accel.decoding.backend import Generated
-from t5accel.decoding.distribution import Sampling
-from t5accel.decoding.draft_model import Guesser
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.speculative import accept, speculative
+from t5accel.decoding.sampling import Sampling
+from t5accel.decoding.speculation import Guesser, accept, speculative
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_t5
 from t5accel.parity import assert_varied
@@ -220,7 +219,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_rule_is_caught(monkeypatch, rule: str) -> None:
 
-    monkeypatch.setattr(sys.modules["t5accel.decoding.speculative"], "accept", RULES[rule])
+    monkeypatch.setattr(sys.modules["t5accel.decoding.speculation"], "accept", RULES[rule])
     assert excess(drawn(Sampling()).sequences, answer_odds(Chain(1), Sampling(), LENGTH)) > 20
 
 
@@ -230,7 +229,7 @@ def test_a_draft_without_the_penalty_is_still_exact_but_a_model_without_it_is_no
     plain = lambda logits, histories, sampling: draft_model.probabilities(logits, None, Sampling())  # noqa: E731
     monkeypatch.setattr(draft_model, "odds_after", plain)
     assert abs(excess(drawn(SAMPLINGS["penalty"]).sequences, odds)) < 4
-    monkeypatch.setattr(sys.modules["t5accel.decoding.speculative"], "odds_after", plain)
+    monkeypatch.setattr(sys.modules["t5accel.decoding.speculation"], "odds_after", plain)
     assert excess(drawn(SAMPLINGS["penalty"]).sequences, odds) > 10
 
 

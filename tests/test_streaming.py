@@ -16,11 +16,10 @@ from test_drafts import Machine, sources
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
-from t5accel.decoding.sampling import sample
-from t5accel.decoding.speculative import speculative
+from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream, stream_text
 from t5accel.parity import assert_varied
 from t5accel.tokenization import TokenizerFile

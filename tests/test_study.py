@@ -26,8 +26,7 @@ from bench.bert.ladder import (
 from bench.bert.model import random_bert, resize, widths
 from bench.bert.served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
 from bench.bert.spans import answerer, torch_run
-from bench.gpt2 import bytes_of_logits, random_gpt2
-from bench.gpt2_ways import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, gpt2_rows
+from bench.gpt2 import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, bytes_of_logits, gpt2_rows, random_gpt2
 from bench.gpu.other_models import cells
 from bench.gpu.suite import table
 from bench.results import checked

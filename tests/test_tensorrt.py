@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from programs import ATOL, PROGRAM, check_program, operations
 
 import t5accel.backends.tensorrt as module
-from t5accel.backends.tensorrt import Engine, TensorRT
-from t5accel.backends.tensorrt_plan import Range, Sizes
+from t5accel.backends.tensorrt import Engine, Range, Sizes, TensorRT
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search

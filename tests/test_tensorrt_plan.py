@@ -12,8 +12,8 @@ import pytest
 from refused import refused
 
 from bench.baselines.optimized_export import optimize_export
-from t5accel.backends import tensorrt_engines
-from t5accel.backends.tensorrt_plan import Range, Sizes, plan
+from t5accel.backends import tensorrt as tensorrt_engines
+from t5accel.backends.tensorrt import Range, Sizes, plan
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.contract import decoder_spec, encoder_spec
 from t5accel.graphs.manifest import Manifest, read_manifest

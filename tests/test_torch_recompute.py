@@ -11,7 +11,7 @@ from programs import ATOL
 from refused import refused
 
 from bench.baselines.torch_recompute import TorchRecompute
-from bench.launches import Prices, operators
+from bench.profiling import Prices, operators
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.greedy_search import greedy
@@ -96,7 +96,7 @@ def test_the_floor_is_launches_and_bytes() -> None:
 def test_kernels_and_prices_on_a_gpu(tiny_t5, padded_batch) -> None:
     import torch
 
-    from bench.launches import kernels, prices
+    from bench.profiling import kernels, prices
 
     backend = TorchStatic(tiny_t5().cuda())
     slot = backend.start(backend.encode(*padded_batch)).slot

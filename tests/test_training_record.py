@@ -21,7 +21,7 @@ def written(path: Path, *rows: tuple[int, float]) -> Path:
 
 def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> None:
     logs = [written(tmp_path / "1.jsonl", (10, 3.0), (20, 2.0)), written(tmp_path / "2.jsonl", (10, 4.0), (30, 1.0))]
-    rows = import_module("training.training_record").joined(logs)
+    rows = import_module("training.train").joined(logs)
     assert [(row["step"], row["stage"], row["translation"]) for row in rows] == [
         (10, 1, 3.0), (20, 1, 2.0), (30, 2, 4.0), (50, 2, 1.0),
     ]  # fmt: skip
@@ -43,7 +43,7 @@ def test_losses_on_composed_texts_are_dashed_where_there_are_any() -> None:
 def test_quality_is_recorded_as_rows() -> None:
     held_out = {"sentences": 5, "references": 9, "bleu": 20.0, "chrf": 40.0}
     report = {"model": "mini", "questions": {"all": {"exact_match": 49.5, "f1": 50.0}, "seen": None}, "limit": None}
-    quality_rows = import_module("training.training_record").quality_rows
+    quality_rows = import_module("training.train").quality_rows
     rows = quality_rows({**report, "held_out": held_out, "held_out_long": {**held_out, "sentences": 3, "bleu": 10.0}})
     assert [checked(row)["measured"] for row in rows] == ["quality"] * 3
     assert rows[0]["exact_match"] == 49.5

@@ -17,8 +17,7 @@ from training.exercises import (
     recall_example,
     repetition_example,
 )
-from training.pairs import Pair, balanced, joined, read_pairs, split_pairs
-from training.spelling import british
+from training.pairs import Pair, balanced, british, joined, read_pairs, split_pairs
 from training.texts.composed_reports import make_composed_report, statements
 from training.texts.composed_stories import make_composed_crowd, make_composed_question
 from training.texts.reports import make_report

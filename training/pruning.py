@@ -11,8 +11,8 @@ import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.family import recorded_family
 from bench.results import Row
+from bench.scoreboard import recorded_family
 from t5accel.distillation.importance import WAYS
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.pruning import PruneConfig, prune

@@ -12,8 +12,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.family import recorded_family
 from bench.results import Row
+from bench.scoreboard import recorded_family
 from t5accel.api import accelerate
 from t5accel.decoding.beam import beam_search
 from t5accel.distillation.model_card import save_student

@@ -9,15 +9,19 @@ and teaches it longer sentences, and stories and reports of any kind; a fourth o
 
 from __future__ import annotations
 
+import argparse
 import copy
+import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.figures import plot_losses
+from bench.results import Row, scores, write_rows
 from bench.tasks import TRANSLATE
 from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, packed, steps_from
 from t5accel.distillation.checkpointing import require_device, run_steps
@@ -31,6 +35,7 @@ from t5accel.distillation.optimizer import (
     validation_losses,
 )
 from t5accel.errors import InputError
+from t5accel.metrics import bleu, chrf
 from t5accel.models.load import load_pretrained, load_t5
 from training.curriculum import (
     CONTEXT,
@@ -47,12 +52,118 @@ from training.curriculum import (
 )
 from training.grow import grown
 from training.head_init import Aim, aim_heads, choose_aims
-from training.pairs import Pair, read_pairs, split_pairs
-from training.spelling import british
+from training.pairs import HeldOut, Pair, british, read_pairs, split_pairs
 from training.vocabulary import train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Score a model on held-out translation pairs: sentences that training never saw, with all their references.
+
+
+@dataclass(frozen=True)
+class HeldOutQuality:
+    """Corpus BLEU and chrF (0–100) over the held-out English sentences."""
+
+    sentences: int
+    references: int
+    bleu: float
+    chrf: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, ready for ``json.dump``."""
+        return asdict(self)
+
+
+def held_out_quality(
+    generate: Callable[[list[str]], list[str]], pairs_file: str | Path, *, held_out: int = 1000, batch_size: int = 64
+) -> tuple[HeldOutQuality, HeldOutQuality | None]:
+    """Translate what `pairs.split_pairs` keeps out of training, and score it: sentences of any length, and long ones.
+
+    Args:
+        generate: from texts with T5's prefix to translations.
+        pairs_file: the file that the model was trained on; the second score is ``None`` if it has no long sentences.
+
+    Raises:
+        InputError: as `pairs.read_pairs`.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".tsv", delete=False) as file:
+    ...     _ = file.write("A b c d e.\\tF g h i j.\\nK l m n o.\\tP q r s t.\\n")
+    >>> held_out_quality(lambda texts: ["nothing"], file.name, held_out=1)
+    (HeldOutQuality(sentences=1, references=1, bleu=0.0, chrf=11.27), None)
+    """
+    split = split_pairs(read_pairs(pairs_file), held_out)
+    long = _scored(generate, split.held_out_long, batch_size) if split.held_out_long else None
+    return _scored(generate, split.held_out, batch_size), long
+
+
+def _scored(generate: Callable[[list[str]], list[str]], rows: HeldOut, batch_size: int) -> HeldOutQuality:
+    sources = sorted((TRANSLATE + english for english, _ in rows), key=len)  # batches of alike length waste no padding
+    references = {TRANSLATE + english: list(frenches) for english, frenches in rows}
+    predictions: list[str] = []
+    for first in range(0, len(sources), batch_size):
+        predictions += generate(sources[first : first + batch_size])
+    expected = [references[source] for source in sources]
+    count = sum(map(len, expected))
+    return HeldOutQuality(
+        len(rows), count, round(bleu(predictions, expected), 2), round(chrf(predictions, expected), 2)
+    )
+
+
+# Record how the bundled model was trained: the losses of all stages, its quality, and the picture of its card.
+# The logs are `log.jsonl` of the folders that `t5accel train` wrote, in order; the quality is what `t5accel evaluate
+# --json` wrote. `data/results/training-mini.json` is where the record belongs.
+
+
+COMMAND = (
+    "t5accel train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
+    "t5accel train --pairs tatoeba-eng-fra.tsv --stage 2 --start build/mini/model --out build/mini-2; "
+    "t5accel train --pairs tatoeba-eng-fra-2019.tsv --stage 3 --start build/mini-2/model --out build/mini-3; "
+    "t5accel train --pairs tatoeba-eng-fra-2019.tsv --stage 4 --start build/mini-3/model --out build/mini-4; "
+    "t5accel evaluate --model mini --pairs tatoeba-eng-fra-2019.tsv"
+)
+
+
+def joined(logs: list[Path]) -> list[Row]:
+    """The rows of all stages, their steps counted on from stage to stage."""
+    rows, before = [], 0
+    for stage, log in enumerate(logs, 1):
+        for line in log.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows.append({"measured": "training", "model": "mini", **row, "step": before + row["step"], "stage": stage})
+        before = rows[-1]["step"]
+    return rows
+
+
+def quality_rows(report: dict[str, Any]) -> list[Row]:
+    """The scores on the bundled sets, and those on held-out sentences, of any length and long."""
+    about = {"measured": "quality", "model": report["model"], "precision": "fp32"}
+    rows = [{**about, **scores(report)}]
+    for task, name in (("held-out translation", "held_out"), ("held-out long translation", "held_out_long")):
+        if kept_out := report.get(name):
+            rows.append({**about, "task": task, "texts": kept_out["sentences"], "bleu": kept_out["bleu"],
+                         "chrf": kept_out["chrf"], "settings": {"references": kept_out["references"]}})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Join, write and draw."""
+    parser = argparse.ArgumentParser(description="Record how the bundled model was trained.")
+    parser.add_argument("logs", type=Path, nargs="+", help="log.jsonl of every stage, in order")
+    parser.add_argument("--quality", type=Path, required=True, help="what `t5accel evaluate --json` wrote")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, required=True)
+    args = parser.parse_args()
+    rows = joined(args.logs)
+    report = json.loads(args.quality.read_text(encoding="utf-8"))
+    write_rows(args.json, [*rows, *quality_rows(report)], command=COMMAND)
+    plot_losses(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
 
 
 @dataclass(frozen=True)

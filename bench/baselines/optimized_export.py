@@ -23,7 +23,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, as_folder
 from t5accel.graphs.export_folder import ALIGNMENT, ExportPlan, as_target, write_export
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.ort_levels import as_level, import_onnxruntime, optimization_level, this_machine
-from t5accel.graphs.saved_graph import as_graph_path, check_external_data, contrib_operators, reread
+from t5accel.graphs.rewriting import as_graph_path, check_external_data, contrib_operators, reread
 
 TOOLS = ("onnxruntime", "transformers")
 PACKAGE_LEVELS = {"disable": 0, "basic": 1, "extended": 2, "all": 99}  # as onnxruntime.transformers calls ours
@@ -53,7 +53,7 @@ def optimized_graph(path: str | os.PathLike[str], level: str = "all") -> Iterato
 
     >>> import numpy as np
     >>> from t5accel.graphs.builder import GraphBuilder
-    >>> from t5accel.graphs.saved_graph import count_nodes
+    >>> from t5accel.graphs.rewriting import count_nodes
     >>> graph = GraphBuilder("norm")
     >>> square = graph.op("Pow", graph.input("x", "float32", ["N", 8]), graph.constant(np.float32(2)))
     >>> mean = graph.op("ReduceMean", square, graph.constant([-1]), keepdims=1)

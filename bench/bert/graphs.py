@@ -7,22 +7,66 @@ and ``end_logits``, each (B, S) float32.
 from __future__ import annotations
 
 import io
+import logging
 import os
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.bert.exporting import export_quietly, quietly
 from bench.bert.spans import Run
 from t5accel.backends.ort_session import SessionSettings, open_session
 
 if TYPE_CHECKING:
     import onnxruntime
     from transformers import PreTrainedModel
+
+
+# `torch.onnx.export` by tracing, without the noise that it makes in both lines of transformers.
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings, of Python or of loggers; errors are raised as ever."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def export_quietly(
+    module: Any, example: tuple[Any, ...], path: str | os.PathLike[str], inputs: Sequence[str], outputs: Sequence[str],
+    axes: Mapping[str, Mapping[int, str]],
+) -> Path:  # fmt: skip
+    """One graph of what ``module`` computes, whose sizes along ``axes`` may be any.
+
+    It is traced (``dynamo=False``): the fusions of ONNX Runtime's tools know the patterns that tracing leaves.
+
+    >>> import torch
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = f"{folder}/line.onnx"
+    ...     export_quietly(torch.nn.Linear(2, 3), (torch.ones(1, 2),), path, ["x"], ["y"], {"x": {0: "rows"}}).name
+    'line.onnx'
+    """
+    import torch
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with quietly(), torch.no_grad():
+        torch.onnx.export(
+            module.eval(), example, os.fspath(path), input_names=list(inputs), output_names=list(outputs),
+            dynamic_axes={name: dict(by) for name, by in axes.items()}, opset_version=17, dynamo=False,
+        )  # fmt: skip
+    return Path(path)
+
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 OUTPUTS = ("start_logits", "end_logits")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench import evaluation as quality
-from bench.bert.exporting import quietly
 from bench.bert.graphs import (
     INPUTS,
     bound_run,
@@ -24,6 +23,7 @@ from bench.bert.graphs import (
     fed_run,
     fp16_bert,
     fuse_bert,
+    quietly,
     static_int8,
 )
 from bench.bert.model import widths
@@ -32,7 +32,7 @@ from bench.harness import Way, measured, ratio
 from bench.results import Row, scores
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError
-from t5accel.graphs.saved_graph import count_nodes
+from t5accel.graphs.rewriting import count_nodes
 from t5accel.models.load import in_floats
 from t5accel.parity import ParityError, parity
 from t5accel.timing import Work

@@ -49,9 +49,7 @@ def load_bert(
         return random_bert(RANDOM_SIZES[size], seed=seed), None
     folder = data_folder() / text if text in (READER, PRUNED) else Path(text)
     if text in (READER, PRUNED) and not folder.is_dir():
-        raise ModelUnavailableError(
-            f"{text!r} is not bundled here: training/reader_script.py trains it, in a checkout."
-        )
+        raise ModelUnavailableError(f"{text!r} is not bundled here: training/reader.py trains it, in a checkout.")
     if not folder.is_dir():
         sizes = ", ".join(f"'random:{size}'" for size in RANDOM_SIZES)
         raise UnknownModelError(f"No BERT {text!r}: give {READER!r}, {PRUNED!r}, {sizes}, or a folder.")

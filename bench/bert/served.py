@@ -23,10 +23,8 @@ from bench.bert.model import load_bert
 from bench.bert.spans import CLS, PAD, SEP, UNK, Run, answerer, as_berts, torch_run
 from bench.results import Row
 from bench.serving.load import Load, ask, offer
-from bench.serving.other_servers import Batches, serve
 from bench.serving.rates import load_row, one_by_one
-from bench.serving.servers import Running, Server
-from bench.serving.static_batch import Answered, Asked
+from bench.serving.servers import Answered, Asked, Batches, Running, Server, serve
 from bench.tasks import CONTEXT, QUESTION
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import InputError

@@ -17,8 +17,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from bench.demo.at_home import AtHome
-from bench.demo.menu import Task, menu
-from bench.demo.race import Lane, Way, difference, race, way, ways_of
+from bench.demo.race import Lane, Task, Way, difference, menu, race, way, ways_of
 from bench.demo.reading import ROUNDS, Answer, OpenRung, ask, bundled
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from bench.gpu.cards import bandwidth
 from bench.gpu.cells import LENGTHS
+from bench.gpu.suite import bandwidth
 from bench.harness import pairwise
-from bench.launches import Prices
+from bench.profiling import Prices
 from bench.results import aligned, step_ms
 from bench.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
 

@@ -13,7 +13,7 @@ import torch
 
 from bench.gpu.cells import Cell
 from bench.harness import Way, measured, said
-from bench.launches import Prices, kernels, operators, prices
+from bench.profiling import Prices, kernels, operators, prices
 from bench.results import Row
 from bench.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
 from t5accel import machine

@@ -50,7 +50,7 @@ COPIES, SHARD_ROWS = (1, 8), 100  # of the mixed texts, and of a shard
 JOB = """
 import sys
 from t5accel.serve.batch.job import Model, Settings
-from t5accel.serve.batch.run import in_this_process, run
+from t5accel.serve.batch.job import in_this_process, run
 from t5accel.serve.ray_batch import on_ray
 given, out, model, engine, threads, longest, rows = sys.argv[1:]
 settings = Settings(max_new_tokens=int(longest), shard_rows=int(rows))

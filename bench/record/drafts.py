@@ -28,7 +28,7 @@ from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
-from t5accel.decoding.speculative import speculative
+from t5accel.decoding.speculation import speculative
 from t5accel.graphs.export_cache import cached_export
 from t5accel.precision.recipes import RECIPES
 from t5accel.timing import Work

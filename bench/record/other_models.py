@@ -24,8 +24,7 @@ from bench.bert.ladder import RUNGS, Readers, quality_rows, random_inputs, speed
 from bench.bert.model import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
 from bench.bert.served import Protocol, Served, numbered, served_rows, single_words
 from bench.bert.spans import answerer, read, torch_run
-from bench.gpt2 import random_gpt2
-from bench.gpt2_ways import NO_CACHE, WAYS, Gpt2, gpt2_rows
+from bench.gpt2 import NO_CACHE, WAYS, Gpt2, gpt2_rows, random_gpt2
 from bench.results import Row, here, rows_so_far, write_rows
 from bench.tasks import CONTEXT, QUESTION, source_text
 from t5accel import machine

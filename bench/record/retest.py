@@ -24,8 +24,7 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from bench import tasks
-from bench.baselines.hybrid import HybridOnnxT5
-from bench.baselines.layout_backends import ThreeGraphs, WholeGraph
+from bench.baselines.layout_backends import HybridOnnxT5, ThreeGraphs, WholeGraph
 from bench.baselines.layouts import export_layout
 from bench.baselines.optimized_export import optimize_export, optimized_graph
 from bench.baselines.unigram import UnigramTokenizer
@@ -45,7 +44,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.export_cache import cached_export
-from t5accel.graphs.saved_graph import contrib_operators, count_nodes
+from t5accel.graphs.rewriting import contrib_operators, count_nodes
 from t5accel.models.load import data_folder, load_t5
 from t5accel.timing import Work
 

@@ -14,9 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.results import Row, here, rows_so_far, write_rows
-from bench.scale import costs, knee, knees_table, measured_pace, measured_speeds, pace_of, speeds
+from bench.scale import Failures, Pace, costs, knee, knees_table, measured_pace, measured_speeds, pace_of, speeds
 from bench.serving.rates import LONG, SHARE_LONG, SHORT
-from bench.simulation import Failures, Pace
 from t5accel import machine
 from t5accel.api import open_backend
 

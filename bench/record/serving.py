@@ -46,8 +46,7 @@ from bench.serving.rates import (
     one_by_one,
     table,
 )
-from bench.serving.servers import Running, Server, free_port, other, ours
-from bench.serving.static_batch import Asked, together
+from bench.serving.servers import Asked, Running, Server, free_port, other, ours, together
 from bench.serving.triton import triton_server, write_repository
 from bench.tasks import rows as eval_rows
 from bench.tasks import source_text

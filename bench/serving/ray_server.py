@@ -1,7 +1,7 @@
 """Our engine behind Ray Serve's ``@serve.batch``, to be measured beside ours: run by the Python of its environment.
 
 ``make serving`` installs what stands in requirements/servers/ray.txt. Requests and answers are those of
-``bench/serving/other_servers.py``, and so is the batch: at most 32 rows, collected for 20 ms.
+``bench/serving/servers.py``, and so is the batch: at most 32 rows, collected for 20 ms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Batched:
     @serve.batch(max_batch_size=ROWS, batch_wait_timeout_s=WINDOW_S)
     async def answers(self, asked: list[dict[str, Any]]) -> list[tuple[str, int]]:
         """One batch."""
-        from bench.serving.static_batch import Asked, together
+        from bench.serving.servers import Asked, together
 
         return together(self.backend, self.tokenizer, [Asked(**fields) for fields in asked])
 

@@ -2,20 +2,227 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from fastapi import FastAPI, HTTPException, Request
+
+from t5accel.decoding.backend import Backend
 from t5accel.errors import PeerError
+from t5accel.serve.limits import Limits
+from t5accel.serve.request import Job
+from t5accel.serve.scheduler import Scheduler
+
+# A static batch: requests that begin together and end together, as most servers that batch do it.
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A text and the bounds of its answer."""
+
+    text: str
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+
+
+Answered = tuple[str, int]  # a text, and how many tokens it has
+
+
+def together(backend: Backend, tokenizer: Any, asked: Sequence[Asked]) -> list[Answered]:
+    """All of them as one batch, from the first step to the end of the longest answer. Those that have ended leave it.
+
+    >>> from t5accel.api import open_backend
+    >>> backend, tokenizer, _ = open_backend("mini", progress=False)
+    >>> together(backend, tokenizer, [Asked("translate English to French: I am tired.")])
+    [('Je suis fatigué.', 5)]
+    """
+    batch = tokenizer([one.text for one in asked], return_tensors="np", padding=True)
+    rows = [ids[mask == 1] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    limits = Limits(rows=len(asked), source_tokens=10**6, new_tokens=10**6, encoder_cache_bytes=0)
+    scheduler = Scheduler(backend, limits, thread=False)
+    tickets = scheduler.submit_all([
+        Job(row, max_new_tokens=one.max_new_tokens, min_new_tokens=one.min_new_tokens)
+        for row, one in zip(rows, asked, strict=True)
+    ])  # fmt: skip
+    while scheduler.round():
+        pass
+    tokens = [ticket.result(0)[0].tokens for ticket in tickets]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return [(text, len(row)) for text, row in zip(texts, tokens, strict=True)]
+
+
+# The usual ways to put a T5 behind FastAPI, to be measured beside ours: request by request, and in static batches.
+# All answer the ``POST /generate`` of ``t5accel serve``, one text at a time and without beams:
+#     python -m bench.serving.servers static mini --port 8001
+# A **static batch** is collected while the one before it runs, and for a window after its first request came. Whoever
+# comes later waits until all of it is done, and so does whoever was done first.
+
+
+MOST_ROWS, WINDOW_S = 32, 0.02
+
+
+Answer = Callable[[Sequence[Asked]], list[Answered]]
+
+
+class Batches:
+    """Requests wait until a batch begins; the next one begins when all of it is done.
+
+    Args:
+        answer: answers a batch.
+        most: requests in one.
+        window_s: a batch that is not full begins so long after its first request came.
+
+    >>> async def three() -> list[Answered]:
+    ...     batches = Batches(lambda asked: [(one.text, len(asked)) for one in asked], most=2)
+    ...     work = asyncio.create_task(batches.work())
+    ...     found = await asyncio.gather(*[batches(Asked(text)) for text in "abc"])
+    ...     work.cancel()
+    ...     return found
+    >>> asyncio.run(three())
+    [('a', 2), ('b', 2), ('c', 1)]
+    """
+
+    def __init__(self, answer: Answer, *, most: int = 1, window_s: float = 0.0):
+        self._answer, self._most, self._window_s = answer, most, window_s
+        self._waiting: asyncio.Queue[tuple[float, Asked, asyncio.Future[Answered]]] = asyncio.Queue()
+
+    async def __call__(self, asked: Asked) -> Answered:
+        """Its answer, when its batch is done; raises what the batch fails with."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._waiting.put_nowait((loop.time(), asked, future))
+        return await future
+
+    async def work(self) -> None:
+        """Batch after batch, until it is cancelled."""
+        while True:
+            batch = await self._collected()
+            try:
+                found = await asyncio.to_thread(self._answer, [asked for _, asked, _ in batch])
+            except Exception as error:
+                for _, _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for (_, _, future), answered in zip(batch, found, strict=True):
+                if not future.done():  # its client is there
+                    future.set_result(answered)
+
+    async def _collected(self) -> list[tuple[float, Asked, asyncio.Future[Answered]]]:
+        batch = [await self._waiting.get()]
+        ends = batch[0][0] + self._window_s
+        while len(batch) < self._most:
+            left = ends - asyncio.get_running_loop().time()
+            if self._waiting.empty() and left <= 0:
+                break
+            try:
+                batch.append(await asyncio.wait_for(self._waiting.get(), max(left, 1e-3)))
+            except TimeoutError:
+                break
+        return batch
+
+
+def make_app(batches: Batches) -> FastAPI:
+    """FastAPI in front of it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        work = asyncio.create_task(batches.work())
+        yield
+        work.cancel()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/generate")
+    async def generate(request: Request) -> dict[str, Any]:
+        try:
+            asked = Asked(**await request.json())
+        except (TypeError, ValueError) as error:
+            raise HTTPException(422, f"Not a request: {error}") from error
+        text, tokens = await batches(asked)
+        return {"answers": [{"texts": [text], "tokens": [tokens]}]}
+
+    @app.get("/health/ready")
+    async def ready() -> dict[str, bool]:
+        return {"ready": True}
+
+    return app
+
+
+def of_transformers(model: str, threads: int) -> Answer:
+    """``generate()`` of a model of transformers in fp32 with its cache, for one text."""
+    import torch
+
+    from t5accel.models.load import BUNDLED, data_folder, load_t5
+    from t5accel.tokenization import tokenizer_of
+
+    torch.set_num_threads(threads)
+    loaded, _ = load_t5(model)
+    tokenizer = tokenizer_of(data_folder() / BUNDLED[model] if model in BUNDLED else model)
+
+    def answer(asked: Sequence[Asked]) -> list[Answered]:
+        (one,) = asked
+        batch = {name: torch.from_numpy(array) for name, array in tokenizer([one.text]).items()}
+        with torch.inference_mode():
+            found = loaded.generate(**batch, do_sample=False, num_beams=1, max_new_tokens=one.max_new_tokens,
+                                    min_new_tokens=one.min_new_tokens)[:, 1:]  # fmt: skip
+        return [(tokenizer.batch_decode(found.numpy(), skip_special_tokens=True)[0], found.shape[1])]
+
+    return answer
+
+
+def of_our_engine(model: str, threads: int) -> Answer:
+    """Our engine in fp32, for a batch."""
+    from t5accel.api import open_backend
+
+    backend, tokenizer, _ = open_backend(model, threads=threads, progress=False)
+    return partial(together, backend, tokenizer)
+
+
+KINDS: dict[str, Callable[[str, int], Batches]] = {
+    "transformers": lambda model, threads: Batches(of_transformers(model, threads)),
+    "one-by-one": lambda model, threads: Batches(of_our_engine(model, threads)),
+    "static": lambda model, threads: Batches(of_our_engine(model, threads), most=MOST_ROWS, window_s=WINDOW_S),
+}
+
+
+def serve(batches: Batches, port: int) -> None:
+    """On 127.0.0.1, until it is ended."""
+    import uvicorn
+
+    uvicorn.run(make_app(batches), host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+def main() -> None:
+    """Serve one of them."""
+    from t5accel import machine
+
+    parser = argparse.ArgumentParser(description="Serve a T5 in one of the usual ways, on 127.0.0.1.")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("model", help="as of t5accel serve")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=machine.cpu_threads())
+    args = parser.parse_args()
+    serve(KINDS[args.kind](args.model, args.threads), args.port)
+
+
+if __name__ == "__main__":
+    main()
+
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 120.0
@@ -76,7 +283,7 @@ def other(kind: str, model: str, *, name: str, threads: int) -> Server:
     command = [
         sys.executable,
         "-m",
-        "bench.serving.other_servers",
+        "bench.serving.servers",
         kind,
         model,
         "--port={port}",

@@ -18,9 +18,8 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.errors import T5AccelError
 from t5accel.serve.limits import Limits
-from t5accel.serve.request import Answer, Job
+from t5accel.serve.request import Answer, Job, Ticket
 from t5accel.serve.scheduler import Scheduler
-from t5accel.serve.ticket import Ticket
 from t5accel.tokenization import tokenizer_of
 
 

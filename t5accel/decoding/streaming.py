@@ -13,7 +13,7 @@ from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
 from t5accel.decoding.sampling import sample
-from t5accel.decoding.speculative import speculative
+from t5accel.decoding.speculation import speculative
 from t5accel.errors import InputError
 
 _ALGORITHMS = {"greedy": greedy, "sample": sample, "lookup": lookup, "speculative": speculative}

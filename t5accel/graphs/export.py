@@ -17,7 +17,6 @@ from t5accel import machine
 from t5accel.checks import as_count
 from t5accel.decoding.token_constraints import rules_of, special_tokens
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.graphs.bart_like import bart_like_weights, source_vocabulary
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
 from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, as_target, require_free, write_export
@@ -26,7 +25,7 @@ from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.logit_check import check_export
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.shortlist_head import head_for, shortlist_graph
-from t5accel.graphs.weights import T5Weights
+from t5accel.graphs.weights import T5Weights, bart_like_weights, source_vocabulary
 from t5accel.models.families import Family
 from t5accel.models.load import load_t5
 from t5accel.models.registry import family_of_model

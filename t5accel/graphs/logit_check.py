@@ -16,10 +16,9 @@ import numpy as np
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.token_constraints import special_tokens
 from t5accel.errors import ExportError
-from t5accel.graphs.bart_like import source_vocabulary
 from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec, names
 from t5accel.graphs.ort_levels import import_onnxruntime
-from t5accel.graphs.weights import T5Weights
+from t5accel.graphs.weights import T5Weights, source_vocabulary
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, parity
 

@@ -21,8 +21,7 @@ from urllib.request import getproxies
 from t5accel.checks import check_file, read_json_object
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.models.pruned import load_narrow
-from t5accel.models.random_families import random_model
-from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_t5
+from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.registry import SIZES, family_of, no_head
 from t5accel.models.sizes import CLASS_PREFIXES
 

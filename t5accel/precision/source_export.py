@@ -14,7 +14,7 @@ from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, STEP, as_folder, step_spec
 from t5accel.graphs.export_folder import ExportPlan, as_target, write_export
 from t5accel.graphs.manifest import Manifest, read_manifest
-from t5accel.graphs.saved_graph import reread
+from t5accel.graphs.rewriting import reread
 from t5accel.graphs.shortlist_head import leave_one_head
 from t5accel.precision.recipes import Recipe
 

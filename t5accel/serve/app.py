@@ -27,12 +27,11 @@ from t5accel.models.languages import Languages
 from t5accel.serve import responses as shapes
 from t5accel.serve.metrics import Metrics
 from t5accel.serve.middleware import Guard, Refused, ValidationError, log, refusal
-from t5accel.serve.request import Answer
+from t5accel.serve.request import Answer, Ticket
 from t5accel.serve.scheduler import ENDS, Scheduler
 from t5accel.serve.schemas import Completion, Generate, seed_of
 from t5accel.serve.settings import Settings
 from t5accel.serve.stops import StopStrings, TextStream
-from t5accel.serve.ticket import Ticket
 from t5accel.tokenization import before_end
 
 VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not imported: the package stands above

@@ -225,8 +225,7 @@ def batch(
 
     The exit status is 2 if every row was rejected, and with --strict if any was.
     """
-    from t5accel.serve.batch.job import Model, Settings
-    from t5accel.serve.batch.run import in_this_process, run
+    from t5accel.serve.batch.job import Model, Settings, in_this_process, run
     from t5accel.serve.ray_batch import on_ray
 
     _local_without_address(engine, address)

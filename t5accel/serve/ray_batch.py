@@ -20,9 +20,8 @@ from typing import Any
 from t5accel.checks import is_number
 from t5accel.errors import InputError, JobError, T5AccelError
 from t5accel.serve.batch.generate import Answerer
-from t5accel.serve.batch.job import Shard, do_shard
+from t5accel.serve.batch.job import Job, Shard, do_shard
 from t5accel.serve.batch.output import ShardRecord
-from t5accel.serve.batch.run import Job
 from t5accel.serve.ray_cluster import connected, cores_for
 
 WINDOW = 1000  # shards that Ray is handed at a time
@@ -93,7 +92,7 @@ def on_ray(
     job: Job, pending: Sequence[Shard], answer: Answerer | None, on_batch: Callable[[int, int], Any], *,
     address: str | None = None, stuck_s: float = 600.0,
 ) -> Iterator[ShardRecord]:  # fmt: skip
-    """An engine of `serve.batch.run.run`: all shards, by as many actors as the cluster has cores for.
+    """An engine of `serve.batch.job.run`: all shards, by as many actors as the cluster has cores for.
 
     Args:
         job: with ``threads`` of each actor, by default 1.

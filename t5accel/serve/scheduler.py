@@ -37,10 +37,8 @@ from t5accel.serve.limits import (
     head_start_s,
     tokens_of,
 )
-from t5accel.serve.request import Job
-from t5accel.serve.running_batch import Part, RunningBatch
-from t5accel.serve.ticket import Ticket
-from t5accel.serve.writers import Greedy, writers_of
+from t5accel.serve.request import Job, Ticket
+from t5accel.serve.running_batch import Greedy, Part, RunningBatch, writers_of
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished jobs by which the rate is measured

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from t5accel.decoding.distribution import Sampling
+from t5accel.decoding.sampling import Sampling
 from t5accel.decoding.token_constraints import NONE, Rules
 from t5accel.errors import InputError
 from t5accel.serve.middleware import Refused

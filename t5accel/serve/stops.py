@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from t5accel.decoding.streaming import TextPieces
-from t5accel.serve.ticket import Ticket
+from t5accel.serve.request import Ticket
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 

@@ -17,8 +17,7 @@ from filelock import FileLock
 
 from bench import tasks
 from bench.serving.servers import free_port
-from t5accel.serve.batch.job import Model, Settings
-from t5accel.serve.batch.run import run
+from t5accel.serve.batch.job import Model, Settings, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build/servers/ray/bin/python"
@@ -30,7 +29,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from t5accel.serve.batch.job import Model, Settings
-from t5accel.serve.batch.run import in_this_process, run
+from t5accel.serve.batch.job import in_this_process, run
 from t5accel.serve.ray_batch import on_ray
 from t5accel.errors import T5AccelError
 given, out, model, engine, stuck_s, shard_rows = sys.argv[1:]

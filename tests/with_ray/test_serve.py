@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from bench.serving.load import ask
-from bench.serving.servers import Running, Server
-from bench.serving.static_batch import Asked, together
+from bench.serving.servers import Asked, Running, Server, together
 from t5accel.api import open_backend
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from t5accel.backends import tensorrt_engines
-from t5accel.backends.tensorrt_engines import build_engine, cached_engines, load_tensorrt
-from t5accel.backends.tensorrt_plan import GraphPlan, Plan, Range, Sizes, plan
+from t5accel.backends import tensorrt as tensorrt_engines
+from t5accel.backends.tensorrt import GraphPlan, Plan, Range, Sizes, build_engine, cached_engines, load_tensorrt, plan
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.export import export_t5
 from t5accel.graphs.manifest import read_manifest

@@ -14,8 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from bench.serving.load import ask
-from bench.serving.servers import Running
-from bench.serving.static_batch import Asked, together
+from bench.serving.servers import Asked, Running, together
 from bench.serving.triton import triton_server, write_repository
 from t5accel.api import open_backend
 

@@ -20,7 +20,7 @@ import pytest
 from conftest import OUT, ROOT
 from playwright.sync_api import Browser, Page, expect
 
-from bench.demo.menu import menu
+from bench.demo.race import menu
 from bench.tasks import rows
 
 TEMPORARY = OUT / "demo-tmp"
