@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -23,7 +23,7 @@ from bench.gpu.cells import LENGTHS, cells_for
 from bench.peers import GRIDS
 from bench.systems import BOUND, CAPTURED, FED, GRAPH, NAIVE, RECOMPUTE, TENSORRT
 
-# What is timed on a GPU, by the suite and by `bench.gpu.other_models`: a cell's name, systems, texts, source and new tokens.
+# What is timed on a GPU, by the suite and bench.gpu.other_models: a cell's name, systems, texts, source and new tokens.
 TIMED = [(cell.name, cell.systems, cell.batch, cell.source_tokens, cell.new_tokens)
          for cell in cells_for((9, 0)) if cell.measured == "speed"]  # fmt: skip
 TIMED += [(f"random:gpt2, {new} tokens", (PYTORCH, NO_CACHE, *GRAPHS), 1, 8, new) for new in (64, 256)]
@@ -39,10 +39,8 @@ EVERY_CARD = "gpu-*.json"
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterable[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        pass
-        yield importlib.import_module("bench.record.claims")
+def script() -> ModuleType:
+    return importlib.import_module("bench.record.claims")
 
 
 @pytest.fixture(scope="module")

@@ -269,8 +269,8 @@ def test_families_are_measured_as_they_are_published(script: Any, tmp_path: Path
 
 def test_a_missing_environment_is_named(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench/record/peers.py"), "--build", str(tmp_path), "--json", str(tmp_path / "x.json")],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        [sys.executable, "-m", "bench.record.peers", "--build", str(tmp_path), "--json", str(tmp_path / "x.json")],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode != 0 and "transformers4/bin/python is missing: `make peers`" in done.stderr
     assert not (tmp_path / "x.json").exists()

@@ -120,7 +120,8 @@ WAYS = {  # what each way of running the bundled model has to import, and the pa
 THEIRS = "generate(), in transformers' loop"
 STARTS = {  # a warm start, once all that it needs is imported: that is in `WAYS`
     "accelerate()": (
-        "from t5accel.api import accelerate; import t5accel.backends.hf_generate, t5accel.backends.ort_static, onnxruntime",
+        "from t5accel.api import accelerate; import t5accel.backends.hf_generate, t5accel.backends.ort_static; "
+        "import onnxruntime",
         "accelerate(name)",
     ),
     "open_backend(), without torch": (

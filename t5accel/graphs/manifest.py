@@ -72,8 +72,9 @@ class Manifest:
         step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
         family: of a model that is not T5-shaped, its ``"model_type"``, for how many ``"positions"`` it is made, and the
             ``"source_vocab_size"``, which may be another than that of the logits. Empty likewise.
-        rules: what the model asks of every answer, as `decoding.token_constraints.Rules.to_json` writes it: forced, suppressed and
-            further end tokens, lengths, beams, and what our own loops do not apply; empty if it asks nothing.
+        rules: what the model asks of every answer, as `decoding.token_constraints.Rules.to_json` writes it: forced,
+            suppressed and further end tokens, lengths, beams, and what our own loops do not apply; empty if it asks
+            nothing.
         graphs: by file name what goes into the two graphs and out of them.
         files: by name ``{"sha256", "size_bytes"}`` of every file in the folder but this one.
     """
