@@ -200,7 +200,7 @@ class _UserRows:
     @classmethod
     def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
         from t5accel.distillation.examples import read_examples
-        from t5accel.distillation.validation import validation
+        from t5accel.distillation.validation import make_validator
         from t5accel.errors import InputError
 
         if weights and len(weights) != len(files):
@@ -209,7 +209,7 @@ class _UserRows:
             raise InputError(f"--metric {metric} needs rows to score on: give --eval FILE.")
         validate, sources = None, frozenset()
         if evaluation:
-            validate = validation(evaluation, tokenizer, metric or "loss", longest=longest)
+            validate = make_validator(evaluation, tokenizer, metric or "loss", longest=longest)
             sources = frozenset(source for source, _ in read_examples(evaluation))
         examples = [read_examples(file, tokenizer, longest=longest) for file in files]
         targets = tokenizer([target for rows in examples for _, target in rows], verbose=False)["input_ids"]

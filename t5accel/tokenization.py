@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from t5accel.checks import as_count, as_integers, read_json_object
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError, first_line
@@ -388,6 +387,8 @@ def text2text(
         generate_options = {**own, **generate_options}
 
     def generate_ids(input_ids: Any, attention_mask: Any) -> Any:
+        import torch
+
         ids, mask = (torch.as_tensor(array, device=model.device) for array in (input_ids, attention_mask))
         with torch.no_grad():
             answers = model.generate(input_ids=ids, attention_mask=mask, **generate_options)

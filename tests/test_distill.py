@@ -41,7 +41,7 @@ from t5accel.distillation.losses import OBJECTIVES
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.optimizer import PooledDropout, optimiser_step
 from t5accel.distillation.student import DistillConfig, distill, shrink_decoder, train_student
-from t5accel.distillation.validation import validation
+from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, JobError
 from t5accel.graphs.export import export_t5
 from t5accel.models.load import data_folder, load_t5
@@ -84,7 +84,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def looking() -> Any:
     """At rows that are held out."""
-    return validation(ROWS[-4:], toy_tokenizer())
+    return make_validator(ROWS[-4:], toy_tokenizer())
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:

@@ -17,7 +17,7 @@ from t5accel.distillation.batches import block
 from t5accel.distillation.examples import mixed, read_examples
 from t5accel.distillation.pruning import PruneConfig, prune
 from t5accel.distillation.student import DistillConfig, distill
-from t5accel.distillation.validation import METRICS, validation
+from t5accel.distillation.validation import METRICS, make_validator
 from t5accel.errors import InputError
 
 GOOD = b'{"source": "a: \xc3\xa9", "target": "b", "id": 1}'
@@ -133,17 +133,17 @@ def test_scores_are_those_of_what_the_model_writes(mini: tuple[Any, Any], monkey
     wrong = [*rows[1:], {**rows[0], "target": "tout autre chose"}]
     model = model.train()
     for metric in METRICS[1:]:
-        right = validation(rows, tokenizer, metric, batch_size=3)(model)
+        right = make_validator(rows, tokenizer, metric, batch_size=3)(model)
         assert right.keys() == {"loss", metric} and right[metric] == 100 and model.training
-        worse = validation(wrong, tokenizer, metric)(model)
+        worse = make_validator(wrong, tokenizer, metric)(model)
         assert worse[metric] < 90 and worse["loss"] > right["loss"]
-    assert validation(rows, tokenizer)(model) == {"loss": right["loss"]}
+    assert make_validator(rows, tokenizer)(model) == {"loss": right["loss"]}
     model.eval()
     with pytest.raises(InputError, match="metric is 'luck'"):
-        validation(rows, tokenizer, "luck")
+        make_validator(rows, tokenizer, "luck")
     monkeypatch.setitem(__import__("sys").modules, "sacrebleu.metrics", None)
     with pytest.raises(ImportError, match="sacrebleu"):
-        validation(rows, tokenizer, "bleu")
+        make_validator(rows, tokenizer, "bleu")
 
 
 def test_looking_at_a_student_does_not_change_what_it_learns(tiny_t5, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The house rules that a parser can check: floors, light imports, one list of dependencies, targets that exist."""
 
-import ast
 import fnmatch
 import os
 import re
@@ -21,155 +20,9 @@ from t5accel import errors
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "t5accel"
 
-# The house of CONTRIBUTING.md. An entry names a module or a whole folder; imports run to the same or a lower floor.
-FLOORS = {
-    "errors": 0,
-    "checks": 0,
-    "machine": 0,
-    "checkpoints": 0,
-    "t5": 0,
-    "tasks": 1,
-    "quality": 1,
-    "metrics": 1,
-    "parity": 1,
-    "timing": 1,
-    "text": 2,
-    "decoding": 2,
-    "graphs": 2,
-    "families": 0,
-    "backends": 3,
-    "students": 4,
-    "lab": 5,
-    "api": 5,
-    "batch": 5,
-    "cluster": 5,
-    "mini": 5,
-    "study": 5,
-    "serving": 5,
-    "demo": 5,
-    "doctor": 5,
-    "cli": 6,
-    "cli_options": 6,
-    "cli_serving": 6,
-    "cli_training": 6,
-    "__init__": 6,
-    "__main__": 6,
-}
-MOST_LOOSE_MODULES = 17
-MOST_FOR_INFERENCE = 23
-HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}
-
-
-def module_files() -> dict[str, Path]:
-    """Dotted name -> file; a package's ``__init__`` goes by the package's name."""
-    files = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return files
-
-
-MODULES = module_files()
-
-
-def floor_of(module: str) -> int:
-    head = (module.split(".") + ["__init__"])[1]
-    assert head in FLOORS, f"{module} has no floor: give it one here and in the picture of CONTRIBUTING.md"
-    return FLOORS[head]
-
-
-def only_for_type_checkers(tree: ast.AST) -> set[ast.AST]:
-    """All nodes under ``if TYPE_CHECKING:``; they never run."""
-    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    return {inner for node in guarded for statement in node.body for inner in ast.walk(statement)}
-
-
-def own_imports(module: str, *, with_types: bool = True) -> set[str]:
-    """The t5accel modules that ``module`` imports, anywhere in its text, inside functions too."""
-    path = MODULES[module]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = set() if with_types else only_for_type_checkers(tree)
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    found = set()
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join(above + (node.module.split(".") if node.module else []))
-            # `from package import name` means the submodule where there is one, else what the package itself offers.
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "t5accel"} - {module}
-
-
-def test_imports_run_downward() -> None:
-    for module, imported in ((one, other) for one in MODULES for other in own_imports(one)):
-        assert imported in MODULES, f"{module} imports {imported}, which does not exist"
-        assert floor_of(imported) <= floor_of(module), (
-            f"{module} (floor {floor_of(module)}) imports {imported} (floor {floor_of(imported)}): take a callable"
-        )
-        assert imported != "t5accel.cli" or module == "t5accel.__main__", f"{module} imports the command line"
-
-
-def test_the_room_of_the_bundled_model_can_be_left_out() -> None:
-    inside = {module for module in MODULES if module.startswith("training")}
-    users = {module for module in MODULES.keys() - inside if own_imports(module) & inside}
-    assert not users, "t5accel.cli_training imports it by name, when a command needs it; nothing else may"
-
-
-def test_every_folder_is_a_package() -> None:
-    """Python reads a folder without ``__init__.py`` all the same; Sphinx and packaging tools do not."""
-    folders = {path.parent for path in MODULES.values()}
-    assert not [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").is_file()]
-
-
-def test_no_import_circles() -> None:
-    graph = {module: own_imports(module, with_types=False) & MODULES.keys() for module in MODULES}
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, "circle: " + " -> ".join((*path[path.index(module) :], module))
-        if module not in done:
-            for imported in graph[module]:
-                visit(imported, (*path, module))
-            done.add(module)
-
-    for module in graph:
-        visit(module, ())
-
-
 def test_the_package_and_pyproject_agree_on_the_version() -> None:
     text = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
     assert re.search(r'^__version__ = "(.*)"$', text, re.MULTILINE).group(1) == PYPROJECT["project"]["version"]
-
-
-def test_modules_are_named_after_their_idea_and_few_stand_loose() -> None:
-    for module in MODULES:
-        assert module.split(".")[-1] not in {"utils", "helpers", "common", "misc"}, f"{module}: name it after its idea"
-    loose = [path.name for path in PACKAGE.glob("*.py")]
-    assert len(loose) <= MOST_LOOSE_MODULES, f"{sorted(loose)}: find one a room"
-
-
-def loaded_by(program: str) -> set[str]:
-    """All that a program has imported."""
-    command = [sys.executable, "-c", f"import sys; {program}; print(*sys.modules)"]
-    return {*subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()}
-
-
-def test_importing_the_package_loads_nothing_else() -> None:
-    brought = loaded_by("import t5accel") - loaded_by("import importlib") - sys.stdlib_module_names
-    assert brought == {"t5accel"}, "import these in the module that needs them, not in t5accel/__init__.py"
-
-
-def test_inference_without_torch_loads_few_of_our_modules() -> None:
-    """The README's snippet; a few of these are folders with nothing but a sentence in them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"^(from t5accel\.backends\.ort.*?)\n\n", readme, re.MULTILINE | re.DOTALL)
-    modules = loaded_by(snippet.replace("\n", "; "))
-    ours = {name for name in modules if name.split(".")[0] == "t5accel"}
-    assert len(ours) <= MOST_FOR_INFERENCE and not (HEAVY - {"onnxruntime"}) & modules
 
 
 # ---------------------------------------------------------------------------------------------------- tracked files
@@ -354,15 +207,6 @@ def test_scripts_are_executable_and_strict(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK), f"chmod +x {script}"
     assert text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text
     subprocess.run(["bash", "-n", ROOT / script], check=True)
-
-
-def test_the_picture_of_the_house_is_the_house() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    picture = re.search(r"^## The house\n.*?^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL).group(1)
-    drawn = set(re.findall(r"\b(\w+\.py)\b", picture))
-    built = {path.name for path in MODULES.values()} - {"__init__.py"}
-    assert drawn - built == set(), "drawn in CONTRIBUTING.md and not there (planned rooms stand below the picture)"
-    assert built - drawn == set(), "missing from the picture in CONTRIBUTING.md"
 
 
 def test_commands_that_install_us_work_from_a_checkout_until_there_is_an_address(monkeypatch) -> None:

@@ -18,7 +18,7 @@ from bench import evaluation as quality
 from bench.precision import agreement, text_quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
-from t5accel.distillation.validation import validation
+from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.metrics import ROW_SCORES
 from t5accel.precision.calibration import Example
@@ -145,7 +145,7 @@ def test_text_quality_on_rows_or_a_file_of_them_is_that_of_validation(mini, expo
     file = tmp_path / "dev.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for metric in ROW_SCORES:
-        expected = validation(rows, mini[1], metric)(mini[0].eval())[metric]
+        expected = make_validator(rows, mini[1], metric)(mini[0].eval())[metric]
         found = [text_quality(given, metric, threads=1, batch_size=3)(exported_mini) for given in (rows, file)]
         assert found[0] == found[1] == {metric: pytest.approx(expected, abs=0.006)}
     mini[0].eval()

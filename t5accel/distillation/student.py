@@ -168,7 +168,7 @@ def distill(
             or a `Mixture`, which `examples.mixed` makes of several files with weights. The loss "sequence" needs one
             whose targets the teacher wrote (``by_teacher``).
         folder: for the checkpoint and the log. A run whose checkpoint is there continues from it.
-        validate: scores the student now and then, for ``log.jsonl``; `validation.validation` makes such a function
+        validate: scores the student now and then, for ``log.jsonl``; `validation.make_validator` makes such a function
             from rows of yours.
         device: ``"cpu"`` or ``"cuda"``.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 METRICS = ("loss", *ROW_SCORES)
 
 
-def validation(
+def make_validator(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, metric: str = "loss", *, batch_size: int = 32,
     longest: int = LONGEST,
 ) -> Callable[[PreTrainedModel], dict[str, float]]:  # fmt: skip
@@ -41,7 +41,7 @@ def validation(
     >>> from t5accel.models.load import load_t5
     >>> model, tokenizer = load_t5("mini")
     >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
-    >>> validation(rows, tokenizer, "exact_match")(model)["exact_match"]
+    >>> make_validator(rows, tokenizer, "exact_match")(model)["exact_match"]
     100.0
     """
     if metric not in METRICS:
