@@ -1,4 +1,4 @@
-"""The built wheel carries the model, the evaluation sets and the recorded results, and works away from the checkout."""
+"""The built wheel carries the package and the bundled T5s, and works away from the checkout."""
 
 import hashlib
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.bert.model import PRUNED, READER
 from t5accel.models.load import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,17 +46,13 @@ def contents(wheel: Path) -> dict[str, str]:
         return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in archive.namelist()}
 
 
-def test_it_carries_what_load_t5_needs(wheel: Path) -> None:
+def test_it_holds_the_package_and_the_bundled_t5s_alone(wheel: Path) -> None:
     carried = contents(wheel)
-    expected = {"t5accel/py.typed"}
-    expected |= {
-        f"t5accel/data/{model}/{name}" for model in (*BUNDLED.values(), READER, PRUNED) for name in MODEL_FILES
-    }
-    expected |= {f"t5accel/data/eval/{name}.jsonl" for name in ("translation", "summaries", "questions")}
-    expected |= {f"t5accel/data/results/{path.name}" for path in (ROOT / "data/results").glob("*.json")}
+    expected = {"t5accel/py.typed"} | {f"t5accel/data/{model}/{name}" for model in BUNDLED.values() for name in MODEL_FILES}
     assert expected <= carried.keys()
     for name, digest in carried.items():
         if name.startswith("t5accel/data/"):
+            assert name.split("/")[2] in BUNDLED.values()
             assert digest == hashlib.sha256((ROOT / name.removeprefix("t5accel/")).read_bytes()).hexdigest()
     top = {name.split("/")[0] for name in carried}
     assert {name for name in top if not name.endswith(".dist-info")} == {"t5accel"}, "nothing else in site-packages"

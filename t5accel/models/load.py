@@ -56,7 +56,7 @@ def data_folder() -> Path:
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "data", package.parent / "data"):
-        if (folder / "eval").is_dir():
+        if (folder / BUNDLED["mini"]).is_dir():
             return folder
     raise ModelUnavailableError(
         f"No data folder at {package / 'data'} or {package.parent / 'data'}: install the t5accel wheel, run from a "
