@@ -167,7 +167,8 @@ wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms withou
 	@rm -rf build/wheelhouse build/wheelhouse-venv && "$(PYTHON)" -m venv build/wheelhouse-venv
 	@build/wheelhouse-venv/bin/python -m pip --disable-pip-version-check wheel -qq -c requirements/constraints.txt \
 		--wheel-dir build/wheelhouse ".[$(EXTRAS)]"
-	@mkdir build/wheelhouse/notebooks && cp notebooks/*.ipynb build/wheelhouse/notebooks/
+	@mkdir build/wheelhouse/notebooks build/wheelhouse/data && cp notebooks/*.ipynb build/wheelhouse/notebooks/
+	@cp -R bench training build/wheelhouse/ && cp -R $(filter-out data/mini-t5%,$(wildcard data/*)) build/wheelhouse/data/
 	@build/wheelhouse-venv/bin/python scripts/wheelhouse_note.py "$(EXTRAS)" > build/wheelhouse/INSTALL.txt
 	@du -sh build/wheelhouse
 

@@ -149,7 +149,7 @@ def test_scores_are_those_of_what_the_model_writes(mini: tuple[Any, Any], monkey
 def test_looking_at_a_student_does_not_change_what_it_learns(tiny_t5, tmp_path: Path) -> None:
     from test_distill import same_weights, toy_tokenizer
 
-    look = validation(ROWS[:2], toy_tokenizer(), "exact_match")
+    look = make_validator(ROWS[:2], toy_tokenizer(), "exact_match")
     state = torch.get_rng_state()
     blind, seen = (
         distill(tiny_t5(), toy_tokenizer(), ROWS, tmp_path / str(bool(given)), TRAINING, validate=given)

@@ -20,6 +20,7 @@ from t5accel import errors
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "t5accel"
 
+
 def test_the_package_and_pyproject_agree_on_the_version() -> None:
     text = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
     assert re.search(r'^__version__ = "(.*)"$', text, re.MULTILINE).group(1) == PYPROJECT["project"]["version"]

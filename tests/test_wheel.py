@@ -48,7 +48,9 @@ def contents(wheel: Path) -> dict[str, str]:
 
 def test_it_holds_the_package_and_the_bundled_t5s_alone(wheel: Path) -> None:
     carried = contents(wheel)
-    expected = {"t5accel/py.typed"} | {f"t5accel/data/{model}/{name}" for model in BUNDLED.values() for name in MODEL_FILES}
+    expected = {"t5accel/py.typed"} | {
+        f"t5accel/data/{model}/{name}" for model in BUNDLED.values() for name in MODEL_FILES
+    }
     assert expected <= carried.keys()
     for name, digest in carried.items():
         if name.startswith("t5accel/data/"):
