@@ -18,13 +18,12 @@ from typing import Any
 from bench.model_sizes import config_of, family_name, guessed_size, weights_or_none, weights_per_step
 from bench.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from bench.peers import REFERENCE as PEERS_REFERENCE
-from bench.results import aligned
+from bench.results import DATA, aligned
 from bench.techniques import REFERENCE
 from t5accel import machine
 from t5accel.api import TUNED_FOR
 from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError
-from t5accel.models.load import data_folder
 from t5accel.models.registry import BEYOND_T5
 from t5accel.precision.recipes import RECIPES
 
@@ -150,7 +149,7 @@ def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Adv
     """
     here, own_family = machine.facts(gpu=False), family_name(need.model)
     of_sizes = {need.model: weights_per_step(need.model)}
-    record = list(_recorded([data_folder() / "results", *results]))
+    record = list(_recorded([DATA / "results", *results]))
     losses = _losses(need, record)
     runs: dict[Any, list[Found]] = {}  # within one, ratios compare
     for found in record:

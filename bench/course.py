@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import figures as draw
-from bench.results import Row, recorded, write_rows
+from bench.results import DATA, Row, recorded, write_rows
 from bench.scoreboard import Forced, bench
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError, T5AccelError, install
-from t5accel.models.load import data_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +106,7 @@ def run_course(
     write_rows(out / "scoreboard.json", rows, command="t5accel course")
     live = json.loads((out / "scoreboard.json").read_text(encoding="utf-8"))
     boards = [("Measured now, quick", live)]
-    for path in sorted((data_folder() / "results").glob("scoreboard-*.json")):
+    for path in sorted((DATA / "results").glob("scoreboard-*.json")):
         boards.append((f"Recorded in full: {path.stem}", recorded(path.name)))
     seconds = [{"measured": "course", "notebook": run.name, "seconds": round(run.seconds, 1)} for run in runs]
     write_rows(out / "course.json", seconds, command="t5accel course")

@@ -13,8 +13,8 @@ from typing import Any, TypedDict
 
 from t5accel import machine
 from t5accel.errors import InputError
-from t5accel.models.load import data_folder
 
+DATA = Path(__file__).resolve().parents[1] / "data"  # of the checkout
 LIBRARIES = ("torch", "transformers", "onnxruntime")  # whose versions a reader asks for first
 
 
@@ -300,7 +300,7 @@ def recorded(file: str) -> dict[str, Any]:
     >>> recorded("claims.json")["rows"][0]["id"], recorded("nothing.json")
     ('C01', {'rows': []})
     """
-    path = data_folder() / "results" / file
+    path = DATA / "results" / file
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
 
 
@@ -362,7 +362,7 @@ def commit() -> str | None:
     """``T5ACCEL_COMMIT``, else the checkout's commit, with ``-dirty`` where it was changed; else ``None``."""
     if named := os.environ.get("T5ACCEL_COMMIT"):
         return named  # of what was copied here without its history
-    folder = Path(__file__).resolve().parents[1]
+    folder = DATA.parent
     if not (folder / ".git").exists():
         return None  # as in an installed wheel
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]

@@ -13,9 +13,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.results import DATA
 from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError, MissingPackageError, install
-from t5accel.models.load import BUNDLED, data_folder
+from t5accel.models.load import BUNDLED
 
 if TYPE_CHECKING:
     import datasets
@@ -100,7 +101,7 @@ def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:
     _check_name(name)
     if limit is not None:
         limit = as_count(limit, "limit", at_least=1)
-    path = data_folder() / "eval" / f"{name}.jsonl"
+    path = DATA / "eval" / f"{name}.jsonl"
     if not path.is_file():
         raise InputError(f"the evaluation set {name!r} is not at {path}: reinstall t5accel or use a full checkout")
     result: list[dict[str, Any]] = []

@@ -46,7 +46,7 @@ FP32, INT8, INT4 = row("fp32", 4.0, size_bytes=36_000_000), row("int8", 8.0), ro
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Advice from these rows alone; ``files`` holds more files of rows, by name."""
-    monkeypatch.setattr(module, "data_folder", lambda: tmp_path / "package")
+    monkeypatch.setattr(module, "DATA", tmp_path / "package")
 
     def advice(*rows: dict[str, Any], files: dict[str, list[dict[str, Any]]] | None = None, **need: Any) -> Advice:
         for name, content in ({"board": [*rows]} | (files or {})).items():

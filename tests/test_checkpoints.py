@@ -683,7 +683,7 @@ def test_a_folder_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_data_folder_holds_model_and_sets() -> None:
-    assert (data_folder() / "mini-t5" / "config.json").is_file() and (data_folder() / "eval").is_dir()
+    assert (data_folder() / "mini-t5" / "config.json").is_file() and (data_folder() / "mini-t5-d1").is_dir()
 
 
 def test_without_a_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def measured(monkeypatch, tmp_path):
     """What bench was called with; recorded results are looked for in tmp_path."""
     calls = []
     monkeypatch.setattr(course, "bench", lambda *given, **options: calls.append((given, options)) or ROWS)
-    monkeypatch.setattr(course, "data_folder", lambda: tmp_path)
-    monkeypatch.setattr("bench.results.data_folder", lambda: tmp_path)
+    monkeypatch.setattr(course, "DATA", tmp_path)
+    monkeypatch.setattr("bench.results.DATA", tmp_path)
     return calls
 
 

@@ -203,7 +203,7 @@ def test_a_text_that_no_rung_can_read_gets_a_sentence(
 
 
 def test_where_the_readers_are_not_bundled_a_sentence_says_so(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("bench.bert.model.data_folder", lambda: tmp_path)
+    monkeypatch.setattr("bench.bert.model.DATA", tmp_path)
     with pytest.raises(ModelUnavailableError, match="not bundled here"):
         list(demo.readings("Who?", "Ann.", load=reading.bundled.__wrapped__))
 

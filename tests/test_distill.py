@@ -31,6 +31,7 @@ from test_narrow import narrowed
 import t5accel.distillation.checkpointing as resumable
 import t5accel.distillation.student as module
 from bench.evaluation import MAIN_SCORES
+from bench.results import DATA
 from bench.tasks import TRANSLATE
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
@@ -44,7 +45,7 @@ from t5accel.distillation.student import DistillConfig, distill, shrink_decoder,
 from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, JobError
 from t5accel.graphs.export import export_t5
-from t5accel.models.load import data_folder, load_t5
+from t5accel.models.load import load_t5
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_varied
 from training.vocabulary import train_tokenizer
@@ -428,7 +429,7 @@ def test_the_students_of_the_comparison_have_names_of_their_own_and_equal_budget
 
 
 def test_the_long_run_learns_from_the_best_of_the_recorded_comparison(script: Any) -> None:
-    rows = json.loads((data_folder() / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((DATA / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
     scores = {row["model"]: {name: row[name] for name in MAIN_SCORES} for row in rows if row.get("precision") == "fp32"}
     shares = {
         loss: sum(score / scores["mini"][name] for name, score in scores[f"1 layer, {loss}"].items())

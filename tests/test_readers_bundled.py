@@ -13,7 +13,7 @@ from bench.bert.ladder import GATE
 from bench.bert.model import PRUNED, READER, load_bert, threshold_of, widths
 from bench.bert.spans import answerer, torch_run
 from bench.evaluation import QuestionQuality
-from t5accel.models.load import data_folder
+from bench.results import DATA
 
 NAMES = (READER, PRUNED)
 
@@ -30,7 +30,7 @@ def scores() -> dict[str, QuestionQuality]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_small_and_its_card_says_what_it_scores(name: str, scores: dict[str, QuestionQuality]) -> None:
-    folder = data_folder() / name
+    folder = DATA / name
     assert (folder / "model.safetensors").stat().st_size <= 8e6
     card = (folder / "README.md").read_text(encoding="utf-8")
     lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in card.splitlines() if line.startswith("| ")}
@@ -61,7 +61,7 @@ def test_the_pruned_reader_is_smaller_and_inside_the_gate(scores: dict[str, Ques
 def test_transformers_alone_loads_the_whole_one() -> None:
     from transformers import AutoModelForQuestionAnswering
 
-    plain = AutoModelForQuestionAnswering.from_pretrained(data_folder() / READER, dtype=torch.float32).eval()
+    plain = AutoModelForQuestionAnswering.from_pretrained(DATA / READER, dtype=torch.float32).eval()
     model, tokenizer = load_bert(READER)
     given = {name: np.array(ids) for name, ids in tokenizer(["Who came?"], ["Ann came."]).items()}
     for one, other in zip(torch_run(plain)(given), torch_run(model)(given), strict=True):

@@ -30,7 +30,7 @@ def texts_of(row: dict) -> list[str]:
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Puts lines (bytes, or values to dump as JSON) in place of a bundled set."""
     (tmp_path / "eval").mkdir()
-    monkeypatch.setattr(tasks, "data_folder", lambda: tmp_path)
+    monkeypatch.setattr(tasks, "DATA", tmp_path)
 
     def put(name: str, *lines: object) -> None:
         raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]

@@ -17,6 +17,7 @@ from made_up import panicking_tokenizer
 from refused import refused
 from test_encoder_cache import in_threads
 
+from bench.results import DATA
 from t5accel.errors import InputError, MissingPackageError, ModelUnavailableError, T5AccelError
 from t5accel.models.load import data_folder
 from t5accel.tokenization import TokenizerFile, text_to_text
@@ -37,7 +38,7 @@ def theirs(mini) -> Any:
 
 def eval_texts(name: str) -> list[str]:
     """Every text of an evaluation set: sources, references, questions, contexts, answers."""
-    lines = (data_folder() / "eval" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DATA / "eval" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     values = [value for line in lines for value in json.loads(line).values()]
     return [text for value in values for text in ([value] if isinstance(value, str) else value)]
 

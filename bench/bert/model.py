@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.results import DATA
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
-from t5accel.models.load import data_folder, load_pretrained
+from t5accel.models.load import load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ def load_bert(
         if size not in RANDOM_SIZES:
             raise UnknownModelError(f"No random size {size!r}: there are {', '.join(RANDOM_SIZES)}.")
         return random_bert(RANDOM_SIZES[size], seed=seed), None
-    folder = data_folder() / text if text in (READER, PRUNED) else Path(text)
+    folder = DATA / text if text in (READER, PRUNED) else Path(text)
     if text in (READER, PRUNED) and not folder.is_dir():
         raise ModelUnavailableError(f"{text!r} is not bundled here: training/reader.py trains it, in a checkout.")
     if not folder.is_dir():

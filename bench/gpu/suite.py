@@ -27,10 +27,9 @@ import torch
 from bench.gpu.cells import Cell, cells_for
 from bench.gpu.measure import PRECISIONS, failed, let_go, measure
 from bench.harness import said
-from bench.results import Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
+from bench.results import DATA, Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
 from bench.systems import NAIVE, REFERENCE, ModelOnDevice
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
-from t5accel.models.load import data_folder
 
 # GPUs by name: the short name of a card, its memory bandwidth, and the runs that are recorded, one file per card.
 
@@ -85,7 +84,7 @@ def recorded_cards(folder: str | os.PathLike[str] | None = None) -> dict[str, di
 
     Others, such as runs that were put aside, are left out.
     """
-    folder = Path(folder) if folder is not None else data_folder() / "results"
+    folder = Path(folder) if folder is not None else DATA / "results"
     cards = {}
     for path in sorted(folder.glob("gpu-*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
