@@ -54,10 +54,10 @@ translate: .venv/.stamp ## Translate a sentence into French with the bundled mod
 	@$(VENV) -m t5accel run "translate English to French: $(TEXT)"
 
 course: .venv/.stamp ## Run every notebook on the bundled model; scoreboard and executed copies in build/course/
-	@$(VENV) -m t5accel course
+	@$(VENV) -m bench course
 
 course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5/
-	@$(VENV_V5) -m t5accel course --out build/course-v5
+	@$(VENV_V5) -m bench course --out build/course-v5
 
 test: .venv/.stamp ## Run the tests on transformers 4.57 (notebooks are checked, not run)
 	@$(VENV) -m pytest -q -n logical --dist worksteal
@@ -72,11 +72,11 @@ lab: .venv/.stamp ## Open JupyterLab on the notebooks
 	@$(VENV) -m jupyter lab notebooks/
 
 demo: build/demo/.stamp ## Serve the page that compares ways of running a model, in an environment of its own
-	@build/demo/bin/python -m t5accel demo
+	@build/demo/bin/python -m bench demo
 
 bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in build/bench.json and build/engine.json
 	@mkdir -p build
-	@$(VENV) -m t5accel bench --model random:t5-small --json build/bench.json
+	@$(VENV) -m bench board --model random:t5-small --json build/bench.json
 	@$(VENV) -m bench.record.engine --json build/engine.json
 
 peers: .venv/.stamp $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1] [GRID=families]

@@ -1,1 +1,1 @@
-"""How this repository measures; never in the wheel."""
+"""How we measure: in a checkout of the repository only."""

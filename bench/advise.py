@@ -209,14 +209,16 @@ def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _recorded(places: Iterable[str | os.PathLike[str]]) -> Iterator[Found]:
     for place in map(Path, places):
         if not place.exists():
-            raise InputError(f"No results at {place}: `t5accel bench --json {place}` writes some.")
+            raise InputError(f"No results at {place}: `python -m bench board --json {place}` writes some.")
         for file in sorted(place.glob("*.json")) if place.is_dir() else [place]:
             try:
                 content = read_json_object(file, InputError)
                 for number, row in enumerate(content["rows"]):
                     yield Found(row, file.name, number, content)
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{file} is no file of results ({error!r}); `t5accel bench` writes some.") from error
+                raise InputError(
+                    f"{file} is no file of results ({error!r}); `python -m bench board` writes some."
+                ) from error
 
 
 def _is_current(row: Row) -> bool:
@@ -363,15 +365,17 @@ def report(advice: Advice, *, explain: bool = False) -> str:
 
 def _next_step(need: Need) -> list[str]:
     """The commands that measure what nothing recorded answers."""
-    again = f"t5accel advise --model {need.model} --results mine.json, with the options of this call."
+    again = f"python -m bench advise --model {need.model} --results mine.json, with the options of this call."
     if need.device == "cuda":
-        return ["Measure your card: t5accel bench --suite gpu --json mine.json", f"Then ask again: {again}"]
+        return ["Measure your card: python -m bench board --suite gpu --json mine.json", f"Then ask again: {again}"]
     if need.beams > 1:
-        return ["Ask for --beams 1, which `t5accel bench` measures; `make peers`, in a checkout, measures 4 beams."]
+        return [
+            "Ask for --beams 1, which `python -m bench board` measures; `make peers`, in a checkout, measures 4 beams."
+        ]
     work = f"--batch {need.batch} --source-tokens {need.source_tokens} --new-tokens {need.new_tokens}"
     if need.threads is not None:
         work += f" --threads {need.threads}"
-    measure = f"t5accel bench --model {need.model} {work} --json mine.json"
+    measure = f"python -m bench board --model {need.model} {work} --json mine.json"
     return [f"Measure it: {measure}", f"Then ask again: {again}"]
 
 

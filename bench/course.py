@@ -103,13 +103,13 @@ def run_course(
             runs.append(execute(book, out, on_cell=bar.update))
     # Live and short: a few rows of each evaluation set, three rounds. The recorded board is the full measurement.
     rows = measure() if measure else bench("mini", Forced(), rounds=3, limit=10, peak_memory=False)
-    write_rows(out / "scoreboard.json", rows, command="t5accel course")
+    write_rows(out / "scoreboard.json", rows, command="python -m bench course")
     live = json.loads((out / "scoreboard.json").read_text(encoding="utf-8"))
     boards = [("Measured now, quick", live)]
     for path in sorted((DATA / "results").glob("scoreboard-*.json")):
         boards.append((f"Recorded in full: {path.stem}", recorded(path.name)))
     seconds = [{"measured": "course", "notebook": run.name, "seconds": round(run.seconds, 1)} for run in runs]
-    write_rows(out / "course.json", seconds, command="t5accel course")
+    write_rows(out / "course.json", seconds, command="python -m bench course")
     items = "".join(f"<li>{html.escape(run.name)}: {run.seconds:.0f} s</li>" for run in runs)
     page = draw.page(boards, notes=f"<p>Notebooks</p><ul>{items}</ul>")
     (out / "scoreboard.html").write_text(page, encoding="utf-8")

@@ -1,7 +1,6 @@
 """Does a faster model still do its work? A report of text scores over the bundled evaluation sets.
 
-`evaluate` takes a function from texts to texts, so this module knows no runtime. The scores themselves (`metrics`) and
-the checks that two outputs are the same (`parity`) are offered here as well, to be had from one place.
+`evaluate` takes a function from texts to texts, so this module knows no runtime; `metrics` has the scores themselves.
 """
 
 from __future__ import annotations
@@ -14,27 +13,7 @@ from bench import tasks
 from t5accel import machine
 from t5accel.checks import as_count
 from t5accel.errors import InputError
-from t5accel.metrics import bleu, chrf, exact_match, f1, floor_warning, rouge, sacrebleu_score
-from t5accel.parity import ParityError, assert_varied, parity, token_agreement
-
-__all__ = [
-    "AnswerScores",
-    "ParityError",
-    "QualityReport",
-    "QuestionQuality",
-    "SummaryQuality",
-    "SummaryScores",
-    "TranslationQuality",
-    "assert_varied",
-    "bleu",
-    "chrf",
-    "evaluate",
-    "exact_match",
-    "f1",
-    "parity",
-    "rouge",
-    "token_agreement",
-]
+from t5accel.metrics import bleu, exact_match, f1, floor_warning, rouge, sacrebleu_score
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def caption(rows: Rows, facts: Mapping[str, Any] | None = None) -> str:
 
 def _require_alike(rows: Rows, keys: Sequence[str]) -> None:
     if not rows:
-        raise InputError("There are no rows to show: measure some first (`t5accel bench`).")
+        raise InputError("There are no rows to show: measure some first (`python -m bench board`).")
     for key in keys:
         values = dict.fromkeys(str(row.get(key)) for row in rows)
         if len(values) > 1:

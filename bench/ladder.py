@@ -17,7 +17,7 @@ from bench.results import Row
 from bench.scoreboard import Job, as_way, sizes
 from bench.techniques import LOOKUP, NAMED, THEIR_LOOP, THROUGHPUT, Generate, Subject, Technique
 from t5accel import machine
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.errors import InputError
 from t5accel.models.load import BUNDLED
 from t5accel.tokenization import TokenizerFile

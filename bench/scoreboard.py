@@ -12,22 +12,23 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from bench import evaluation as quality
 from bench import tasks
 from bench.harness import Way, measured, memory_alone
 from bench.precision import backend_scores, generated_scores
 from bench.results import Row, at_path, chosen, here, rows_so_far, write_rows
-from bench.techniques import NAMED, REFERENCE, Generate, Subject, Technique, bytes_of, choose
+from bench.techniques import NAMED, REFERENCE, Generate, Subject, Technique, choose
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.backend import as_count
+from t5accel.checks import as_count
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_t5, source_hash, t5_weights
+from t5accel.graphs.manifest import read_manifest
 from t5accel.models.load import BUNDLED, load_t5
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import assert_varied, parity
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import as_recipe
 from t5accel.roofline import decoder_weights_per_step
@@ -99,7 +100,7 @@ def family_rows(
                 if recipe.name == "fp32":
                     _prove_equal(TorchEager(model), engine, tokenizer)
                 facts = {"model": name, "precision": recipe.name, "recipe_hash": recipe.hash, **weights,
-                         "size_bytes": bytes_of(folder)}  # fmt: skip
+                         "size_bytes": read_manifest(folder, verify=False).graph_bytes}  # fmt: skip
                 run = partial(_sequences, engine, ids, new_tokens)
                 ways.append(Way(f"{name}, {recipe.name}", lambda run=run: run, exact=False, facts=facts))
             if on_model is not None:
@@ -184,8 +185,8 @@ def _prove_equal(checkpoint: TorchEager, export: OrtStatic, tokenizer: Any) -> N
     found = tokenizer(texts, return_tensors="np", padding=True)
     given = {key: found[key] for key in ("input_ids", "attention_mask")}
     expected, same = (greedy(engine, **given, max_new_tokens=16).sequences for engine in (checkpoint, export))
-    quality.assert_varied(expected)
-    quality.parity(same, expected, atol=0)
+    assert_varied(expected)
+    parity(same, expected, atol=0)
 
 
 # From a way of generating and how many texts it gets at once to its tokens, (N, L) int64, padded with 0. It can be

@@ -10,73 +10,23 @@ import json
 import random
 import re
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.results import DATA
-from t5accel.checks import as_count, read_json_object
+from t5accel.checks import as_count
 from t5accel.errors import InputError, MissingPackageError, install
-from t5accel.models.load import BUNDLED
+from t5accel.metrics import UNANSWERABLE
+from t5accel.models.prefixes import CONTEXT, QUESTION, SUMMARIZE, TRANSLATE
 
 if TYPE_CHECKING:
     import datasets
 
 NAMES = ("translation", "summaries", "questions")
 
-# T5 learned its tasks by these prefixes (Raffel et al. 2020, appendix D); a model is lost without the exact wording.
-TRANSLATE = "translate English to French: "
-SUMMARIZE = "summarize: "
-QUESTION, CONTEXT = "question: ", " context: "
-UNANSWERABLE = "unanswerable"  # what a model writes when the context does not hold the answer
-
 LENGTH_BUCKETS = {"3-5": (3, 5), "6-8": (6, 8), "9-14": (9, 14)}  # words of an English source, ends included
-
-PREFIXES = (TRANSLATE, SUMMARIZE, QUESTION)  # of the bundled models
-_LIKE_A_PREFIX = re.compile(r"\s*[\w ]{1,50}: ")  # as a user's own model may have it
 
 _TEXT_FIELDS = {"translation": ("source",), "summaries": ("source",), "questions": ("question", "context")}
 _LIST_FIELD = {"translation": "references", "summaries": "references", "questions": "answers"}
-
-
-def prefixes_of(backend: Any, model: str) -> tuple[str, ...]:
-    """The prefixes that a model was trained with: the bundled ones', or those of ``task_specific_params``.
-
-    Args:
-        backend: with the ``folder`` of an export or a ``model`` of transformers.
-        model: its name, where the backend has no manifest.
-
-    >>> from types import SimpleNamespace
-    >>> prefixes_of(SimpleNamespace(), "mini")
-    ('translate English to French: ', 'summarize: ', 'question: ')
-    """
-    if (backend.manifest.source["name"] if hasattr(backend, "manifest") else model) in BUNDLED:
-        return PREFIXES
-    if hasattr(backend, "model"):
-        params = getattr(backend.model.config, "task_specific_params", None)
-    else:
-        folder = getattr(backend, "folder", None)
-        config = Path(folder) / "config.json" if folder else None
-        params = (
-            read_json_object(config, InputError).get("task_specific_params") if config and config.exists() else None
-        )
-    found = (
-        [task.get("prefix") for task in params.values() if isinstance(task, dict)] if isinstance(params, dict) else []
-    )
-    return tuple(prefix for prefix in found if prefix and isinstance(prefix, str))
-
-
-def prefix_hint(text: str, prefixes: tuple[str, ...]) -> str:
-    """What to tell a user whose text has none of the prefixes that its model knows, nor another; else nothing.
-
-    >>> prefix_hint("translate English to French: I am tired.", PREFIXES), prefix_hint("fix: He go.", PREFIXES)
-    ('', '')
-    >>> prefix_hint("I am tired.", ("summarize: ",))
-    'This model expects a prefix before each text: --prefix "summarize: ".'
-    """
-    if not prefixes or text.lstrip().startswith(prefixes) or _LIKE_A_PREFIX.match(text):
-        return ""
-    choices = " or ".join(f'"{prefix}"' for prefix in prefixes)
-    return f"This model expects a prefix before each text: --prefix {choices}."
 
 
 def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:

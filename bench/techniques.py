@@ -5,7 +5,6 @@ Each is a `Technique`; `bench.bench` measures those in ``TECHNIQUES``, `ladder.c
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,6 @@ import numpy as np
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.prompt_lookup import lookup
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, WEIGHTS
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
 from t5accel.models.load import load_t5
@@ -105,13 +103,7 @@ def weight_bytes(subject: Subject) -> int:
 
 def graph_bytes(subject: Subject, precision: str = "fp32") -> int:
     """Bytes of the subject's export in these numbers."""
-    return bytes_of(subject.export(precision))
-
-
-def bytes_of(folder: str | os.PathLike[str]) -> int:
-    """Bytes of an export's graphs and of the weights beside them, a shortlist's included."""
-    files = read_manifest(folder, verify=False).files
-    return sum(files[name]["size_bytes"] for name in (ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS) if name in files)
+    return read_manifest(subject.export(precision), verify=False).graph_bytes
 
 
 def _generate(model: Any, use_cache: bool = True, **asked: bool) -> Generate:

@@ -134,7 +134,7 @@ SEE = """# The model in your browser
 {figures}
 
 How it is made: [`web/src/t5.js`](web/src/t5.js) is what an export asks of another language, in a hundred lines.
-`t5accel demo` compares several ways of running a model, side by side, on a machine of yours.
+`python -m bench demo` compares several ways of running a model, side by side, on a machine of yours.
 """
 HERE = (
     "This page loads the bundled model once and runs it on your own device: translate, summarise, ask. Nothing that is "

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # no command reports to the maker of ONNX Runtime, unless told to
-
-import re
 import sys
 import time
-import warnings
 from collections.abc import Iterator
-from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -34,64 +28,15 @@ from t5accel.cli_options import (
     SourceLanguage,
     TargetLanguage,
     ThreadsOption,
-    kept,
+    command_line,
     status,
 )
 from t5accel.cli_training import training
-from t5accel.errors import InputError, T5AccelError
-from t5accel.serve.cli import serving
+from t5accel.errors import InputError
 
-TRACEBACK = "T5ACCEL_TRACEBACK"
-
-
-class _Group(typer.core.TyperGroup):
-    """Whatever goes wrong is one sentence on standard error: no warning and no line of a program on a user's screen.
-
-    With ``T5ACCEL_TRACEBACK=1`` in the environment Python shows all it has.
-    """
-
-    def invoke(self, ctx):  # noqa: ANN001
-        if os.environ.get(TRACEBACK):
-            return super().invoke(ctx)
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda *_, **__: None  # filters are set by libraries, too
-            try:
-                return super().invoke(ctx)
-            except KeyboardInterrupt as error:
-                typer.echo(f"\nt5accel: interrupted. {error}".rstrip(), err=True)
-                raise typer.Exit(130) from error
-            except (BrokenPipeError, SystemExit):
-                raise
-            except BaseException as error:  # a panic of a Rust library is no Exception
-                if hasattr(error, "exit_code") or isinstance(error, typer.Abort):  # typer's own
-                    raise
-                sentence = _with_flags(_sentence(error), self.commands.get(ctx.invoked_subcommand or ""))
-                typer.echo(f"t5accel: {sentence}", err=True)
-                raise typer.Exit(2 if isinstance(error, T5AccelError | OSError) else 1) from error
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, T5AccelError):
-        return " ".join(str(error).split("\n"))
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
-    what = (str(error).strip().splitlines() or ["nothing more is known"])[0]
-    return f"unexpected {type(error).__name__}: {what} ({TRACEBACK}=1 in the environment shows where.)"
-
-
-def _with_flags(sentence: str, command: Any) -> str:
-    """The same sentence with the flag that was typed in place of Python's name for it."""
-    name = re.match(r"\w+(?= is | must )", sentence)
-    flags = {param.name: param.opts[0] for param in getattr(command, "params", ()) if param.opts[0].startswith("--")}
-    return flags.get(name[0], name[0]) + sentence[name.end() :] if name else sentence
-
-
-app = typer.Typer(
-    cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Make T5-like models fast: run, measure, train. `t5accel COMMAND --help` explains each.",
-)  # fmt: skip
+app = command_line(
+    "Make T5-like models fast: run, serve, train. `t5accel COMMAND --help` explains each.", completion=True
+)
 
 
 def _version(asked: bool) -> None:
@@ -113,14 +58,9 @@ def _options(
 
 cache = typer.Typer(no_args_is_help=True, help="The exports that accelerate() keeps in the user's cache folder.")
 app.add_typer(cache, name="cache")
-app.add_typer(serving)
+# The only way from here to what serves, by name: nothing else in the core knows that package.
+app.add_typer(import_module("t5accel.serve.cli").serving)
 app.add_typer(training)
-
-
-class Suite(StrEnum):
-    """A list of measurements of its own."""
-
-    GPU = "gpu"
 
 
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace another export that is there.")]
@@ -149,7 +89,6 @@ def run(
     """Answer one text, or every line of standard input, with the time it took."""
     import numpy as np
 
-    from bench.tasks import prefix_hint, prefixes_of
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
     from t5accel.decoding.streaming import stream as streamed
@@ -157,6 +96,7 @@ def run(
     from t5accel.decoding.token_constraints import NONE
     from t5accel.models.languages import Languages
     from t5accel.models.load import require_tokenizer
+    from t5accel.models.prefixes import prefix_hint, prefixes_of
     from t5accel.tokenization import text_to_text
 
     require_tokenizer(model)
@@ -279,14 +219,14 @@ def quantize(
     threads: ThreadsOption = None,
 ) -> None:
     """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
-    from bench.precision import text_quality
     from t5accel.graphs.export_cache import cached_export, given_export
     from t5accel.graphs.export_folder import as_target, require_free
     from t5accel.models.load import require_tokenizer
     from t5accel.precision.gate import quantize as behind_a_gate
+    from t5accel.precision.text_score import text_score
 
     recipe = precision.value
-    score = text_quality(eval_, metric, threads=threads, progress=True)
+    score = text_score(eval_, metric, threads=threads, progress=True)
     require_tokenizer(model)
     in_fp32 = given_export(model)
     if in_fp32 is None:
@@ -333,122 +273,6 @@ def clear_cache(
 
 def _sum(exports: list[Any]) -> str:
     return f"{_counted(len(exports), 'export')}, {sum(one.size_bytes for one in exports) / 1e6:.0f} MB"
-
-
-@app.command()
-def bench(
-    model: AnyModelOption = "mini",
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file (.png, .svg).")] = None,
-    batch: Annotated[int, typer.Option(help="Texts that are answered at once.")] = 1,
-    source_tokens: Annotated[int, typer.Option(help="The exact number of tokens of each source.")] = 64,
-    new_tokens: Annotated[
-        list[int], typer.Option(help="The exact number of tokens of each answer. Repeat it for one board each.")
-    ] = [64],  # noqa: B006 (typer reads it, nobody changes it)
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; ratios are formed within each.")] = 5,
-    threads: ThreadsOption = None,
-    quality_limit: Annotated[
-        int | None, typer.Option(help="Rows to score in each length bucket or half; 0: none. Default: all.")
-    ] = None,
-    peak_memory: Annotated[
-        bool, typer.Option(help="Measure the peak memory of each technique in a process of its own.")
-    ] = True,
-    technique: Annotated[
-        list[str] | None, typer.Option(help="Measure only techniques whose name contains this, and the reference.")
-    ] = None,
-    suite: Annotated[
-        Suite | None, typer.Option(help="gpu: the measurements for a GPU, with --json, --minutes and --only.")
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(help="The suite ends by then; the same command goes on with what is missing.")
-    ] = 8.0,
-    only: Annotated[
-        str, typer.Option(help="Measure only the suite's cells of this pattern, such as 'runtimes*'.")
-    ] = "*",
-) -> None:
-    """Measure every technique that exists: equal output first, then speed, memory and quality."""
-    if suite is Suite.GPU:
-        from bench.gpu.suite import run_in_time
-
-        if json is None:
-            raise InputError("--suite gpu keeps each result as it comes: give --json FILE.")
-        with kept(f"Results so far are in {json}; the same command goes on."):
-            return run_in_time(json, minutes, only=only)
-    from bench import figures as draw
-    from bench.results import write_rows
-    from bench.scoreboard import Forced
-    from bench.scoreboard import bench as measure_all
-    from bench.techniques import choose
-
-    chosen, rows = choose(technique or [], model=model), []
-    for count in new_tokens:
-        job = Forced(new_tokens=count, source_tokens=source_tokens, batch=batch)
-        with kept(f"Finished boards are in {json}." if json and rows else ""):
-            found = measure_all(
-                model, job, techniques=chosen, rounds=rounds, threads=threads, limit=quality_limit,
-                peak_memory=peak_memory, progress=True,
-            )  # fmt: skip
-        typer.echo(draw.board(found))
-        if scattered := draw.scattered(found):
-            typer.echo(
-                f"Warning: the rounds of {', '.join(scattered)} differ widely (column range). Measure again on a quiet "
-                "machine, or with more --rounds.", err=True,
-            )  # fmt: skip
-        rows += found
-        if json:  # after each length, so that an interrupted run keeps what it has
-            write_rows(json, rows, command=" ".join(["t5accel", *sys.argv[1:]]))
-    if plot:
-        draw.plot_board(found, plot)
-
-
-@app.command()
-def advise(
-    model: ModelOption = "mini",
-    task: Annotated[str | None, typer.Option(help="translation, summaries or questions. Default: all.")] = None,
-    matters: Annotated[str, typer.Option(help="latency, throughput, memory or quality.")] = "latency",
-    batch: Annotated[int | None, typer.Option(help="Texts answered at once. Default: 1, for throughput 32.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy search.")] = 1,
-    source_tokens: Annotated[int, typer.Option(help="The typical number of tokens of a source.")] = 64,
-    new_tokens: Annotated[int, typer.Option(help="The typical number of tokens of an answer.")] = 64,
-    max_loss: Annotated[
-        list[str] | None, typer.Option(help="What a score may lose, as in bleu=0.5. Default: 1 of each of the task.")
-    ] = None,
-    device: DeviceOption = Device.CPU,
-    threads: ThreadsOption = None,
-    results: Annotated[
-        list[Path] | None, typer.Option(help="More results: a file that `bench --json` wrote, or a folder of them.")
-    ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Show the measured rows it was chosen from.")] = False,
-) -> None:
-    """Recommend a configuration, with the measured row that it rests on."""
-    from bench.advise import Need, report
-    from bench.advise import advise as advice_for
-
-    limits = {}
-    for text in max_loss or []:
-        name, _, value = text.partition("=")
-        try:
-            limits[name.strip()] = float(value)
-        except ValueError as error:
-            raise InputError(f"--max-loss is {text!r}; give a score and a number, as in bleu=0.5.") from error
-    need = Need(
-        model=model, task=task, matters=matters, batch=batch, beams=beams, source_tokens=source_tokens,
-        new_tokens=new_tokens, max_loss=limits, device=device.value, threads=threads,
-    )  # fmt: skip
-    typer.echo(report(advice_for(need, results=results or []), explain=explain))
-
-
-@app.command()
-def course(
-    notebooks: Annotated[Path, typer.Option(help="Folder of the numbered notebooks.")] = Path("notebooks"),
-    out: Annotated[Path, typer.Option(help="Folder for executed copies and the scoreboard.")] = Path("build/course"),
-) -> None:
-    """Run every notebook in order and print a first scoreboard."""
-    from bench.course import run_course, summary
-
-    with kept(f"Executed copies are in {out}."):
-        runs, board = run_course(notebooks, out)
-    typer.echo(f"\n{summary(runs)}\n\n{board}\n\nExecuted copies and scoreboard.html: {out}")
 
 
 @app.command()

@@ -1,13 +1,23 @@
-"""Options that several commands share, and what commands say while they work."""
+"""Options that several commands share, and what commands say while they work and when they fail."""
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # no command reports to the maker of ONNX Runtime, unless told to
+
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from t5accel.errors import T5AccelError
+
+TRACEBACK = "T5ACCEL_TRACEBACK"
 
 
 class Precision(StrEnum):
@@ -89,6 +99,12 @@ def status(sentence: str) -> None:
         typer.echo(sentence, err=True)
 
 
+def warn(sentence: str) -> None:
+    """A sentence on standard error; nothing where there is none."""
+    if sentence:
+        typer.echo(f"Warning: {sentence}", err=True)
+
+
 @contextmanager
 def kept(sentence: str) -> Iterator[None]:
     """Say after Ctrl-C what an interrupted command has kept.
@@ -104,3 +120,54 @@ def kept(sentence: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(sentence) from error
+
+
+class _Group(typer.core.TyperGroup):
+    """Whatever goes wrong is one sentence on standard error: no warning and no line of a program on a user's screen.
+
+    With ``T5ACCEL_TRACEBACK=1`` in the environment Python shows all it has.
+    """
+
+    def invoke(self, ctx):  # noqa: ANN001
+        if os.environ.get(TRACEBACK):
+            return super().invoke(ctx)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda *_, **__: None  # filters are set by libraries, too
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt as error:
+                typer.echo(f"\nt5accel: interrupted. {error}".rstrip(), err=True)
+                raise typer.Exit(130) from error
+            except (BrokenPipeError, SystemExit):
+                raise
+            except BaseException as error:  # a panic of a Rust library is no Exception
+                if hasattr(error, "exit_code") or isinstance(error, typer.Abort):  # typer's own
+                    raise
+                sentence = _with_flags(_sentence(error), self.commands.get(ctx.invoked_subcommand or ""))
+                typer.echo(f"t5accel: {sentence}", err=True)
+                raise typer.Exit(2 if isinstance(error, T5AccelError | OSError) else 1) from error
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, T5AccelError):
+        return " ".join(str(error).split("\n"))
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+    what = (str(error).strip().splitlines() or ["nothing more is known"])[0]
+    return f"unexpected {type(error).__name__}: {what} ({TRACEBACK}=1 in the environment shows where.)"
+
+
+def _with_flags(sentence: str, command: Any) -> str:
+    """The same sentence with the flag that was typed in place of Python's name for it."""
+    name = re.match(r"\w+(?= is | must )", sentence)
+    flags = {param.name: param.opts[0] for param in getattr(command, "params", ()) if param.opts[0].startswith("--")}
+    return flags.get(name[0], name[0]) + sentence[name.end() :] if name else sentence
+
+
+def command_line(about: str, *, completion: bool = False) -> typer.Typer:
+    """A command line without commands, which fails in sentences."""
+    return typer.Typer(
+        cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=completion,
+        context_settings={"help_option_names": ["-h", "--help"]}, help=about,
+    )  # fmt: skip

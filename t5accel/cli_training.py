@@ -1,4 +1,4 @@
-"""The commands that make models smaller or new ones, and score them: parse, call, print."""
+"""The commands that make models smaller: parse, call, print."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
-from t5accel.cli_options import (
-    Device,
-    DeviceOption,
-    ModelOption,
-    PrecisionOption,
-    RuntimeOption,
-    ThreadsOption,
-    kept,
-    status,
-)
+from t5accel.cli_options import Device, DeviceOption, ThreadsOption, kept, status, warn
 
 training = typer.Typer()
 
@@ -46,45 +36,6 @@ OutOption = Annotated[
 StepsOption = Annotated[int, typer.Option(help="Training steps. Give more later, and the run goes on.")]
 SeedOption = Annotated[int, typer.Option(help="The seed of everything random.")]
 KEPT = "A checkpoint that was saved is kept in {}; the same command goes on from it."
-
-
-@training.command()
-def train(
-    pairs: Annotated[Path, typer.Option(help="A UTF-8 file with one 'English<TAB>French' pair a line.")],
-    out: OutOption,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Training steps. Give more later, and the run goes on. Default: 6500, 4500, 6600, 8300."),
-    ] = None,
-    stage: Annotated[
-        int, typer.Option(min=1, max=4, help="2: learn whose fact is asked for; 3: grow, longer sentences; 4: go on.")
-    ] = 1,
-    start: Annotated[
-        str | None, typer.Option(help="The model of the stage before: mini, a folder, or a hub id.")
-    ] = None,
-    seed: SeedOption = 0,
-    device: DeviceOption = Device.CPU,
-    threads: ThreadsOption = None,
-    prolong: Annotated[
-        bool, typer.Option(help="Go back to the state before the learning rate fell, then train on.")
-    ] = False,
-) -> None:
-    """Reproduce the bundled model; interrupted, the same command goes on."""
-    import torch
-
-    from t5accel import machine
-    from t5accel.distillation.checkpointing import prolong as go_back
-
-    training = _mini("train", "t5accel train")
-    config = training.planned(stage, start)[0]
-    config = replace(config, steps=config.steps if steps is None else steps, seed=seed)
-    torch.set_num_threads(threads or machine.cpu_threads())
-    if prolong:
-        training.read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
-        go_back(out)
-    with kept(KEPT.format(out)):
-        made = training.reproduce(pairs, out, config, stage=stage, start=start, device=device.value)
-    typer.echo(f"Wrote {made}")
 
 
 @training.command()
@@ -242,30 +193,11 @@ class _UserRows:
             status(f"Scoring the {name} …")
             scores = self.validate(model)
             typer.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in scores.items()))
-            _warn(floor_warning(scores, f"The {name}"))
-
-
-def _warn(sentence: str) -> None:
-    if sentence:
-        typer.echo(f"Warning: {sentence}", err=True)
+            warn(floor_warning(scores, f"The {name}"))
 
 
 def _command() -> str:
     return " ".join(["t5accel", *sys.argv[1:]])
-
-
-def _mini(name: str, what: str) -> ModuleType:
-    """A module of the room where the bundled models are made, which an installation may lack."""
-    from importlib import import_module
-
-    from t5accel.errors import InputError
-
-    try:
-        return import_module(f"training.{name}")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("training"):
-            raise
-        raise InputError(f"{what} works in a checkout of the repository only: training is missing here.") from error
 
 
 def _with_tokenizer(name: str):  # noqa: ANN202
@@ -301,84 +233,3 @@ def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
 
     backend = accelerate(name).backend if device == "cpu" else TorchEager(model.to(device))
     return text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=4))
-
-
-@training.command()
-def evaluate(
-    model: ModelOption = "mini",
-    data: Annotated[
-        Path | None, typer.Option(help='Score these rows, {"source": …, "target": …}, not the bundled sets.')
-    ] = None,
-    metric: Annotated[
-        list[str] | None, typer.Option(help="With --data: bleu, chrf, rougeL or exact_match. Default: all of them.")
-    ] = None,
-    pairs: Annotated[Path | None, typer.Option(help="Score the sentences held out of this file, too.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Rows of the bundled sets in each length bucket or half. Default: all.")
-    ] = None,
-    precision: PrecisionOption = None,
-    runtime: RuntimeOption = None,
-    device: DeviceOption = Device.CPU,
-    threads: ThreadsOption = None,
-    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy search.")] = 1,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="The most tokens of an answer. Default: 64; with --data, twice the longest target's."),
-    ] = None,
-) -> None:
-    """Score a model or an export, on the bundled evaluation sets or on rows of yours."""
-    from json import dumps
-
-    from bench import evaluation as quality
-    from bench.precision import row_scores, scored_rows
-    from t5accel.api import open_backend
-    from t5accel.backends.model_defaults import by_defaults
-    from t5accel.errors import InputError
-    from t5accel.metrics import ROW_SCORES, floor_warning
-    from t5accel.models.load import require_tokenizer
-    from t5accel.tokenization import text_to_text
-
-    if data and (pairs or limit is not None):
-        raise InputError("--data scores its rows alone. Leave --pairs and --limit out.")
-    if metric and not data:
-        raise InputError("--metric is for the rows of --data: the bundled sets have their own. Leave it out.")
-    metrics = metric or [*ROW_SCORES]
-    examples = scored_rows(data, metrics) if data else []
-    held_out_quality = _mini("validate", "--pairs").held_out_quality if pairs else None
-    if pairs:
-        _mini("pairs", "--pairs").read_pairs(pairs)  # a missing file is reported before the model is loaded
-    require_tokenizer(model)
-    status(f"Loading {model} …")
-    backend, tokenizer, what = open_backend(
-        model, precision=precision and precision.value, runtime=runtime and runtime.value, device=device.value,
-        threads=threads,
-    )  # fmt: skip
-    if tokenizer is None:
-        raise InputError(f"{model} has no tokenizer: save one beside it, scores are of texts.")
-    document: dict[str, Any] = {"model": model, "runs_on": what}
-    if data:
-        scores = row_scores(
-            backend, tokenizer, examples, metrics, max_new_tokens=max_new_tokens, beams=beams, progress=True
-        )
-        typer.echo(f"{len(examples)} rows: " + ", ".join(f"{name} {score:.2f}" for name, score in scores.items()))
-        _warn(floor_warning(scores, "The model"))
-        document |= {"data": str(data), "rows": len(examples), **scores}
-    else:
-        generate = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=max_new_tokens or 64, num_beams=beams))
-        held_out, held_out_long = held_out_quality(generate, pairs) if held_out_quality else (None, None)
-        report = quality.evaluate(generate, limit=limit, progress=True)
-        typer.echo(report)
-        _warn(report.warning)
-        document |= report.to_json()
-        for name, part, found in (
-            ("held_out", "all", held_out), ("held_out_long", "9-20 words", held_out_long),
-        ):  # fmt: skip
-            document[name] = found.to_json() if found else None
-            if found:
-                typer.echo(
-                    f"held-out     {part:11s} {found.sentences:4d}  BLEU {found.bleu:5.1f}  chrF {found.chrf:5.1f}"
-                )
-    if json:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from bench import tasks
 from t5accel.errors import InputError, MissingPackageError
 
 Texts, References = Sequence[str], Sequence[Sequence[str]]
+UNANSWERABLE = "unanswerable"  # what a model writes when the context does not hold the answer
 
 
 def bleu(predictions: Texts, references: References) -> float:
@@ -188,7 +188,7 @@ def _normal_answer(text: str) -> str:
     """The normalisation of SQuAD v2's own evaluation script, in its order; "unanswerable" becomes ""."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     text = " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-    return "" if text == tasks.UNANSWERABLE else text
+    return "" if text == UNANSWERABLE else text
 
 
 def _checked(predictions: Any, references: Any, *, empty_allowed: bool = False) -> tuple[list[str], list[list[str]]]:

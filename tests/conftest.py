@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -26,8 +27,9 @@ def pytest_configure() -> None:
 
 # What no version of transformers changes, or what only measures. `.ci/run` has it on one of the two lines.
 ONCE = """
-batch bench copying drafts encoder_cache gpu_suite harness ladder lookup measuring_scripts peers precision quantize
-retest sampling scoring server serving_tokens shortlist solutions staging students_bundled timing unigram web wheel
+batch bench bench_commands copying drafts encoder_cache gpu_suite harness ladder lookup measuring_scripts peers
+precision quantize retest sampling scoring server serving_tokens shortlist solutions staging students_bundled timing
+unigram web wheel
 """.split()
 
 
@@ -237,3 +239,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def dev(tmp_path, exported_mini):
+    """What the bundled model writes in fp32 to thirty sentences: there it scores 100."""
+    from bench.tasks import rows, source_text
+    from t5accel.backends.ort_numpy import OrtNumpy
+    from t5accel.decoding.greedy_search import greedy
+    from t5accel.tokenization import TokenizerFile, text_to_text
+
+    backend, tokenizer = OrtNumpy(exported_mini), TokenizerFile(exported_mini)
+    answer = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=40).sequences)
+    sources = [source_text("translation", row) for row in rows("translation", limit=10)]
+    file = tmp_path / "dev.jsonl"
+    pairs = zip(sources, answer(sources), strict=True)
+    file.write_text("".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in pairs), encoding="utf-8")
+    return file

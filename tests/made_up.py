@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.tasks import TRANSLATE
+from t5accel.models.prefixes import TRANSLATE
 from t5accel.tokenization import TokenizerFile
 
 WHO = {"The baker": "Le boulanger", "My sister": "Ma sœur", "An old sailor": "Un vieux marin", "Nobody": "Personne"}

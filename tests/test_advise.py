@@ -12,6 +12,7 @@ from refused import refused
 from typer.testing import CliRunner
 
 from bench import advise as module
+from bench.__main__ import app
 from bench.advise import SYSTEMS, Advice, Need, advise, call, line, report, weights_per_step
 from bench.peers import SYSTEMS as PEERS
 from bench.results import checked, recorded, write_json
@@ -20,7 +21,6 @@ from bench.systems import REFERENCE as GPU_REFERENCE
 from bench.systems import SYSTEMS as GPU_SYSTEMS
 from bench.techniques import NAMED, REFERENCE
 from t5accel import machine
-from t5accel.cli import app
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.models.random_init import RANDOM_SIZES, random_t5
 from t5accel.precision.recipes import RECIPES
@@ -253,8 +253,8 @@ def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path, c
         "our loop",
     ]
     arguments = shlex.split(command.replace("mine.json", str(json_file)))
-    done = CliRunner().invoke(app, [*arguments[1:], *fewer])
-    assert arguments[0] == "t5accel" and done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, [*arguments[3:], *fewer])
+    assert arguments[:3] == ["python", "-m", "bench"] and done.exit_code == 0, done.output
     content = json.loads(json_file.read_text(encoding="utf-8"))
     gpu = {"machine": content["machine"] | {"gpu": {"name": "a card that was not used"}}}
     rows = [row | ({"ratio": 3.0} if row["system"].endswith("numpy feeds") else {}) for row in content["rows"]]
@@ -262,7 +262,7 @@ def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path, c
     found = advise(need, results=[json_file])
     assert found.recommended.file == "mine.json" and {*found.far.values()} == {1.0}
     unknown = report(advise(Need("my/own-model")))
-    assert "t5accel bench --model my/own-model" in unknown and "--results" in unknown
+    assert "python -m bench board --model my/own-model" in unknown and "--results" in unknown
 
 
 def test_a_gpu_is_answered_from_the_files_of_the_cards() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import PAIRS, characters, texts_of
 
-from bench.tasks import TRANSLATE
 from t5accel.distillation.batches import Mixture, Part, Phase, block, draw_batches, pack, steps_from
 from t5accel.errors import InputError
+from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import mini_examples
 
 lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=30)

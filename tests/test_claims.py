@@ -126,7 +126,7 @@ def test_a_measured_row_names_its_file_and_an_unmeasured_one_says_what_is_needed
     assert all(one["machine"] and one["date"] and one["versions"]["torch"] for one in row["recorded"])
     if row["verdict"] == "not measured here":
         assert row["measured"] == "" and row["result_file"] is None and bool(row["figures"]) == bool(row["beside"])
-        assert re.search(r"GPU|recorded run|Later work|Not built yet|scripts/\w+\.py|t5accel bench", row["why"])
+        assert re.search(r"GPU|recorded run|Later work|Not built yet|scripts/\w+\.py|python -m bench board", row["why"])
         assert not row["beside"] or row["beside"].startswith("On a CPU")
     else:
         assert row["figures"] and row["result_file"] == files[0] and row["beside"] == ""

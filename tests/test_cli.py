@@ -4,48 +4,29 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
-from test_draw import ROWS
 from typer.testing import CliRunner
 
-import bench.advise
-import bench.course
-import bench.scoreboard
 import t5accel.cli
 import t5accel.doctor
-import training.train as training
-import training.train as validate
-from bench.advise import Advice, Need
-from bench.course import NotebookError, NotebookRun
-from bench.figures import board
-from bench.precision import text_quality
-from bench.scoreboard import Forced
-from bench.tasks import rows, source_text
-from bench.techniques import REFERENCE, choose
-from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.cli import app
 from t5accel.cli_options import ExportPrecision, IntegerPrecision, Precision
 from t5accel.cli_training import training as training_commands
-from t5accel.decoding.greedy_search import greedy
 from t5accel.doctor import Check
 from t5accel.errors import InputError
 from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.recipes import RECIPES
+from t5accel.precision.text_score import text_score
 from t5accel.serve.cli import serving as serving_commands
-from t5accel.tokenization import TokenizerFile, text_to_text
-from training.train import HeldOutQuality
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (app, serving_commands, training_commands)
@@ -55,10 +36,9 @@ COMMANDS = sorted(CALLBACKS)
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
 TEXT = "translate English to French: I am tired."
-COUNTS = ("batch", "source-tokens", "new-tokens", "rounds", "threads")
 
 
-def call(*arguments: object):
+def call(*arguments: object, app: Any = app):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
@@ -67,9 +47,9 @@ def said(result) -> list[str]:
     return [line for line in result.stderr.splitlines() if line and not line.startswith("Loading weights")]
 
 
-def refused(*arguments: object) -> str:
+def refused(*arguments: object, app: Any = app) -> str:
     """The one line on standard error with which a command refuses; nothing else is printed."""
-    result = call(*arguments)
+    result = call(*arguments, app=app)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     (line,) = said(result)
     assert line.startswith("t5accel: ")
@@ -80,8 +60,7 @@ def refused(*arguments: object) -> str:
 
 
 def test_these_are_the_commands():
-    others = {"distill", "doctor", "evaluate", "export", "prune", "quantize", "run", "serve", "train"}
-    assert {"advise", "bench", "course", *others} <= set(COMMANDS)
+    assert {"batch", "distill", "doctor", "export", "prune", "quantize", "run", "serve"} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,7 +79,7 @@ def test_the_version_is_told_and_h_is_help():
 
 def test_a_shell_completes_commands_options_and_values(monkeypatch):
     for words, index, found in (
-        ("eva", 1, "evaluate"),
+        ("exp", 1, "export"),
         ("run --dev", 2, "--device"),
         ("run --precision in", 3, "int8"),
     ):
@@ -123,25 +102,11 @@ def test_without_arguments_the_help_is_shown():
     assert all(command in result.output for command in COMMANDS)
 
 
-NOT_BELOW_ONE = (
-    "run x",
-    "bench",
-    "advise",
-    "evaluate",
-    "batch in --out out",
-    "triton --out x",
-    "train --pairs a --out b",
-)
-
-
 def test_usage_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    bad = ("run x --precision int9", "run x --beams 0", "run x --max-new-tokens 0", "evaluate --limit 0", "export",
-           "export --model mini --out x --precision bf16", "triton --out x --precision bf16",
-           "load http://a --clients 0",
-           "quantize --model mini --out x --eval x --max-loss 1 --precision fp16")  # fmt: skip
-    for line in ("runn", "run", "train", *bad, *(f"bench --{option} many" for option in COUNTS),
-                 *(f"{command} --threads 0" for command in NOT_BELOW_ONE)):  # fmt: skip
+    for line in ("runn", "run", "run x --precision int9", "run x --beams 0", "run x --max-new-tokens 0", "export",
+                 "run x --threads 0", "batch in --out out --threads 0", "export --model mini --out x --precision bf16",
+                 "quantize --model mini --out x --eval x --max-loss 1 --precision fp16"):  # fmt: skip
         assert call(*line.split()).exit_code == 2, line
     assert not os.listdir(tmp_path)
 
@@ -149,27 +114,10 @@ def test_usage_errors(tmp_path, monkeypatch):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "run x --model nope": "Allowed: 'mini', ", "bench --model random:t5-tiny --json x": "random:t5-small",
-    "export --model nope --out x": "'nope'",
+    "run x --model nope": "Allowed: 'mini', ", "export --model nope --out x": "'nope'",
     "export --model mini --out x --external-threshold-bytes -1": "--external-threshold-bytes is -1",
-    "bench --technique magic --json x": "'magic'", "bench --quality-limit -1 --json x": "limit is -1",
-    "bench --model nope --threads 1 --json x": "'nope'",
-    **{f"bench --{name} {n} --json x": f"--{name} is {n}; give" for name in COUNTS[:-1] for n in (0, -3)},
-    "advise --task poems": "--task is 'poems'; give one of translation", "advise --matters speed": "matters is 'speed'",
-    "advise --batch 0": "batch is 0", "advise --max-loss little": "--max-loss is 'little'",
-    "advise --max-loss chrf=1": "--max-loss is", "advise --model nope": "'nope'",
-    "advise --results nowhere.json": "No results at", "course --notebooks . --out x": "No numbered notebook",
-    "train --pairs pairs.tsv --out x --threads 1": "pairs.tsv",
-    "train --pairs a --out b": "t5accel: No translation pairs at a. Give a UTF-8 file",
-    "evaluate --model nope": "'nope'", "evaluate --pairs missing.tsv --json x": "tatoeba.org",
-    "evaluate --metric bleu": "--metric is for the rows of --data", "evaluate --data x --limit 1": "Leave --pairs",
-    "evaluate --data missing.jsonl": "missing.jsonl", "evaluate --data x --metric luck": "--metric is 'luck'",
     "batch in.jsonl": "Give --out FOLDER", "batch in.jsonl one --out two": "Give --out FOLDER",
     "batch in.jsonl --out x --address a": "Give --engine ray",
-    "load 127.0.0.1:8123 --rate 5": "url must begin with http://, got '127.0.0.1:8123'",
-    "load http://127.0.0.1:1": "--rate and --clients",
-    "load http://127.0.0.1:1 --rate 20 --seconds -1": "--seconds is -1.0",
-    "demo --port 1": "gradio is missing. Gradio needs transformers 5: run `make demo`",
 }  # fmt: skip
 
 
@@ -277,8 +225,7 @@ def test_threads_reach_the_engine(monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [["run", TEXT, "--model"], ["batch", "texts.txt", "out", "--model"], ["serve", "--port", 0, "--model"],
-     ["quantize", "--eval", "rows.jsonl", "--max-loss", 1, "--out", "new", "--model"],
-      ["triton", "--out", "models", "--name", "mute", "--model"]],
+     ["quantize", "--eval", "rows.jsonl", "--max-loss", 1, "--out", "new", "--model"]],
 )  # fmt: skip
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, tiny_t5, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
@@ -394,16 +341,11 @@ def test_an_interrupted_command_says_what_it_has_kept(tmp_path, monkeypatch):
     assert (result.exit_code, said(result)) == (130, ["t5accel: interrupted."])
 
 
-def test_progress_is_for_those_who_watch_and_not_for_files(tmp_path, monkeypatch, dev):
-    options = ("evaluate", "--data", dev, "--metric", "exact_match")
-    assert call(*options).exit_code == 0 and call(*options).stderr == ""
+def test_progress_is_for_those_who_watch_and_not_for_files(tmp_path, monkeypatch):
+    options = ("export", "--model", "mini", "--precision", "int8", "--out")
+    assert call(*options, tmp_path / "quiet").stderr == ""
     monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
-    result = call(*options)
-    assert result.stdout == "30 rows: exact_match 100.00\n"
-    assert (
-        result.stderr.startswith("Loading mini …\n") and "scoring: 100%" in result.stderr and "30/30" in result.stderr
-    )
-    result = call("export", "--model", "mini", "--out", tmp_path / "out", "--precision", "int8")
+    result = call(*options, tmp_path / "out")
     assert all(text in result.stderr for text in ("Loading mini …", "exporting mini", "Converting to int8 …"))
 
 
@@ -463,24 +405,12 @@ def test_export_refuses_before_it_loads(tmp_path, monkeypatch, exported_mini):
 INT4 = ("--precision", "int4", "--metric", "exact_match", "--threads", 1)
 
 
-@pytest.fixture
-def dev(tmp_path, exported_mini):
-    """What the bundled model writes in fp32 to thirty sentences: there it scores 100."""
-    backend, tokenizer = OrtNumpy(exported_mini), TokenizerFile(exported_mini)
-    answer = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=40).sequences)
-    sources = [source_text("translation", row) for row in rows("translation", limit=10)]
-    file = tmp_path / "dev.jsonl"
-    pairs = zip(sources, answer(sources), strict=True)
-    file.write_text("".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in pairs), encoding="utf-8")
-    return file
-
-
 def test_a_model_passes_the_gate_on_the_users_rows_and_runs(tmp_path, exported_mini, dev):
     out = tmp_path / "int8"
     result = call("quantize", "--model", exported_mini, "--out", out, "--eval", dev, *INT4, "--max-loss", 80)
     first, second = result.stdout.splitlines()
     assert result.exit_code == 0 and re.fullmatch(rf"{re.escape(str(out))}: \d+ MB, int4", first)
-    score = text_quality(dev, "exact_match", threads=1)(out)["exact_match"]
+    score = text_score(dev, "exact_match", threads=1)(out)["exact_match"]
     assert 20 <= score < 100
     assert second == f"exact_match {score:.2f}, in fp32 100.00: loses {100 - score:.2f}, a loss of 80 is allowed"
     recipe = read_manifest(out).recipe
@@ -497,7 +427,9 @@ def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path
     assert result.exit_code == 0 and "in fp32 0.00: loses 0.00" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("Warning: The model in fp32 scores exact_match 0.00")
     rising = iter([40.0, 40.5])
-    monkeypatch.setattr("bench.precision.text_quality", lambda *_, **__: lambda _: {"exact_match": next(rising)})
+    monkeypatch.setattr(
+        "t5accel.precision.text_score.text_score", lambda *_, **__: lambda _: {"exact_match": next(rising)}
+    )
     result = call("quantize", "--model", exported_mini, "--out", tmp_path / "more", *options)
     assert "exact_match 40.50, in fp32 40.00: gains 0.50, a loss of 1 is allowed" in result.stdout
     assert "Warning" not in result.stderr
@@ -505,7 +437,7 @@ def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path
 
 def test_a_model_that_loses_more_is_refused_in_a_sentence_and_nothing_is_left(tmp_path, exported_mini, dev):
     quantize_export(exported_mini, tmp_path / "other", "int4")
-    lost = 100 - text_quality(dev, "exact_match", threads=1)(tmp_path / "other")["exact_match"]
+    lost = 100 - text_score(dev, "exact_match", threads=1)(tmp_path / "other")["exact_match"]
     assert lost > 1
     line = refused(
         "quantize",
@@ -548,204 +480,14 @@ def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monke
     )
     out.mkdir()
     (out / "letter.txt").write_text("a letter")
-    monkeypatch.setattr("bench.precision._opened", lambda *given: pytest.fail("scored for nothing"))
+    monkeypatch.setattr(
+        "t5accel.precision.text_score.open_for_scores", lambda *given: pytest.fail("scored for nothing")
+    )
     assert "so it is kept" in refused("quantize", "--model", exported_mini, "--out", out, *options, "--overwrite")
     assert [path.name for path in out.iterdir()] == ["letter.txt"]
 
 
-# --- bench ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    calls = []
-
-    def bench(model, job, *, techniques, **options):
-        calls.append((model, job, [technique.name for technique in techniques], options))
-        return ROWS
-
-    monkeypatch.setattr(bench.scoreboard, "bench", bench)
-    return calls
-
-
-def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["t5accel", "bench", "--batch", "2"])
-    rows, picture = tmp_path / "new" / "rows.json", tmp_path / "new" / "board.svg"
-    result = call(
-        "bench", "--model", "random:t5-small", "--json", rows, "--plot", picture, "--batch", 2, "--source-tokens", 3,
-        "--new-tokens", 4, "--rounds", 5, "--threads", 6, "--quality-limit", 7, "--no-peak-memory",
-    )  # fmt: skip
-    assert (result.exit_code, result.stdout) == (0, board(ROWS) + "\n")
-    names = [technique.name for technique in choose([], model="random:t5-small")]
-    options = dict(rounds=5, threads=6, limit=7, peak_memory=False, progress=True)
-    assert said(result) == [
-        "Warning: the rounds of our loop differ widely (column range). Measure again on a quiet machine, or with more "
-        "--rounds."
-    ]
-    assert measured == [("random:t5-small", Forced(4, 3, 2), names, options)]
-    written = json.loads(rows.read_text(encoding="utf-8"))
-    assert written["command"] == "t5accel bench --batch 2" and written["rows"] == ROWS
-    assert "<svg" in picture.read_text()
-
-
-def test_bench_alone_measures_the_bundled_model_and_writes_no_file(measured, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert call("bench").exit_code == 0 and measured[0][:2] == ("mini", Forced()) and not os.listdir(tmp_path)
-
-
-def test_bench_measures_several_lengths_into_one_file_and_only_the_techniques_asked_for(measured, tmp_path):
-    rows = tmp_path / "rows.json"
-    result = call("bench", "--new-tokens", 4, "--new-tokens", 8, "--technique", "transformers without", "--json", rows)
-    assert (result.exit_code, result.stdout) == (0, 2 * (board(ROWS) + "\n"))
-    assert [job.new_tokens for _, job, _, _ in measured] == [4, 8]
-    assert measured[0][2] == ["transformers without cache", REFERENCE]
-    assert json.loads(rows.read_text(encoding="utf-8"))["rows"] == 2 * ROWS
-
-
-def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_path):
-    result = call("bench", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
-    assert result.exit_code == 2 and "board.xyz" in said(result)[-1]
-    assert result.stdout == board(ROWS) + "\n"
-    assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"] == ROWS
-
-
-# --- advise -----------------------------------------------------------------------------------------------------------
-
-
-def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_path):
-    calls = []
-
-    def advise(need, *, results):
-        calls.append((need, results))
-        return Advice(need)
-
-    monkeypatch.setattr(bench.advise, "advise", advise)
-    result = call(
-        "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
-        "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",
-        "cuda", "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--explain",
-    )  # fmt: skip
-    assert result.exit_code == 0 and result.stdout.startswith("me/mine, questions, for throughput: batch 3, 2 beams")
-    limits = {"exact_match": 0.5, "bleu": 2.0}
-    need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, limits, "cuda", 7)
-    assert calls == [(need, [tmp_path, Path("mine.json")])]
-    assert call("advise").exit_code == 0 and calls[1] == (Need(), [])
-
-
-def test_advise_recommends_for_the_bundled_model_in_few_lines_and_explains_in_more():
-    short, long = call("advise", "--task", "translation"), call("advise", "--task", "translation", "--explain")
-    assert 'model = accelerate("mini"' in short.stdout and len(short.stdout.splitlines()) <= 15
-    assert re.search(r"Rests on [\w-]+\.json, row \d+ \(", short.stdout)
-    assert re.search(r"^\* +[\w-]+, our loop .* \d+\.\d\dx ", long.stdout, re.MULTILINE)
-
-
-# --- course -----------------------------------------------------------------------------------------------------------
-
-
-def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_path):
-    calls = []
-    run = NotebookRun("00_start.ipynb", 7.0, tmp_path / "00_start.ipynb")
-    monkeypatch.setattr(bench.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
-    result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
-    assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
-    assert "00_start.ipynb: 7 s\n" in result.stdout and "the board" in result.stdout
-
-
-def test_course_with_a_notebook_that_fails_ends_in_words(monkeypatch):
-    def fail(*where):
-        raise NotebookError("00_start.ipynb failed; the copy as far as it ran is out/00_start.ipynb.")
-
-    monkeypatch.setattr(bench.course, "run_course", fail)
-    assert "00_start.ipynb failed" in refused("course")
-
-
-# --- train ------------------------------------------------------------------------------------------------------------
-
-
-def test_train_refuses_a_malformed_file_and_too_few_pairs(tmp_path):
-    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
-    pairs.write_text("We sing.\tNous chantons.\nWe sing without a tab.\n")
-    assert "pairs.tsv, line 2: no 'English<TAB>French' pair" in refused("train", "--pairs", pairs, "--out", out)
-    pairs.write_text("We sing.\tNous chantons.\n")
-    assert "Cannot hold out 1000 of 1" in refused("train", "--pairs", pairs, "--out", out)
-    assert not out.exists()
-
-
-def test_train_refuses_bad_numbers_and_devices(tmp_path):
-    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
-    pairs.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1002)))
-    assert "steps is 0" in refused("train", "--pairs", pairs, "--out", out, "--steps", 0)
-    assert call("train", "--pairs", pairs, "--out", out, "--device", "abacus").exit_code == 2
-    if not torch.cuda.is_available():
-        assert "device 'cuda'" in refused("train", "--pairs", pairs, "--out", out, "--device", "cuda")
-    assert call("train", "--pairs", pairs, "--out", out, "--threads", 0).exit_code == 2
-    assert not out.exists()
-
-
-def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch):
-    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
-    pairs.write_text("We sing.\tNous chantons.\n")
-    assert "has not reached its decay" in refused("train", "--pairs", pairs, "--out", out, "--prolong")
-    out.mkdir()
-    (out / "stable.pt").write_text("before the fall")
-    (out / "checkpoint.pt").write_text("finished")
-    for wrong in (["--pairs", tmp_path / "missing.tsv"], ["--pairs", pairs, "--steps", 0],
-                  ["--pairs", pairs, "--stage", 3], ["--pairs", pairs, "--start", "mini"]):  # fmt: skip
-        refused("train", *wrong, "--out", out, "--prolong")
-        assert (out / "checkpoint.pt").read_text() == "finished"
-    calls = []
-
-    def reproduce(*arguments, stage, start, device):
-        calls.append((*arguments, stage, start, device))
-        return out / "model"
-
-    monkeypatch.setattr(training, "reproduce", reproduce)
-    result = call("train", "--pairs", pairs, "--out", out, "--prolong", "--steps", 9, "--seed", 3, "--threads", 1)
-    assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
-    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), 1, None, "cpu")]
-    assert (out / "checkpoint.pt").read_text() == "before the fall" and not (out / "stable.pt").exists()
-    for stage, planned in ((2, training.SECOND_STAGE), (3, training.THIRD_STAGE), (4, training.FOURTH_STAGE)):
-        result = call("train", "--pairs", pairs, "--out", out, "--stage", stage, "--start", "mini", "--seed", 3)
-        assert result.exit_code == 0
-        assert calls[stage - 1] == (pairs, out, replace(planned, seed=3), stage, "mini", "cpu")
-
-
-# --- evaluate ---------------------------------------------------------------------------------------------------------
-
-
-def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path, monkeypatch):
-    held_out = (HeldOutQuality(1000, 1234, 12.34, 45.6), HeldOutQuality(77, 88, 9.87, 23.4))
-    calls = []
-    monkeypatch.setattr(validate, "held_out_quality", lambda generate, pairs: calls.append(pairs) or held_out)
-    file = tmp_path / "new" / "quality.json"
-    (tmp_path / "pairs.tsv").write_text("We sing.\tNous chantons.\n")
-    result = call("evaluate", "--limit", 1, "--pairs", tmp_path / "pairs.tsv", "--json", file)
-    assert result.exit_code == 0 and calls == [tmp_path / "pairs.tsv"]
-    assert result.stdout.startswith("LIMITED")
-    assert "held-out     all         1000  BLEU  12.3  chrF  45.6" in result.stdout
-    assert "held-out     9-20 words    77  BLEU   9.9  chrF  23.4" in result.stdout
-    document = json.loads(file.read_text(encoding="utf-8"))
-    assert (document["model"], document["limit"], document["held_out"]["bleu"]) == ("mini", 1, 12.34)
-    assert document["held_out_long"] == {"sentences": 77, "references": 88, "bleu": 9.87, "chrf": 23.4}
-    assert document["translation"]["rows"] == 3 and document["questions"]["all"]["rows"] == 2
-
-
-def test_evaluate_scores_an_export_on_rows_of_the_users(tmp_path, exported_mini, dev):
-    quantize_export(exported_mini, tmp_path / "int4", "int4")
-    expected = text_quality(dev, "exact_match", threads=1)(tmp_path / "int4")["exact_match"]
-    assert expected < 100
-    file, options = tmp_path / "scores.json", ("--data", dev, "--metric", "exact_match", "--threads", 1)
-    for folder, score in ((exported_mini, 100.0), (tmp_path / "int4", expected)):
-        result = call("evaluate", "--model", folder, *options, "--json", file)
-        assert result.stdout == f"30 rows: exact_match {score:.2f}\n"
-        document = json.loads(file.read_text(encoding="utf-8"))
-        assert (document["model"], document["rows"], document["exact_match"]) == (str(folder), 30, score)
-    assert "precision is 'int8'" in refused("evaluate", "--model", exported_mini, *options, "--precision", "int8")
-    every = call("evaluate", "--model", exported_mini, "--data", dev).stdout
-    assert re.fullmatch(r"30 rows: bleu \S+, chrf \S+, rougeL \S+, exact_match 100.00\n", every)
-
-
-# --- batch, load, demo ------------------------------------------------------------------------------------------------
+# --- batch ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_strict_batch_ends_with_2_where_a_row_was_rejected(tmp_path, exported_mini):
@@ -757,28 +499,6 @@ def test_a_strict_batch_ends_with_2_where_a_row_was_rejected(tmp_path, exported_
         assert result.exit_code == 2 and "1 rows were rejected" in said(result)[-1]
     (tmp_path / "in.txt").write_text(f"{TEXT}\n")
     assert call("batch", tmp_path / "in.txt", tmp_path / "good", "--model", exported_mini, "--strict").exit_code == 0
-
-
-def test_load_fails_where_no_server_answers():
-    with socket.socket() as port:
-        port.bind(("127.0.0.1", 0))  # and nobody listens
-        url = f"http://127.0.0.1:{port.getsockname()[1]}"
-        result = call("load", url, "--rate", 20, "--seconds", 0.3)
-    assert result.exit_code == 2 and "no answer" in result.stdout and "nan" not in result.stdout
-    assert said(result) == [
-        f"t5accel: {url} answered no request. Start a server there (t5accel serve), or read its log."
-    ]
-
-
-def test_a_demo_on_a_port_in_use_is_refused_before_a_model_loads(monkeypatch):
-    monkeypatch.setattr("bench.demo.page._gradio", lambda: None)
-    monkeypatch.setattr("bench.demo.page.way", lambda *given: pytest.fail("loaded for nothing"))
-    monkeypatch.setitem(sys.modules, "starlette.middleware", SimpleNamespace(Middleware=None))
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        assert f"--port must be free, got {port}" in refused("demo", "--port", port)
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """`t5accel distill` and `t5accel prune` at toy size: what they write, what they print, and what they refuse.
 
-What they call is tested in its own module; `train` and `evaluate` are tested with the other commands.
+What they call is tested in its own module.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +21,10 @@ from test_cli import call, refused, said
 import t5accel.distillation.pruning as pruning
 import t5accel.distillation.student as module
 import t5accel.distillation.teacher_outputs as texts
-from bench.tasks import TRANSLATE
 from t5accel.distillation.student import DistillConfig
 from t5accel.distillation.teacher_outputs import read_teacher_texts
 from t5accel.models.load import load_t5
+from t5accel.models.prefixes import TRANSLATE
 from t5accel.models.pruned import widths
 from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims
@@ -253,21 +252,3 @@ def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, stran
     assert "give a teacher of the same" in refused(*options, "--teacher", stranger)
     assert call(*options, "--device", "abacus").exit_code == 2
     assert not out.exists()
-
-
-# --- without the room where the bundled model is made -----------------------------------------------------------------
-
-
-def test_an_installation_without_that_room_says_so_and_everything_else_works(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("training")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "training", None)  # importing it raises ModuleNotFoundError
-    pairs = ("--pairs", tmp_path / "pairs.tsv")
-    for arguments in (("train", *pairs, "--out", tmp_path / "out"), ("evaluate", *pairs)):
-        assert "in a checkout of the repository only" in refused(*arguments)
-    assert call("train", "--help").exit_code == 0
-    options = ("--data", data, "--out", tmp_path / "out", *SMALL, "--steps", 1)
-    written(call("distill", "--teacher", teacher, *options), tmp_path / "out" / "model")
-    assert call("evaluate", "--model", teacher, "--limit", 1).exit_code == 0

@@ -79,7 +79,12 @@ def test_the_course_leaves_executed_copies_a_page_and_the_board(folder, measured
     for expected in ("Measured now", "Recorded in full: scoreboard-big-machine", "00_first.ipynb", "01_second.ipynb"):
         assert expected in page
     (((model, _), options),) = measured
-    assert model == "mini" and options["limit"] and not options["peak_memory"] and record["command"] == "t5accel course"
+    assert (
+        model == "mini"
+        and options["limit"]
+        and not options["peak_memory"]
+        and record["command"] == "python -m bench course"
+    )
 
 
 def test_a_failing_notebook_is_named_stops_the_course_and_leaves_its_copy(folder, measured, tmp_path):

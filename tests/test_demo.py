@@ -18,10 +18,11 @@ from bench.demo import page as demo
 from bench.demo import reading
 from bench.demo.at_home import AtHome
 from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, Way, menu, ways_of
-from bench.tasks import NAMES, UNANSWERABLE, references, rows, source_text
+from bench.tasks import NAMES, references, rows, source_text
 from t5accel.api import open_backend
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, ModelUnavailableError
+from t5accel.metrics import UNANSWERABLE
 from t5accel.tokenization import text_to_text
 from training.reader import train_wordpiece
 
@@ -76,6 +77,13 @@ def test_times_are_medians_of_runs_and_a_slow_model_runs_once(monkeypatch: pytes
 def answered() -> dict[str, Any]:
     """The rows of the evaluation sets that are examples, by id."""
     return {row["id"]: (name, row) for name in NAMES for row in rows(name) if row["id"] in EXAMPLES}
+
+
+def test_the_examples_are_rows_of_the_evaluation_sets(answered: dict[str, Any]) -> None:
+    for id_, texts in EXAMPLES.items():
+        name, row = answered[id_]
+        assert texts == {key: row["source" if key == "text" else key] for key in texts}
+        assert name == "questions" or [*texts] == ["text"]
 
 
 def offered() -> list[tuple[str, str]]:
@@ -317,7 +325,7 @@ def test_what_the_page_reads_is_still_there(path: str) -> None:
 
 
 def test_without_gradio_one_sentence_says_what_to_install(monkeypatch) -> None:
-    from t5accel.cli import app
+    from bench.__main__ import app
 
     monkeypatch.setitem(__import__("sys").modules, "gradio", None)
     result = CliRunner().invoke(app, ["demo"])

@@ -32,7 +32,6 @@ import t5accel.distillation.checkpointing as resumable
 import t5accel.distillation.student as module
 from bench.evaluation import MAIN_SCORES
 from bench.results import DATA
-from bench.tasks import TRANSLATE
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
@@ -46,6 +45,7 @@ from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, JobError
 from t5accel.graphs.export import export_t5
 from t5accel.models.load import load_t5
+from t5accel.models.prefixes import TRANSLATE
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_varied
 from training.vocabulary import train_tokenizer

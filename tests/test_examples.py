@@ -12,13 +12,13 @@ import pytest
 import torch
 from made_up import PAIRS, characters, texts_of
 
-from bench.tasks import TRANSLATE
 from t5accel.distillation.batches import block
 from t5accel.distillation.examples import mixed, read_examples
 from t5accel.distillation.pruning import PruneConfig, prune
 from t5accel.distillation.student import DistillConfig, distill
 from t5accel.distillation.validation import METRICS, make_validator
 from t5accel.errors import InputError
+from t5accel.models.prefixes import TRANSLATE
 
 GOOD = b'{"source": "a: \xc3\xa9", "target": "b", "id": 1}'
 ROWS = [{"source": TRANSLATE + english, "target": french} for english, french in PAIRS[:12]]

@@ -414,7 +414,7 @@ def test_a_cell_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [["-m", "t5accel", "bench", "--suite", "gpu"], ["-m", "bench.gpu.suite"]])
+@pytest.mark.parametrize("command", [["-m", "bench", "board", "--suite", "gpu"], ["-m", "bench.gpu.suite"]])
 def test_without_a_gpu_one_sentence_says_so(tmp_path: Path, command: list[str]) -> None:
     asked = [sys.executable, *command, "--json", str(tmp_path / "rows.json")]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -424,7 +424,7 @@ def test_without_a_gpu_one_sentence_says_so(tmp_path: Path, command: list[str]) 
 
 
 def test_the_suite_wants_a_file() -> None:
-    asked = [sys.executable, "-m", "t5accel", "bench", "--suite", "gpu"]
+    asked = [sys.executable, "-m", "bench", "board", "--suite", "gpu"]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2 and "give --json FILE" in done.stderr
 

@@ -23,7 +23,6 @@ from refused import refused
 from test_encoder_cache import in_threads
 from typer.testing import CliRunner
 
-from bench.tasks import prefixes_of
 from t5accel.api import open_backend
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.model_defaults import by_defaults
@@ -38,6 +37,7 @@ from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
 from t5accel.models.languages import Languages
 from t5accel.models.load import data_folder
+from t5accel.models.prefixes import prefixes_of
 from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
 from t5accel.serve.app import Service, make_app

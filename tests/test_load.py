@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import uvicorn
-from test_cli import call, refused
+from test_bench_commands import call, refused
 
 from bench.serving.load import Load, Outcome, ask, offer
 from t5accel.errors import InputError

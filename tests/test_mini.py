@@ -12,6 +12,7 @@ from bench import evaluation as quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.models.sizes import T5Dims
+from t5accel.parity import assert_varied
 from t5accel.tokenization import text_to_text
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/mini-t5"
@@ -79,7 +80,7 @@ def test_padding_does_not_change_an_answer(mini) -> None:
     alone = [mini[1](text, return_tensors="np") for text in texts]
     batch = mini[1](texts, return_tensors="np", padding=True)
     together = greedy(backend, batch["input_ids"], batch["attention_mask"], max_new_tokens=24).sequences
-    quality.assert_varied(together)
+    assert_varied(together)
     for row, one in zip(together, alone, strict=True):
         expected = greedy(backend, one["input_ids"], one["attention_mask"], max_new_tokens=24).sequences[0]
         np.testing.assert_array_equal(row[: len(expected)], expected)

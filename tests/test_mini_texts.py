@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 from made_up import CORPUS, PAIRS
 
 from bench import tasks
-from bench.tasks import SUMMARIZE, TRANSLATE, UNANSWERABLE
 from t5accel.errors import InputError
+from t5accel.metrics import UNANSWERABLE
 from t5accel.models.load import load_t5
+from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
 from training import curriculum as mixture
 from training import exercises as practice
 from training import vocabulary
@@ -408,7 +409,7 @@ def test_the_forty_sentences_are_five_of_each_topic_and_none_is_an_evaluation_se
 def test_what_was_judged_is_what_the_bundled_model_writes_and_what_its_card_shows() -> None:
     rows = [json.loads(line) for line in FORTY.read_text(encoding="utf-8").splitlines()]
     model, tokenizer = load_t5("mini")
-    texts = tokenizer([tasks.TRANSLATE + row["source"] for row in rows], return_tensors="pt", padding=True)
+    texts = tokenizer([TRANSLATE + row["source"] for row in rows], return_tensors="pt", padding=True)
     written = tokenizer.batch_decode(model.generate(**texts, max_new_tokens=80), skip_special_tokens=True)
     same = sum(french == row["french"] for french, row in zip(written, rows, strict=True))
     assert same >= 38  # two words that are nearly as likely may change places on another machine

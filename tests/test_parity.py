@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
 
-from bench import evaluation as quality
 from t5accel.errors import InputError, T5AccelError
 from t5accel.parity import ParityError, assert_varied, parity, token_agreement
 
@@ -23,11 +22,6 @@ unhurried = settings(deadline=None, max_examples=60)
 def test_doctests() -> None:
     result = doctest.testmod(importlib.import_module("t5accel.parity"))
     assert result.attempted and not result.failed
-
-
-def test_quality_offers_the_same_functions() -> None:
-    for ours in (ParityError, assert_varied, parity, token_agreement):
-        assert ours.__name__ in quality.__all__ and getattr(quality, ours.__name__) is ours
 
 
 rows_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4)

@@ -13,9 +13,10 @@ import torch
 import transformers
 from refused import refused
 
-from bench.tasks import SUMMARIZE, TRANSLATE, rows, source_text
+from bench.tasks import rows, source_text
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.torch_eager import TorchEager
+from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
 from t5accel.tokenization import text2text
 
 SHORT = dict(max_new_tokens=12, num_beams=1, do_sample=False)

@@ -26,7 +26,7 @@ from t5accel.errors import MissingPackageError
 unhurried = settings(deadline=None, max_examples=60)
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT_SCORES = [quality.bleu, quality.chrf, quality.rouge, quality.exact_match, quality.f1]
+TEXT_SCORES = [metrics.bleu, metrics.chrf, metrics.rouge, metrics.exact_match, metrics.f1]
 
 # in sources' order every known source and its first reference, so that a generate() can be right without a model
 ANSWERS = {
@@ -63,15 +63,10 @@ def test_doctests(scorers: None, module) -> None:
     assert result.attempted and not result.failed
 
 
-def test_quality_offers_the_scores() -> None:
-    for name in ("bleu", "chrf", "rouge", "exact_match", "f1"):
-        assert name in quality.__all__ and getattr(quality, name) is getattr(metrics, name)
-
-
 # --- texts
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(quality.bleu, "corpus_bleu"), (quality.chrf, "corpus_chrf")])
+@pytest.mark.parametrize(("ours", "theirs"), [(metrics.bleu, "corpus_bleu"), (metrics.chrf, "corpus_chrf")])
 def test_bleu_and_chrf_equal_sacrebleu(ours, theirs: str) -> None:
     sacrebleu = pytest.importorskip("sacrebleu")
     predictions, references = damaged("translation")
@@ -88,7 +83,7 @@ def test_rouge_equals_rouge_score_with_the_best_reference() -> None:
     predictions, references = damaged("summaries")
     references = [[other[0], row[0]] for row, other in zip(references, references[1:] + references[:1], strict=True)]
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"])
-    for kind, score in quality.rouge(predictions, references).items():
+    for kind, score in metrics.rouge(predictions, references).items():
         best = [
             max(scorer.score(reference, text)[kind].fmeasure for reference in row)
             for text, row in zip(predictions, references, strict=True)
@@ -131,8 +126,8 @@ def test_scores_of_rows_are_of_any_language() -> None:
     ("unanswerable question", [], 0, 0),
 ])  # fmt: skip
 def test_answers_follow_squad(prediction: str, references: list[str], em: float, overlap: float) -> None:
-    assert quality.exact_match([prediction], [references]) == em
-    assert quality.f1([prediction], [references]) == pytest.approx(overlap)
+    assert metrics.exact_match([prediction], [references]) == em
+    assert metrics.f1([prediction], [references]) == pytest.approx(overlap)
 
 
 words = st.lists(st.sampled_from(["the", "a", "pot", "Pot!", "tin", "unanswerable", ""]), max_size=4).map(" ".join)
@@ -142,9 +137,9 @@ words = st.lists(st.sampled_from(["the", "a", "pot", "Pot!", "tin", "unanswerabl
 @given(st.lists(st.tuples(words, st.lists(words, max_size=3)), min_size=1, max_size=5))
 def test_answer_scores_are_bounded_and_ordered(rows) -> None:
     predictions, references = [row[0] for row in rows], [row[1] for row in rows]
-    em, overlap = quality.exact_match(predictions, references), quality.f1(predictions, references)
+    em, overlap = metrics.exact_match(predictions, references), metrics.f1(predictions, references)
     assert 0 <= em <= overlap + 1e-9 <= 100 + 2e-9
-    assert quality.exact_match(predictions, [[text] for text in predictions]) == 100
+    assert metrics.exact_match(predictions, [[text] for text in predictions]) == 100
 
 
 @pytest.mark.parametrize("score", TEXT_SCORES)
@@ -156,19 +151,19 @@ def test_bad_texts(score) -> None:
         ([None], [["a"]], "predictions"),
     ):  # fmt: skip
         refused(partial(score, references=references), "predictions", predictions, match=match)
-    if score in (quality.bleu, quality.chrf, quality.rouge):  # where no reference has no meaning
+    if score in (metrics.bleu, metrics.chrf, metrics.rouge):  # where no reference has no meaning
         refused(partial(score, ["a", "b"]), "references", [["a"], []], match=r"references\[1\] is empty")
 
 
 @pytest.mark.parametrize(("score", "module", "package"), [
-    (quality.bleu, "sacrebleu.metrics", "sacrebleu"), (quality.chrf, "sacrebleu.metrics", "sacrebleu"),
-    (quality.rouge, "rouge_score.rouge_scorer", "rouge-score"),
+    (metrics.bleu, "sacrebleu.metrics", "sacrebleu"), (metrics.chrf, "sacrebleu.metrics", "sacrebleu"),
+    (metrics.rouge, "rouge_score.rouge_scorer", "rouge-score"),
 ])  # fmt: skip
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, score, module: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match=f"pip install {package}"):
         score(["a"], [["a"]])
-    assert quality.f1(["a pot"], [["pot"]]) == 100  # the rest works without
+    assert metrics.f1(["a pot"], [["pot"]]) == 100  # the rest works without
 
 
 # --- the report
@@ -297,6 +292,6 @@ def test_local_evaluate_modules_give_our_numbers_offline(tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps([predictions, references]), cwd=ROOT,
                           env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    expected = {score.__name__: score(predictions, references) for score in TEXT_SCORES if score is not quality.rouge}
-    assert json.loads(done.stdout) == expected | quality.rouge(predictions, references)
+    expected = {score.__name__: score(predictions, references) for score in TEXT_SCORES if score is not metrics.rouge}
+    assert json.loads(done.stdout) == expected | metrics.rouge(predictions, references)
     assert all(0 < value < 100 for value in expected.values())

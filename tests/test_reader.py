@@ -16,10 +16,11 @@ from made_up import log
 import training.reader as module
 from bench.bert.model import load_bert, threshold_of, widths
 from bench.bert.pruning import Pruning
-from bench.bert.spans import read, torch_run
-from bench.tasks import UNANSWERABLE
+from bench.bert.spans import calibration_texts, read, torch_run
 from t5accel.distillation.batches import Mixture, Part, Phase
 from t5accel.errors import InputError
+from t5accel.metrics import UNANSWERABLE
+from t5accel.models.prefixes import CONTEXT, QUESTION
 from training.curriculum import evaluation_sources, mini_examples
 from training.reader import (
     Labels,
@@ -109,6 +110,11 @@ def test_aimed_heads_look_where_they_are_aimed(tokenizer: Any) -> None:
 
 def test_no_story_of_the_evaluation_sets_is_trained_on() -> None:
     assert not {source for source, _ in stories(300, "validation")} & evaluation_sources()
+
+
+def test_the_frozen_calibration_texts_are_stories_of_their_own_seed() -> None:
+    drawn = [source.removeprefix(QUESTION).split(CONTEXT, 1) for source, _ in stories(64, "calibration")]
+    assert [*map(list, calibration_texts())] == drawn
 
 
 def test_a_run_is_its_seed_s_and_what_it_writes_loads(tmp_path: Path, mixture, tokenizer, monkeypatch) -> None:

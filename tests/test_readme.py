@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.__main__ import app as bench_app
 from bench.figures import board
 from bench.results import step_ms
 from bench.systems import BOUND, CAPTURED, GRAPH, REFERENCE
@@ -125,6 +126,14 @@ def walk() -> list[tuple[list[str], str]]:
     return [(shlex.split(command), output.strip()) for command, _, output in commands]
 
 
+def ran(command: list[str]) -> Any:
+    """``t5accel …`` or ``python -m bench …``, in this process."""
+    if command[0] == "t5accel":
+        return CliRunner().invoke(app, command[1:])
+    assert command[:3] == ["python", "-m", "bench"]
+    return CliRunner().invoke(bench_app, command[3:])
+
+
 def same_lines(shown: str, found: str, *, scores_within: float) -> bool:
     """Whether each line that is shown was printed, and numbers are near: in 8 bits they depend on the processor."""
     number = r"\d+(?:\.\d+)?"
@@ -152,15 +161,15 @@ def test_the_commands_on_ones_own_t5_do_what_is_shown_until_they_train(own_data:
     rows = [(own_data / name).read_text(encoding="utf-8").splitlines() for name in ("train.jsonl", "dev.jsonl")]
     assert len({*rows[0], *rows[1]}) == 300 and not {*rows[0]} & {*rows[1]}
     commands = walk()
-    assert len(commands) == 6 and all(command[0] == "t5accel" and output for command, output in commands)
+    assert len(commands) == 6 and all(output for _, output in commands)
     for command, output in commands[:3]:
-        found = CliRunner().invoke(app, command[1:])
+        found = ran(command)
         assert found.exit_code == 0 and "Warning" not in found.stderr, found.output
         assert same_lines(output, found.stdout, scores_within=1.0), found.stdout
     assert (own_data / "my-t5-int8" / "manifest.json").is_file()
     sizes = dict(vocab_size=8000, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2, num_decoder_layers=4)
     random_t5(sizes).save_pretrained("my-t5")
-    distilled = CliRunner().invoke(app, commands[3][0][1:])
+    distilled = ran(commands[3][0])
     assert distilled.exit_code == 0, distilled.output
     assert same_lines(commands[3][1], distilled.stdout, scores_within=1e3)
     assert re.search(r"Warning: The student scores bleu 0\.\d\d: below 5 points", distilled.stderr)
@@ -169,7 +178,7 @@ def test_the_commands_on_ones_own_t5_do_what_is_shown_until_they_train(own_data:
 @pytest.mark.long
 def test_the_commands_on_ones_own_t5_end_in_a_student_that_translates(own_data: Path) -> None:
     for command, output in walk()[3:]:
-        found = CliRunner().invoke(app, command[1:])
+        found = ran(command)
         assert found.exit_code == 0 and "Warning" not in found.stderr, found.output
         assert same_lines(output, found.stdout, scores_within=3.0), found.stdout
 

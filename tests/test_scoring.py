@@ -23,6 +23,7 @@ from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.metrics import ROW_SCORES
 from t5accel.precision.calibration import Example
 from t5accel.precision.gate import quantize_export
+from t5accel.precision.text_score import text_score
 from t5accel.tokenization import text_to_text
 
 
@@ -137,7 +138,7 @@ def test_the_sets_that_are_asked_for(exported_mini, names: list[str], keys: set[
     assert text_quality(names=names, limit=1, threads=1, batch_size=2)(str(exported_mini)).keys() == keys
 
 
-def test_text_quality_on_rows_or_a_file_of_them_is_that_of_validation(mini, exported_mini, tmp_path: Path) -> None:
+def test_the_score_on_rows_or_a_file_of_them_is_that_of_validation(mini, exported_mini, tmp_path: Path) -> None:
     """The same number as distillation logs, from torch there and from an export here; answers as long as targets."""
     texts = ["Where is my bag?", "I am tired.", "She is at home now.", "We have to go."]
     rows = [{"source": f"translate English to French: {text}", "target": f"Il {i} a un été là."}
@@ -146,15 +147,15 @@ def test_text_quality_on_rows_or_a_file_of_them_is_that_of_validation(mini, expo
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for metric in ROW_SCORES:
         expected = make_validator(rows, mini[1], metric)(mini[0].eval())[metric]
-        found = [text_quality(given, metric, threads=1, batch_size=3)(exported_mini) for given in (rows, file)]
+        found = [text_score(given, metric, threads=1, batch_size=3)(exported_mini) for given in (rows, file)]
         assert found[0] == found[1] == {metric: pytest.approx(expected, abs=0.006)}
     mini[0].eval()
-    assert found[0] == {"exact_match": 0} and text_quality(rows, "chrf", threads=1)(exported_mini)["chrf"] > 5
+    assert found[0] == {"exact_match": 0} and text_score(rows, "chrf", threads=1)(exported_mini)["chrf"] > 5
     for given, options, message in (([], {}, "holds no rows"), ([{"source": "a"}], {}, r"examples\[0\]: no 'target'"),
                                     (rows, dict(metric="luck"), "metric is 'luck'"),
                                     (rows, dict(batch_size=0), "batch_size")):  # fmt: skip
         with pytest.raises(InputError, match=message):
-            text_quality(given, **options)
+            text_score(given, **options)
 
 
 def test_a_model_that_says_something_else_has_less(mini, exported_mini, tmp_path: Path) -> None:

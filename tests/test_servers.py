@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from test_cli import call, refused
+from test_bench_commands import call, refused
 from test_scheduler import Joining
 from test_server import Letters
 

@@ -9,8 +9,8 @@ import pytest
 
 from bench import evaluation as quality
 from bench.bert.spans import answerer, answers, best_spans, read, threshold_from
-from bench.tasks import UNANSWERABLE
 from t5accel.errors import InputError
+from t5accel.metrics import UNANSWERABLE
 from training.reader import train_wordpiece
 
 

@@ -14,6 +14,7 @@ from refused import refused
 
 from bench import tasks
 from t5accel.errors import InputError, MissingPackageError
+from t5accel.metrics import UNANSWERABLE
 
 GOOD = {
     "translation": {"id": "translation-001", "source": "It rains.", "references": ["Il pleut."]},
@@ -130,7 +131,7 @@ def test_references_are_copies_and_never_empty() -> None:
     tasks.references("summaries", row).append("spoilt")
     assert row["references"] == ["Rain."]
     assert all(tasks.references(name, row) for name in tasks.NAMES for row in tasks.rows(name))
-    assert tasks.references("questions", {"answers": []}) == [tasks.UNANSWERABLE]
+    assert tasks.references("questions", {"answers": []}) == [UNANSWERABLE]
 
 
 def test_what_is_refused() -> None:

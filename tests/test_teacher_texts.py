@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import t5accel.distillation.teacher_outputs as module
-from bench.tasks import SUMMARIZE, TRANSLATE
 from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
 from t5accel.errors import InputError
+from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
 
 WANTED = [("translation", f"{TRANSLATE}Text {'x' * (i % 7)} {i}.") for i in range(23)] + [
     ("questions", "question: Où\u2028est-il\u2029? context: « Là »\n\tet là."),

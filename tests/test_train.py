@@ -11,7 +11,6 @@ from made_up import CORPUS, PAIRS, log
 from test_batches import PHASES, SMALL
 
 import training.train as training
-from bench.tasks import TRANSLATE
 from t5accel.distillation.batches import packed
 from t5accel.distillation.checkpointing import prolong
 from t5accel.distillation.optimizer import (
@@ -26,6 +25,7 @@ from t5accel.distillation.optimizer import (
 )
 from t5accel.errors import InputError, JobError
 from t5accel.models.load import load_t5
+from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
 from training.grow import grown
 from training.head_init import Aim

@@ -1,1 +1,1 @@
-"""How the bundled models were made; never in the wheel."""
+"""How the bundled models were made: in a checkout of the repository only."""

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from bench.tasks import NAMES, SUMMARIZE, TRANSLATE, UNANSWERABLE, rows, source_text
+from bench.tasks import NAMES, rows, source_text
 from t5accel.distillation.batches import Draw, Example, Mixture, Part, Phase
 from t5accel.errors import InputError
+from t5accel.metrics import UNANSWERABLE
+from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
 from training.exercises import (
     common_words,
     finding_example,

@@ -12,8 +12,8 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from bench.tasks import UNANSWERABLE
 from t5accel.errors import InputError
+from t5accel.metrics import UNANSWERABLE
 from training.pairs import Pair
 from training.texts.composed_reports import make_composed_report
 from training.texts.stories import some_names

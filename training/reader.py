@@ -39,14 +39,14 @@ from bench.bert.spans import (
     threshold_from,
     torch_run,
 )
-from bench.tasks import CONTEXT, QUESTION, UNANSWERABLE
 from t5accel import machine
 from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Part, Phase, TaskBatch, packed, steps_from
 from t5accel.distillation.checkpointing import require_device, run_steps
 from t5accel.distillation.optimizer import learning_rate_factor, optimiser_step, padded
 from t5accel.errors import InputError
-from t5accel.metrics import f1
+from t5accel.metrics import UNANSWERABLE, f1
 from t5accel.models.load import load_pretrained
+from t5accel.models.prefixes import CONTEXT, QUESTION
 from training.curriculum import composed_question_example, evaluation_sources, mini_examples, question_example
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ import torch
 
 from bench.figures import plot_losses
 from bench.results import Row, scores, write_rows
-from bench.tasks import TRANSLATE
 from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, packed, steps_from
 from t5accel.distillation.checkpointing import require_device, run_steps
 from t5accel.distillation.optimizer import (
@@ -37,6 +36,7 @@ from t5accel.distillation.optimizer import (
 from t5accel.errors import InputError
 from t5accel.metrics import bleu, chrf
 from t5accel.models.load import load_pretrained, load_t5
+from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import (
     CONTEXT,
     CURRICULUM,
@@ -113,16 +113,19 @@ def _scored(generate: Callable[[list[str]], list[str]], rows: HeldOut, batch_siz
 
 
 # Record how the bundled model was trained: the losses of all stages, its quality, and the picture of its card.
-# The logs are `log.jsonl` of the folders that `t5accel train` wrote, in order; the quality is what `t5accel evaluate
-# --json` wrote. `data/results/training-mini.json` is where the record belongs.
+# The logs are `log.jsonl` of the folders that `python -m training train` wrote, in order; the quality is what `python
+# -m bench evaluate --json` and `python -m training held-out --json` wrote. The record belongs in
+# `data/results/training-mini.json`.
 
 
 COMMAND = (
-    "t5accel train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
-    "t5accel train --pairs tatoeba-eng-fra.tsv --stage 2 --start build/mini/model --out build/mini-2; "
-    "t5accel train --pairs tatoeba-eng-fra-2019.tsv --stage 3 --start build/mini-2/model --out build/mini-3; "
-    "t5accel train --pairs tatoeba-eng-fra-2019.tsv --stage 4 --start build/mini-3/model --out build/mini-4; "
-    "t5accel evaluate --model mini --pairs tatoeba-eng-fra-2019.tsv"
+    "python -m training train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
+    "python -m training train --pairs tatoeba-eng-fra.tsv --stage 2 --start build/mini/model --out build/mini-2; "
+    "python -m training train --pairs tatoeba-eng-fra-2019.tsv --stage 3 "
+    "--start build/mini-2/model --out build/mini-3; "
+    "python -m training train --pairs tatoeba-eng-fra-2019.tsv --stage 4 "
+    "--start build/mini-3/model --out build/mini-4; "
+    "python -m training held-out --model mini --pairs tatoeba-eng-fra-2019.tsv"
 )
 
 
@@ -152,13 +155,14 @@ def main() -> None:
     """Join, write and draw."""
     parser = argparse.ArgumentParser(description="Record how the bundled model was trained.")
     parser.add_argument("logs", type=Path, nargs="+", help="log.jsonl of every stage, in order")
-    parser.add_argument("--quality", type=Path, required=True, help="what `t5accel evaluate --json` wrote")
+    parser.add_argument("--quality", type=Path, required=True, help="what `python -m bench evaluate --json` wrote")
+    parser.add_argument("--held-out", type=Path, required=True, help="what `python -m training held-out --json` wrote")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path, required=True)
     args = parser.parse_args()
     rows = joined(args.logs)
-    report = json.loads(args.quality.read_text(encoding="utf-8"))
-    write_rows(args.json, [*rows, *quality_rows(report)], command=COMMAND)
+    held_out, report = (json.loads(file.read_text(encoding="utf-8")) for file in (args.held_out, args.quality))
+    write_rows(args.json, [*rows, *quality_rows(held_out | report)], command=COMMAND)
     plot_losses(rows, args.plot)
 
 

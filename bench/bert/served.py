@@ -25,10 +25,10 @@ from bench.results import Row
 from bench.serving.load import Load, ask, offer
 from bench.serving.rates import load_row, one_by_one
 from bench.serving.servers import Answered, Asked, Batches, Running, Server, serve
-from bench.tasks import CONTEXT, QUESTION
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import InputError
 from t5accel.models.load import load_pretrained
+from t5accel.models.prefixes import CONTEXT, QUESTION
 from t5accel.parity import ParityError
 
 if TYPE_CHECKING:

@@ -7,13 +7,16 @@ best span by more than a threshold, the reader abstains. Needs numpy and a token
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bench.tasks import CONTEXT, QUESTION, UNANSWERABLE
 from t5accel.errors import InputError
+from t5accel.metrics import UNANSWERABLE
+from t5accel.models.load import data_folder
+from t5accel.models.prefixes import CONTEXT, QUESTION
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,6 +27,16 @@ PAD, UNK, CLS, SEP = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 Run = Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
 MOST_TOKENS = 512  # that a BERT of the published sizes has positions for
 LONGEST_ANSWER = 8  # tokens; of the stories that a reader is trained on, none has more than 5
+
+
+def calibration_texts() -> list[tuple[str, str]]:
+    """Questions and their texts, which no reader was trained or is scored on: a checkout has them.
+
+    >>> len(calibration_texts())
+    64
+    """
+    lines = (data_folder() / "reader-calibration.jsonl").read_text(encoding="utf-8").splitlines()
+    return [(row["question"], row["context"]) for row in map(json.loads, lines)]
 
 
 class Read(NamedTuple):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from bench.bert.ladder import RUNGS, Readers, Rung, build, size_bytes
 from bench.bert.model import PRUNED, READER, load_bert, threshold_of
 from bench.bert.spans import MOST_TOKENS, Run, answers, read
-from bench.tasks import UNANSWERABLE
 from t5accel import machine
 from t5accel.errors import InputError
+from t5accel.metrics import UNANSWERABLE
 from t5accel.timing import Candidate, Work, compare
 
 if TYPE_CHECKING:

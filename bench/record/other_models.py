@@ -23,12 +23,11 @@ from bench.bert.graphs import fed_run
 from bench.bert.ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
 from bench.bert.model import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
 from bench.bert.served import Protocol, Served, numbered, served_rows, single_words
-from bench.bert.spans import answerer, read, torch_run
+from bench.bert.spans import answerer, calibration_texts, read, torch_run
 from bench.gpt2 import NO_CACHE, WAYS, Gpt2, gpt2_rows, random_gpt2
 from bench.results import Row, here, rows_so_far, write_rows
-from bench.tasks import CONTEXT, QUESTION, source_text
+from bench.tasks import source_text
 from t5accel import machine
-from training.reader import stories
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
 TOKENS, BATCHES = 512, (1, 8)
@@ -42,7 +41,7 @@ Part = tuple[str, Callable[[], list[Row]]]
 def small(out: Path, threads: int) -> tuple[Readers, Any, dict[str, float]]:
     """The bundled reader and the pruned one; calibrated with stories that neither was trained or is scored on."""
     (whole, tokenizer), (pruned, _) = (load_bert(name) for name in (READER, PRUNED))
-    told = [text.removeprefix(QUESTION).split(CONTEXT, 1) for text, _ in stories(64, "calibration")]
+    told = calibration_texts()
     batches = [read(tokenizer, *zip(*told[at : at + 8], strict=True)).inputs for at in range(0, len(told), 8)]
     models = {"whole": whole, "pruned": pruned}
     readers = Readers(models, out / READER, batches, threads)

@@ -22,12 +22,12 @@ from bench.harness import Way, measured
 from bench.precision import agreement, text_quality
 from bench.results import Row, write_rows
 from bench.sensitivity import sweep
-from bench.techniques import bytes_of
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
+from t5accel.graphs.manifest import read_manifest
 from t5accel.models.load import load_t5
 from t5accel.precision.calibration import Example
 from t5accel.precision.convert import convert_export
@@ -98,7 +98,7 @@ def quality_rows() -> Iterator[Row]:
     texts, agrees = text_quality(), agreement(folder, given)
 
     def row(recipe: Recipe, place: Path) -> Row:
-        sizes = {"size_bytes": bytes_of(place)}
+        sizes = {"size_bytes": read_manifest(place, verify=False).graph_bytes}
         return {"measured": "quality", "model": "mini", **_of(recipe), **sizes, **texts(place), **agrees(place)}
 
     yield row(RECIPES["fp32"], folder)
@@ -146,7 +146,10 @@ def speed_rows(rounds: int) -> Iterator[Row]:
             if place != folder:
                 convert_export(folder, place, recipe, examples=given)
             engine = OrtStatic(place, settings=SessionSettings(threads=threads), verify=place == folder)
-            runs[recipe.name] = partial(sequences, engine), {**_of(recipe), "size_bytes": bytes_of(place)}
+            runs[recipe.name] = (
+                partial(sequences, engine),
+                {**_of(recipe), "size_bytes": read_manifest(place, verify=False).graph_bytes},
+            )
         for batch, tokens in BATCHES.items():
             ways = [
                 Way(name, partial(partial, run, ids[:batch], tokens), exact=name == "fp32", facts=facts)

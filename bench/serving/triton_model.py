@@ -1,4 +1,4 @@
-"""What Triton's Python backend runs: `t5accel triton` copies this file into a model repository as ``model.py``.
+"""What Triton's Python backend runs: `python -m bench triton` copies this file into a model repository as ``model.py``.
 
 In a model with dynamic batching Triton hands over a batch, which is answered as a whole. In one whose requests are
 iterative sequences it hands over all that are under way, once for each step: those that are new join our scheduler, one

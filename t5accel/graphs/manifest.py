@@ -99,6 +99,12 @@ class Manifest:
         """Of all files together."""
         return sum(entry["size_bytes"] for entry in self.files.values())
 
+    @property
+    def graph_bytes(self) -> int:
+        """Of the graphs and of the weights beside them."""
+        graphs = (ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS)
+        return sum(self.files[name]["size_bytes"] for name in graphs if name in self.files)
+
     def write(self, folder: Path) -> None:
         """Hash what is in ``folder`` and write ``manifest.json`` beside it.
 

@@ -1,4 +1,4 @@
-"""The commands that serve, put load on a server, and answer whole files: parse, call, print."""
+"""The commands that serve, and answer whole files: parse, call, print."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 
 from t5accel.cli_options import (
     BeamsOption,
-    ExportPrecision,
     ExportPrecisionOption,
     ForcedBos,
     KeepSpecialTokens,
@@ -158,25 +157,6 @@ def serve(
 
 
 @serving.command()
-def demo(
-    model: Annotated[
-        str, typer.Option(help="The model: mini, a folder, or a hub id; visitors may name another one.")
-    ] = "mini",
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="The port to listen on. Default: the first free one from 7860.")
-    ] = None,
-    share: Annotated[
-        bool,
-        typer.Option("--share", help="Let Gradio make a public address; visitors cannot name another model then."),
-    ] = False,
-) -> None:
-    """Serve a page on which several ways answer one text at once: time, size, and whether the answers are the same."""
-    from bench.demo.page import launch
-
-    launch(model, port=port, share=share)
-
-
-@serving.command()
 def batch(
     given: Annotated[
         str, typer.Argument(metavar="IN", help="A file, a folder, or a quoted pattern: .jsonl, .csv, .parquet, .txt.")
@@ -250,76 +230,3 @@ def batch(
         raise InputError(f"Every row was rejected, {whole.rejected} of them: see {out}/_rejects for the reasons.")
     if strict and whole.rejected:
         raise InputError(f"{whole.rejected} rows were rejected: see {out}/_rejects for the reasons.")
-
-
-@serving.command()
-def load(
-    url: Annotated[str, typer.Argument(help="The address of a server on this machine: http://127.0.0.1:8000.")],
-    rate: Annotated[float | None, typer.Option(help="Requests a second, sent whether answers come or not.")] = None,
-    clients: Annotated[
-        int | None,
-        typer.Option(min=1, help="Instead of --rate: clients that each wait for an answer, which flatters the server."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Seconds during which requests are sent.")] = 10.0,
-    text: Annotated[
-        list[str] | None, typer.Option(help="A text to send; may be repeated. Default: a few sentences to translate.")
-    ] = None,
-    max_new_tokens: NewTokensOption = 64,
-    forced: Annotated[
-        bool, typer.Option("--forced", help="Ask for answers of exactly --max-new-tokens tokens.")
-    ] = False,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Stream the answers, and measure the time to the first event.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="The seed of the moments and the texts that are drawn.")] = 0,
-) -> None:
-    """Send requests to a server on this machine, at random moments: how long did each really take?
-
-    The exit status is 2 if no request was answered.
-    """
-    import asyncio
-
-    from bench.serving.load import Load, offer
-
-    if (rate is None) == (clients is None):
-        raise InputError("load needs one of --rate and --clients. Give --rate 5 for five requests a second.")
-
-    sentences = ("I am tired.", "Where is my bag?", "We have two cats.", "She reads a book.")
-    texts = text or [f"translate English to French: {sentence}" for sentence in sentences]
-    least = max_new_tokens if forced else 0
-    bodies = [dict(text=one, max_new_tokens=max_new_tokens, min_new_tokens=least, stream=stream) for one in texts]
-    outcome = asyncio.run(offer(Load(url, bodies, rate, seconds, clients, seed)))
-    typer.echo(str(outcome))
-    if not outcome.latency_s:
-        raise InputError(f"{url} answered no request. Start a server there (t5accel serve), or read its log.")
-
-
-@serving.command()
-def triton(
-    out: Annotated[str, typer.Option(help="The folder for the model repository; made if it is missing.")],
-    model: ModelOption = "mini",
-    precision: Annotated[
-        ExportPrecision, typer.Option(help="The precision to run in. Versions may differ in it.")
-    ] = ExportPrecision.FP32,
-    name: Annotated[str | None, typer.Option(help="The model's name in Triton. Default: --model.")] = None,
-    version: Annotated[int, typer.Option(help="The version to write or replace; the others stay.")] = 1,
-    rows: Annotated[int, typer.Option(help="The most rows of a batch.")] = 32,
-    window_ms: Annotated[float, typer.Option(help="Milliseconds for which Triton collects a batch.")] = 20.0,
-    instances: Annotated[int, typer.Option(help="Processes that each hold the model.")] = 1,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of each process. Default: an equal share of the cores.")
-    ] = None,
-) -> None:
-    """Write a model repository for NVIDIA's Triton Inference Server, whose models run our ONNX sessions."""
-    from pathlib import Path
-
-    from bench.serving.triton import write_repository
-
-    where = write_repository(
-        out, model, precision=precision.value, name=name, version=version, rows=rows, window_ms=window_ms,
-        instances=instances, threads=threads, progress=True,
-    )  # fmt: skip
-    for path in sorted(Path(where).glob("*/config.pbtxt")):
-        typer.echo(f"{path.parent.name}: POST /v2/models/{path.parent.name}/"
-                   f"{'generate_stream' if 'iterative' in path.read_text() else 'generate'}")  # fmt: skip
-    typer.echo(f"tritonserver --model-repository={where} --disable-auto-complete-config")

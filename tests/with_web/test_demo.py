@@ -1,4 +1,4 @@
-"""`t5accel demo` in a real browser: every example answers, what cannot be answered gets a sentence, nothing leaves.
+"""`python -m bench demo` in a browser: every example answers, what cannot be answered gets a sentence, nothing leaves.
 
 Run by `make test-web`; screenshots lie in build/web-test/.
 """
@@ -39,7 +39,7 @@ def url() -> Iterator[str]:
     TEMPORARY.mkdir(parents=True)
     environment["TMPDIR"] = str(TEMPORARY)
     with (OUT / "demo.log").open("w") as log:
-        command = [os.environ["DEMO_PYTHON"], "-m", "t5accel", "demo", "--port", str(port)]
+        command = [os.environ["DEMO_PYTHON"], "-m", "bench", "demo", "--port", str(port)]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -1,13 +1,13 @@
 """Corpus BLEU, 0 to 100, as a local ``evaluate`` module: ``evaluate.load("data/metrics/bleu")``, no network needed.
 
-A thin shell: the one implementation is ``bench.evaluation.bleu`` (sacrebleu). The hub's ``bleu`` runs from 0 to 1.
+A thin shell: the one implementation is ``t5accel.metrics.bleu`` (sacrebleu). The hub's ``bleu`` runs from 0 to 1.
 """
 
 # one import per line: evaluate reads them as text
 import datasets
 import evaluate
 
-from bench import evaluation as quality
+from t5accel import metrics
 
 
 class Bleu(evaluate.Metric):
@@ -22,4 +22,4 @@ class Bleu(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-        return {"bleu": quality.bleu(predictions, references)}
+        return {"bleu": metrics.bleu(predictions, references)}

@@ -1,13 +1,13 @@
 """Corpus chrF, 0 to 100, as a local ``evaluate`` module: ``evaluate.load("data/metrics/chrf")``, no network needed.
 
-A thin shell: the one implementation is ``bench.evaluation.chrf`` (sacrebleu).
+A thin shell: the one implementation is ``t5accel.metrics.chrf`` (sacrebleu).
 """
 
 # one import per line: evaluate reads them as text
 import datasets
 import evaluate
 
-from bench import evaluation as quality
+from t5accel import metrics
 
 
 class Chrf(evaluate.Metric):
@@ -22,4 +22,4 @@ class Chrf(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-        return {"chrf": quality.chrf(predictions, references)}
+        return {"chrf": metrics.chrf(predictions, references)}

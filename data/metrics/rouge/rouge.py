@@ -1,6 +1,6 @@
 """Mean ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 100, as a local ``evaluate`` module, no network needed.
 
-``evaluate.load("data/metrics/rouge")``. A thin shell: the implementation is ``bench.evaluation.rouge`` (rouge-score).
+``evaluate.load("data/metrics/rouge")``. A thin shell: the implementation is ``t5accel.metrics.rouge`` (rouge-score).
 The hub's ``rouge`` runs from 0 to 1.
 """
 
@@ -8,7 +8,7 @@ The hub's ``rouge`` runs from 0 to 1.
 import datasets
 import evaluate
 
-from bench import evaluation as quality
+from t5accel import metrics
 
 
 class Rouge(evaluate.Metric):
@@ -23,4 +23,4 @@ class Rouge(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-        return quality.rouge(predictions, references)
+        return metrics.rouge(predictions, references)

@@ -1,6 +1,6 @@
 """Exact match and F1 of short answers, 0 to 100, as a local ``evaluate`` module, no network needed.
 
-``evaluate.load("data/metrics/squad_v2")``. A thin shell: the one implementation is ``bench.evaluation.exact_match`` and
+``evaluate.load("data/metrics/squad_v2")``. A thin shell: the one implementation is ``t5accel.metrics.exact_match`` and
 ``f1``, with SQuAD v2's normalisation. Unlike the hub's ``squad_v2`` it takes plain texts and lists of texts.
 """
 
@@ -8,7 +8,7 @@
 import datasets
 import evaluate
 
-from bench import evaluation as quality
+from t5accel import metrics
 
 
 class SquadV2(evaluate.Metric):
@@ -25,6 +25,6 @@ class SquadV2(evaluate.Metric):
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, float]:
         return {
-            "exact_match": quality.exact_match(predictions, references),
-            "f1": quality.f1(predictions, references),
+            "exact_match": metrics.exact_match(predictions, references),
+            "f1": metrics.f1(predictions, references),
         }

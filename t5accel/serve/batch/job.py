@@ -18,7 +18,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.tasks import prefix_hint, prefixes_of
 from t5accel import machine
 from t5accel.api import open_backend
 from t5accel.checks import as_count
@@ -26,6 +25,7 @@ from t5accel.errors import InputError, JobError
 from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.manifest import describe_file
 from t5accel.models.load import BUNDLED, require_tokenizer
+from t5accel.models.prefixes import prefix_hint, prefixes_of
 from t5accel.precision.recipes import as_recipe, recipe_of
 from t5accel.serve.batch.formats import KINDS, Unfit, kind_of, read_range
 from t5accel.serve.batch.generate import Answer, Answerer
