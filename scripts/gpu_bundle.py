@@ -1,4 +1,4 @@
-"""Gather in a folder what the GPU suite needs on a machine without a network: the package, and a loop that runs it.
+"""Gather in a folder what the GPU suite needs on a machine without a network: package, bench, a loop.
 
     python scripts/gpu_bundle.py build/gpu     # `make gpu-bundle`
 
@@ -34,8 +34,7 @@ exit $code
 def write_bundle(folder: Path) -> int:
     """Write the folder anew; returns its bytes."""
     shutil.rmtree(folder, ignore_errors=True)
-    package = ROOT / "t5accel"
-    for source in package.rglob("*.py"):
+    for source in [*(ROOT / "t5accel").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
         target = folder / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

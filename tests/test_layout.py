@@ -21,7 +21,7 @@ FLOORS = {
     "t5accel.precision.text_score": 6,  # it runs models
     "distillation": 6, "api": 6,
     "doctor": 7, "serve": 7,
-    "cli": 8, "cli_options": 8, "cli_training": 8, "__init__": 9, "__main__": 9,
+    "cli": 8, "cli_options": 8, "cli_training": 8, "__init__": 8, "__main__": 8,
 }  # fmt: skip
 # Lines of Python. A feature may raise its part's cap; nothing else may.
 CAPS = {"t5accel": 18_100, "t5accel.serve": 5_200, "bench": 15_000, "training": 4_600, "tests": 38_500}
