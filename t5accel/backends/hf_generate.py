@@ -36,6 +36,7 @@ from t5accel.backends.hf_cache import (
     refuse,
     refuse_text,
 )
+from t5accel.backends.hf_loops import DeviceLoops
 from t5accel.backends.hf_module import WeightlessModule
 from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
@@ -63,13 +64,13 @@ _HOW_WEIGHTS_ARE_CUT = ("max_shard_size", "safe_serialization", "save_peft_forma
 _FILES = ("config.json", "generation_config.json")
 
 
-class AcceleratedT5(WeightlessModule, GenerationMixin):
+class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
     """A `Backend` as a transformers model, for inference.
 
     ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
     beams, sampling, prompt lookup, an assistant; with any logits processor, stopping criterion and streamer. Tensors
-    may lie on any device and come out there; the weights are the backend's. Use it in a ``with`` block, or call
-    ``close()``, to free them before the object is gone.
+    may lie on any device; tokens come out where the input ids lie. The weights are the backend's. Use it in a ``with``
+    block, or call ``close()``, to free them before the object is gone.
 
     Masks are transformers': without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of
     5.x takes it for text. Give one. A row whose mask is all zero gets an answer that means nothing, and changes no
@@ -193,7 +194,8 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
         logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
         if labels is not None:
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            expected = labels.flatten().to(logits.device)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), expected, ignore_index=-100)
         is_cached = self.config.use_cache if use_cache is None else use_cache
         output = Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if is_cached else None)
         is_named = self.config.return_dict if return_dict is None else return_dict
@@ -221,7 +223,11 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         if given is None and kwargs.get("encoder_outputs") is None:
             refuse({name: kwargs.get(name) for name in _NOT_SERVED})
             raise InputError("There is nothing to answer: give input_ids (B, S), or encoder_outputs.")
-        return super().generate(inputs, *args, **kwargs)
+        # transformers' loop runs where the inputs are: with them go its processors, and the tokens come out there.
+        device = as_encoded(kwargs["encoder_outputs"]).device if given is None else given.device
+        kwargs = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in kwargs.items()}
+        with self.looping_on(device):
+            return super().generate(inputs, *args, **kwargs)
 
     # What `generate` calls. Both lines of transformers give whole sequences, beside more than a backend needs.
 
@@ -297,7 +303,11 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         """Plain greedy search runs in our own loop, for which a backend may find tokens without all their logits."""
-        request = self._plainly_greedy(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        request = None
+        if not generation_config.do_sample:
+            request = self._plain_request(
+                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )
         if request is None or streamer is not None:
             return super()._sample(
                 input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -307,21 +317,21 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         tokens = Steps(request.prefix, self.backend.pad_token_id, steps).generated().sequences
         return torch.from_numpy(tokens).to(input_ids.device)
 
-    def _plainly_greedy(
-        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any]
+    def _plain_request(
+        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any], rows: int = 1
     ) -> Request | None:
-        """What `greedy` is to do, if nothing but the likeliest tokens is asked for, with bounds on their number."""
+        """What our own loop is to do, if all that is asked for are bounds on the number of tokens."""
         cache, read = others.get("past_key_values"), prefix.shape[1]
         by_type = {type(each): each for each in (*processors, *criteria)}
         # Each processor that knows of ends has the same ones.
         ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
         if (
-            config.do_sample or others.get("decoder_attention_mask") is not None
+            others.get("decoder_attention_mask") is not None
             or set(by_type) - {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor} != _PLAIN_CRITERIA
             or len(by_type) < len(processors) + len(criteria)
             or len(ends) != 1 or config._pad_token_tensor != self.backend.pad_token_id
             or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
-            or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] > 1
+            or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] != rows
         ):  # fmt: skip
             return None
         longest, least = by_type[MaxLengthCriteria].max_length - read, 0

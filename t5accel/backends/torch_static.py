@@ -7,6 +7,7 @@ backend is for tests and for comparison.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from t5accel.backends import torch_static_beams, torch_static_sampling
 from t5accel.backends.torch_static_model import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories
@@ -25,6 +27,8 @@ from t5accel.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from t5accel.backends.torch_static_rows import TorchStaticRows
 
 
 # Steps captured as CUDA graphs: the host asks once for all of a step's kernels.
@@ -101,7 +105,7 @@ class StaticState:
 
 
 class TorchStatic:
-    """A `Backend` over a T5-like model of torch, whose keys and values lie in memory of fixed size.
+    """A `Backend` over a model of torch of any family, whose keys and values lie in memory of fixed size.
 
     A row's positions begin at its first place, so rows of unequal length need no padding, and `trim` moves nothing.
     Memory comes in buckets of lengths and is used again by the next state of the same shape, with the graph that was
@@ -111,16 +115,15 @@ class TorchStatic:
         model: on a GPU or on the CPU, in fp32, bf16 or fp16; put into evaluation mode. Its weights must not change.
         buckets: ascending lengths that memory is made for.
         graphs: capture CUDA graphs; by default where the model is on a GPU.
-        compile: run the step through ``torch.compile``, which takes a minute or so at the first use of each shape. With
-            graphs, what is captured is the compiled step.
-        kernel: attend by our own kernel, as `StaticT5`.
+        compile: run greedy steps through ``torch.compile``, which takes a minute or so at the first use of each shape.
+            With graphs, what is captured is the compiled step. Steps of `run_beams` and `run_samples` stay as they are.
 
     Attributes:
         captured: how many graphs of a step were captured.
 
     Raises:
-        InputError: ``buckets`` are not ascending lengths, or graphs are asked for on a CPU; or as `StaticT5`.
-        MissingPackageError: as `StaticT5`.
+        InputError: ``buckets`` are not ascending lengths, or graphs are asked for on a CPU. From ``encode``: a source
+            is longer than the model's table of positions.
 
     >>> from t5accel.models.load import load_t5
     >>> from t5accel.decoding.greedy_search import greedy
@@ -129,11 +132,13 @@ class TorchStatic:
     (1, 5)
     """
 
+    runs: type[StaticT5] = StaticT5
+
     def __init__(
         self, model: PreTrainedModel, *, buckets: Sequence[int] = BUCKETS, graphs: bool | None = None,
-        compile: bool = False, kernel: bool = False,
+        compile: bool = False,
     ):  # fmt: skip
-        self.model, self.decoder = model.eval(), StaticT5(model, kernel=kernel)
+        self.model, self.decoder = model.eval(), self.runs(model)
         self.device, self.vocab_size = self.decoder.device, self.decoder.dims.vocab_size
         self.buckets = tuple(as_count(bucket, "a bucket", at_least=1) for bucket in buckets)
         if not self.buckets or list(self.buckets) != sorted({*self.buckets}):
@@ -141,9 +146,14 @@ class TorchStatic:
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
-        self.rules, self._made_with = rules_of(model), dict(compile=compile, kernel=kernel)
+        self.rules, self._compile = rules_of(model), compile
         for name, token in special_tokens(model).items():
             setattr(self, name, token)
+        self._longest_source = math.inf
+        if (table := self.decoder.encoder.positions) is not None:
+            self.source_vocab_size = len(self.decoder.encoder.embedding)
+            self.positions = len(self.decoder.decoder.positions) - self.decoder.decoder.first
+            self._longest_source = len(table) - self.decoder.encoder.first
         self.captured = 0
         self._step = self._compiled() if compile else self.decoder.advance
         self._free: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
@@ -151,13 +161,17 @@ class TorchStatic:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied by its model: the copy captures and compiles for itself."""
-        again = partial(type(self), buckets=self.buckets, graphs=self.graphs, **self._made_with)
+        again = partial(type(self), buckets=self.buckets, graphs=self.graphs, compile=self._compile)
         return again, (self.model,)
 
     @torch.inference_mode()
-    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray, *, graph: bool = True) -> StaticSource:
+        if input_ids.shape[1] > self._longest_source:
+            raise InputError(
+                f"A source must have at most {self._longest_source} tokens, got {input_ids.shape[1]}. Cut it shorter."
+            )
         given = [torch.from_numpy(np.array(array, order="C")) for array in (input_ids, attention_mask)]
-        if not self.graphs:
+        if not (self.graphs and graph):
             on_device = [array.to(self.device) for array in given]
             return StaticSource(self.decoder.encode(*on_device), on_device[1])
         batch, length = input_ids.shape
@@ -224,6 +238,16 @@ class TorchStatic:
         state.rows = state.rows.appended(count)
         return slot.chosen[:, :count].to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)
 
+    def run_beams(
+        self, state: StaticState, input_ids: np.ndarray, scores: np.ndarray, k: int, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Up to ``k`` steps of beam search without the host, as `Backend` documents them."""
+        return torch_static_beams.run_beams(self, state, input_ids, scores, k, **options)
+
+    def run_samples(self, state: StaticState, input_ids: np.ndarray, uniform: np.ndarray, **options: Any) -> np.ndarray:
+        """Up to n steps that draw without the host, as `Backend` documents them."""
+        return torch_static_sampling.run_samples(self, state, input_ids, uniform, **options)
+
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
         histories, flat = state.rows.reordered(rows)
         if flat is not None:
@@ -243,6 +267,12 @@ class TorchStatic:
         source = StaticSource(state.source.cross.rows(index), state.source.mask[index])
         rows = histories.shape[1]
         self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.slot.width)
+
+    def in_flight(self) -> TorchStaticRows:
+        """Rows that requests join and leave while others run, for `running.DeviceRunningBatch`."""
+        from t5accel.backends.torch_static_rows import TorchStaticRows
+
+        return TorchStaticRows(self)
 
     # Memory
 
