@@ -197,7 +197,7 @@ def on_cards(claim: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     verdicts = {name: one["verdict"] for name, one in found.items()}
     reasons = {one["why"] for one in found.values()}
     if not found:
-        return _unmeasured(claim, folder, " ".join(lacking) or claim["needs"])
+        return _unmeasured(claim, folder, " ".join([*(lacking or [claim["needs"]]), claim.get("note", "")]).strip())
     if len({*verdicts.values()}) == 1:
         verdict, why = next(iter(verdicts.values())), []
     else:
@@ -255,14 +255,14 @@ def _origin(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path = DATA / "claims.toml") -> list[dict[str, Any]]:
-    """The claims: each with its source in full, and with the reading beside it that it names."""
+    """The claims: each with its source in full, and with the reading and the note that it names."""
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     claims = []
     for claim in content["claim"]:
         source = content["source"][claim["source"]]
         about = {name: source.get(name) for name in ("title", "author", "year")}
-        beside = {"beside": content["beside"][claim["beside"]]} if "beside" in claim else {}
-        claims.append({**claim, "source": about, "url": claim.get("url", source.get("url")), **beside})
+        named = {key: content[key][claim[key]] for key in ("beside", "note") if key in claim}
+        claims.append({**claim, "source": about, "url": claim.get("url", source.get("url")), **named})
     return claims
 
 

@@ -19,6 +19,8 @@ from t5accel.checkpoints import BUNDLED, data_folder
 from t5accel.errors import T5AccelError, install
 from t5accel.graphs.export.cache import ENVIRONMENT, cache_folder
 
+RTX = ((8, 6), (8, 9))  # compute capabilities that TensorRT-RTX runs on, beside 12.x
+
 
 @dataclass(frozen=True)
 class Check:
@@ -104,6 +106,22 @@ def _gpu() -> Check:
     return Check("GPU", True, gpu["name"], "the GPU notebooks")
 
 
+def _tensorrt() -> Check:
+    """TensorRT and TensorRT-RTX are two libraries; the second runs on some cards only and comes from PyPI."""
+    needed_for = "runtime='tensorrt'"
+    for module, distribution in (("tensorrt", "tensorrt"), ("tensorrt_rtx", "tensorrt-rtx")):
+        if (check := _package(module, distribution, needed_for)).ok:
+            return check
+    gpu = machine.facts()["gpu"] if _gpu().ok else None
+    if gpu is None:
+        return Check("tensorrt", None, "missing", needed_for, "use a machine with an NVIDIA GPU")
+    major, minor = gpu["capability"]
+    if (major, minor) in RTX or major == 12:
+        return Check("tensorrt", None, "missing", needed_for, "pip install tensorrt-rtx-cu13, which runs on this card")
+    remedy = f"install tensorrt from NVIDIA's index; tensorrt-rtx does not run on compute capability {major}.{minor}"
+    return Check("tensorrt", None, "missing", needed_for, remedy)
+
+
 def _processor() -> Check:
     cores = psutil.cpu_count(logical=False) or "unknown"
     return Check("processor", True, f"{machine.cpu_threads()} threads, {cores} cores", "every timing")
@@ -151,6 +169,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     lambda: _package("jupyterlab", "jupyterlab", "make lab", "course"),
     lambda: _package("nbclient", "nbclient", "make course", "course"),
     _gpu,
+    _tensorrt,
 )
 
 

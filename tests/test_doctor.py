@@ -124,6 +124,18 @@ def test_the_gpu_is_optional_and_a_torch_that_does_not_load_is_reported(installe
     assert doctor._gpu().ok is None  # no torch: the check for torch says so
 
 
+@pytest.mark.parametrize(("capability", "advice"), [
+    ([8, 6], "tensorrt-rtx-cu13"), ([8, 9], "tensorrt-rtx-cu13"), ([12, 0], "tensorrt-rtx-cu13"),
+    ([9, 0], "NVIDIA's index"), ([8, 0], "NVIDIA's index"), ([7, 5], "NVIDIA's index")])  # fmt: skip
+def test_the_tensorrt_that_runs_on_the_card_is_named(installed, monkeypatch, capability, advice):
+    installed(torch="2.9.1")
+    monkeypatch.setattr(doctor.machine, "facts", lambda: {"gpu": {"name": "a card", "capability": capability}})
+    check = doctor._tensorrt()
+    assert check.ok is None and advice in check.remedy
+    installed(torch="2.9.1", tensorrt_rtx="1.2")
+    assert doctor._tensorrt() == Check("tensorrt-rtx", True, "1.2", "runtime='tensorrt'")
+
+
 def test_an_old_python_is_wrong(monkeypatch):
     assert doctor._python().ok
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
