@@ -52,6 +52,7 @@ PUBLISHED = {
     "flan-t5-small": 76_961_152,
     "flan-t5-base": 247_577_856,
     "flan-t5-large": 783_150_080,
+    "flan-t5-xl": 2_849_757_184,
     "mt5-small": 300_176_768,
     "umt5-small": 306_601_984,
     "byt5-small": 299_637_760,

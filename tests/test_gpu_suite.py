@@ -21,19 +21,36 @@ from refused import refused
 
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError
+from t5accel.families.registry import SIZES
 from t5accel.lab import harness
 from t5accel.lab import rows as records
 from t5accel.lab.gpu import measure as measuring
 from t5accel.lab.gpu import suite, systems
-from t5accel.lab.gpu.cells import LENGTHS, RUNTIMES, Cell, cells_for
-from t5accel.lab.gpu.systems import COMPILED, GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
+from t5accel.lab.gpu.cells import LENGTHS, PUBLISHED, PUBLISHED_BATCHES, RUNTIMES, Cell, cells_for
+from t5accel.lab.gpu.systems import (
+    BATCHES,
+    COMPILED,
+    DRAWN,
+    FLIGHT,
+    GRAPH,
+    NAIVE,
+    RECOMPUTE,
+    REFERENCE,
+    SMALL,
+    STATIC,
+    SYSTEMS,
+    THEIR_BATCHES,
+    THEIR_DRAWS,
+    THEIRS,
+    ModelOnDevice,
+)
 from t5accel.lab.launches import Prices
 from t5accel.t5.lively import RANDOM_SIZES
 from t5accel.t5.roofline import decoder_weights_per_step
 from t5accel.t5.sizes import T5Dims
 
 ROOT = Path(__file__).resolve().parents[1]
-ON_CPU = [name for name in SYSTEMS if name not in (systems.TENSORRT, systems.KERNEL)]
+ON_CPU = [name for name in SYSTEMS if name not in (systems.TENSORRT, systems.KERNEL, THEIR_DRAWS, DRAWN)]
 H100, T4 = (9, 0), (7, 5)
 
 
@@ -69,9 +86,10 @@ def test_cells_come_in_the_order_of_what_matters() -> None:
     cells = cells_for(H100)
     names = [cell.name for cell in cells]
     assert len({*names}) == len(names)
-    order = ["equality, float32", "equality, bfloat16", "t5-small", "t5-small, torch.compile",
-             f"cache, {LENGTHS[0]} tokens", "t5-base", "flan-t5-large", "t5-small, batch 8", "t5-small, batch 64",
-             "t5-small, 4 beams", "t5-small, source 512", "runtimes, float32"]  # fmt: skip
+    order = ["equality, float32", "equality, bfloat16", "t5-small", "equality of beams", "t5-small, 4 beams",
+             "t5-small, sampling", "in flight, 64 rows", "flan-t5-xl, batch 32", "bart-large, batch 128", "bart-base",
+             "t5-base", "flan-t5-large", "t5-small, source 512", f"cache, {LENGTHS[0]} tokens",
+             "t5-small, torch.compile", "runtimes, float32"]  # fmt: skip
     assert [name for name in names if name in order] == order
     small = cells[names.index("t5-small")]
     assert (small.dtype, small.batch, small.beams) == ("bfloat16", 1, 1)
@@ -81,18 +99,23 @@ def test_cells_come_in_the_order_of_what_matters() -> None:
 def test_every_cell_names_what_there_is_and_is_proven_before(capability: tuple[int, int]) -> None:
     cells = cells_for(capability)
     for one in cells:
-        assert {*one.systems} <= SYSTEMS.keys() and one.systems[0] == REFERENCE
-        assert one.model.removeprefix("random:") in RANDOM_SIZES
-        before = cells[: cells.index(one)]
-        proven = {name for c in before if c.measured == "equality" and c.dtype == one.dtype for name in c.systems}
-        assert {*one.systems} <= proven or one.measured in ("equality", "floor"), one.name
+        assert {*one.systems} <= SYSTEMS.keys()
+        assert one.systems[0] in THEIRS or one.measured in ("requests", "throughput")
+        assert one.model.removeprefix("random:") in {*RANDOM_SIZES, *SIZES}
+        before = [c for c in cells[: cells.index(one)] if c.measured in ("equality", "draws")]
+        # What makes no difference to a step may be proven in fp32 alone; a batch is one of GRAPH's.
+        proven = {BATCHES} | {name for c in before if c.dtype in (one.dtype, "float32") for name in c.systems}
+        assert {*one.systems} - {*THEIRS} <= proven or one.measured in ("equality", "draws", "floor"), one.name
+        if one.model in ("random:flan-t5-xl", *(f"random:{size}" for size in SIZES)) and one.measured != "equality":
+            assert one.model in {c.model for c in before}, f"{one.name} has no comparison of its own"
 
 
 def test_without_bf16_of_its_own_a_card_is_measured_in_fp16() -> None:
     on_t4, on_h100 = cells_for(T4), cells_for(H100)
     assert {cell.dtype for cell in on_t4} == {"float32", "float16"}
     assert next(cell for cell in on_t4 if cell.name == "t5-small").dtype == "float16"
-    assert {cell.name for cell in on_h100} - {cell.name for cell in on_t4} == {"equality, bfloat16"}
+    named = {cell.name.replace("bfloat16", "float16") for cell in on_h100}
+    assert named == {cell.name for cell in on_t4} and len(on_t4) == len({cell.name for cell in on_t4})
 
 
 def test_the_compiled_step_is_proven_and_timed_at_one_shape() -> None:
@@ -116,7 +139,7 @@ def test_all_systems_are_equal_at_toy_size(toy: str, tmp_path: Path, dtype: str)
     for row in rows:
         assert row["of"] == 48 and row["distinct"] > 3
         assert row["equal"] == 48 if dtype == "float32" else row["equal"] > 4
-        assert (row["error"] > 0) == (dtype != "float32" or row["system"] not in (REFERENCE, NAIVE))
+        assert (row["error"] > 0) == (dtype != "float32" or row["system"] not in THEIRS)
 
 
 def test_what_is_not_equal_is_not_timed(toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +179,69 @@ def test_in_bf16_ours_may_be_as_far_away_as_transformers_and_a_quarter(toy: str,
 def test_transformers_is_never_refused(toy: str, tmp_path: Path) -> None:
     """However large its error in few bits is, the times of ours are ratios to its own."""
     large = {"measured": "equality", "precision": "bf16", "failed": "ParityError: of this size"}
-    rows = [large | {"system": name} for name in (REFERENCE, NAIVE, GRAPH)]
-    assert suite.unequal(rows, "bfloat16") == {GRAPH: large["failed"]} and suite.unequal(rows, "float32") == {}
+    rows = [large | {"system": name, "model": SMALL, "beams": 1} for name in (REFERENCE, NAIVE, GRAPH)]
+    refusals = {dtype: suite.unequal(rows, cell(toy, dtype=dtype)) for dtype in ("bfloat16", "float32")}
+    assert refusals == {"bfloat16": {GRAPH: large["failed"]}, "float32": {}}
+
+
+def test_what_a_cell_rests_on() -> None:
+    """Its own model and t5-small, its own dtype and fp32, greedy search and its own beams."""
+    failed = {"measured": "equality", "system": GRAPH, "model": SMALL, "precision": "fp32", "beams": 1, "failed": "why"}
+    small, other = Cell("small", "speed"), Cell("other", "speed", model="random:bart-base")
+    beams = replace(small, beams=4)
+    for more, refused_cells in (({}, [small, other, beams]), ({"beams": 4}, [beams]), ({"precision": "fp16"}, []),
+                                ({"model": "random:bart-base"}, [other])):  # fmt: skip
+        assert [one for one in (small, other, beams) if suite.unequal([failed | more], one)] == refused_cells
+
+
+def test_draws_are_as_likely_as_transformers_says(toy: str, tmp_path: Path, monkeypatch) -> None:
+    one = cell(toy, "draws", batch=1, new_tokens=3, systems=(THEIR_DRAWS, DRAWN))
+    (row,) = measuring.draws(one, ModelOnDevice(toy, "float32", "cpu", tmp_path))
+    assert "failed" not in row and row["measured"] == "equality" and row["equal"] == row["of"] == 1024
+    assert row["distinct"] == 8 and row["error"] <= row["allowed_error"] < 0.1
+    inner = measuring.sample
+    wrong = lambda *arguments, sampling, **more: inner(*arguments, sampling=replace(sampling, temperature=1.5), **more)  # noqa: E731
+    monkeypatch.setattr(measuring, "sample", wrong)
+    (row,) = measuring.draws(one, ModelOnDevice(toy, "float32", "cpu", tmp_path))
+    assert "ParityError" in row["failed"] and row["error"] > row["allowed_error"]
+
+
+def test_requests_in_flight_are_equal_and_counted(toy: str, tmp_path: Path) -> None:
+    cells = [cell(toy, "equality", systems=(REFERENCE, FLIGHT), batch=5),
+             cell(toy, "requests", systems=(THEIR_BATCHES, BATCHES, FLIGHT), batch=2, rows=3, requests=14, rounds=2,
+                  new_tokens=12)]  # fmt: skip
+    rows, said = run(tmp_path / "rows.json", cells)
+    assert not [row["failed"] for row in rows if "failed" in row] and "requests a second" in said
+    equal = [row for row in rows if row["measured"] == "equality"]
+    assert [row["equal"] for row in equal] == [row["of"] for row in equal] == [30, 30]
+    theirs, batches, flight = (row for row in rows if row["measured"] == "requests")
+    assert (theirs["texts"], batches["texts"], flight["texts"]) == (2, 14, 14)
+    for row in (theirs, batches, flight):
+        assert row["answers_per_s"] == pytest.approx(row["texts"] / np.median(row["latency_s"]))
+    assert flight["ratio"] == pytest.approx(flight["answers_per_s"] / theirs["answers_per_s"])
+    assert [len(row["latency_s"]) for row in (theirs, batches, flight)] == [1, 2, 2]
+
+
+def test_throughput_is_of_each_system_alone(toy: str, tmp_path: Path) -> None:
+    one = cell(toy, "throughput", systems=(REFERENCE, GRAPH), batch=3, shortest_source=4, rounds=2)
+    lengths = measuring.batch_of(one, 100)[1].sum(axis=1)
+    assert lengths[0] == 9 and (lengths >= 4).all() and len({*lengths}) > 1
+    rows, _ = run(tmp_path / "rows.json", [one, replace(one, name="alone", systems=(GRAPH,))])
+    assert [row["measured"] for row in rows] == ["speed"] * 3 and [len(row["latency_s"]) for row in rows] == [1, 2, 2]
+    assert rows[1]["tokens_per_s"] == pytest.approx(18 / np.median(rows[1]["latency_s"]))
+    assert (
+        rows[1]["ratio"] == pytest.approx(rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"]) and "ratio" not in rows[2]
+    )
+
+
+def test_published_figures_have_a_cell_each_and_a_source() -> None:
+    named = {one.name: one for one in cells_for(H100)}
+    for model, theirs in PUBLISHED.items():
+        for figures in theirs.values():
+            assert len(figures) == len(PUBLISHED_BATCHES)
+        for batch in PUBLISHED_BATCHES:
+            one = named[f"{model}, batch {batch}"]
+            assert (one.shortest_source, one.source_tokens, one.new_tokens) == (260, 440, 128) and GRAPH in one.systems
 
 
 def test_a_comparison_that_would_not_notice_a_missing_mask_is_refused(toy: str, tmp_path: Path, monkeypatch) -> None:

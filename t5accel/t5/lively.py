@@ -22,6 +22,7 @@ RANDOM_SIZES: dict[str, dict[str, Any]] = {
     "flan-t5-small": dict(_FLAN, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
     "flan-t5-base": dict(_FLAN, d_model=768, d_ff=2048, num_heads=12, num_layers=12),
     "flan-t5-large": dict(_FLAN, d_model=1024, d_ff=2816, num_heads=16, num_layers=24),
+    "flan-t5-xl": dict(_FLAN, d_model=2048, d_ff=5120, num_heads=32, num_layers=24),
     "mt5-small": dict(_FLAN, vocab_size=250112, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
     "umt5-small": dict(_FLAN, vocab_size=256384, d_model=512, d_ff=1024, num_heads=6, num_layers=8),
     "byt5-small": dict(

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,22 @@ import torch
 from t5accel import machine
 from t5accel.backends.static_t5 import LONGEST_RUN
 from t5accel.backends.torch_static import TorchStatic
+from t5accel.decoding.distribution import Sampling, probabilities
+from t5accel.decoding.sampling import sample
 from t5accel.errors import InputError
 from t5accel.lab.gpu.cells import Cell
-from t5accel.lab.gpu.systems import COMPILED, GRAPH, REFERENCE, STATIC, SYSTEMS, ModelOnDevice
+from t5accel.lab.gpu.systems import (
+    COMPILED,
+    DRAWN,
+    FLIGHT,
+    GRAPH,
+    REFERENCE,
+    SYSTEMS,
+    THEIRS,
+    ModelOnDevice,
+    jobs,
+    scheduler,
+)
 from t5accel.lab.harness import Way, measured, said
 from t5accel.lab.launches import Prices, kernels, operators, prices
 from t5accel.lab.rows import Row
@@ -45,6 +59,13 @@ def measure(
         return equality(cell, subject)
     if cell.measured == "floor":
         return [floor(cell, subject)]
+    if cell.measured == "draws":
+        return draws(cell, subject)
+    rounds = min(rounds, cell.rounds)
+    if cell.measured == "requests":
+        return requests(cell, subject, refused=refused, rounds=rounds)
+    if cell.measured == "throughput":
+        return throughput(cell, subject, refused=refused, rounds=rounds)
     rows = speed(cell, subject, refused=refused, seconds=seconds, rounds=rounds)
     return rows + price_of_compiling(rows) if cell.measured == "compile" else rows
 
@@ -60,8 +81,10 @@ def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     ids = rng.integers(3, vocab_size, (cell.batch, cell.source_tokens))
     lengths = np.full(cell.batch, cell.source_tokens)
+    if cell.shortest_source is not None:
+        lengths[1:] = rng.integers(cell.shortest_source, cell.source_tokens + 1, cell.batch - 1)
     if cell.measured == "equality":
-        lengths = np.maximum(cell.source_tokens - 3 * np.arange(1, cell.batch + 1), 1)
+        lengths = np.maximum(cell.source_tokens - 3 * (1 + np.arange(cell.batch) % 8), 1)
     mask = (np.arange(cell.source_tokens) < lengths[:, None]).astype(np.int64)
     return ids * mask, mask
 
@@ -79,15 +102,16 @@ def equality(cell: Cell, subject: ModelOnDevice) -> list[Row]:
     if subject.dtype != "float32":
         exact = ModelOnDevice(subject.name, "float32", subject.device, subject.scratch)
     ids, mask = batch_of(cell, exact.model.config.vocab_size)
-    expected = exact.generate(REFERENCE, ids, mask, cell.new_tokens, 1)
+    expected = exact.generate(REFERENCE, ids, mask, cell.new_tokens, cell.beams)
     assert_varied(expected)
-    given = np.concatenate([np.zeros_like(expected[:, :1]), expected[:, :7]], axis=1)  # behind the start token
+    start = np.full_like(expected[:, :1], exact.model.config.decoder_start_token_id)
+    given = np.concatenate([start, expected[:, :7]], axis=1)
     logits = _teacher_forced(exact.model, ids, mask, given)
     theirs = _error(_teacher_forced(subject.model, ids, mask, given), logits)
     allowed = LARGEST_ERROR if exact is subject else TIMES_THEIRS * theirs
     compared = ((ids, mask, expected), (given, logits), allowed)
     rows = [_equality_of(name, cell, subject, *compared) for name in cell.systems]
-    broken = subject.generate(STATIC, ids, np.ones_like(mask), cell.new_tokens, 1)
+    broken = subject.generate(REFERENCE, ids, np.ones_like(mask), cell.new_tokens, cell.beams)
     if (broken == expected).all():
         raise InputError("A run without the mask gives the same tokens: this comparison proves nothing.")
     return rows
@@ -101,7 +125,7 @@ def _equality_of(
     if subject.dtype not in system.dtypes:
         return row | {"failed": f"it does not run in {subject.dtype}"}
     try:
-        found = subject.generate(name, ids, mask, cell.new_tokens, 1)
+        found = subject.generate(name, ids, mask, cell.new_tokens, cell.beams)
         row |= {"equal": int((found == expected).sum()), "of": expected.size, "distinct": len(np.unique(expected))}
         if system.backend is None:  # transformers itself
             seen = _teacher_forced(subject.model, ids, mask, given)
@@ -137,6 +161,40 @@ def _by_steps(backend: Any, ids: np.ndarray, mask: np.ndarray, given: np.ndarray
     return np.concatenate([backend.step(state, chunk)[:, 0] for chunk in chunks], axis=1)
 
 
+def draws(cell: Cell, subject: ModelOnDevice) -> list[Row]:
+    """How often each short text is drawn, beside its probability by transformers' logits.
+
+    Of two tokens at each step, so that the texts can be counted: the error is half of all differences of frequency and
+    probability, and twice what chance brings on average is allowed.
+    """
+    sampling, count = Sampling(temperature=0.7, top_k=2), 1024
+    ids, mask = batch_of(cell, subject.model.config.vocab_size)
+    start, end = subject.model.config.decoder_start_token_id, subject.model.config.eos_token_id
+    texts, chances = np.array([[start]]), np.ones(1)
+    for _ in range(cell.new_tokens):
+        logits = _teacher_forced(subject.model, *(array.repeat(len(texts), axis=0) for array in (ids, mask)), texts)
+        logits[:, -1, end] = -np.inf
+        odds = probabilities(logits[:, -1], None, sampling)
+        row, token = odds.nonzero()
+        texts, chances = np.column_stack([texts[row], token]), chances[row] * odds[row, token]
+    row = _row(DRAWN, cell) | {"measured": "equality", "of": count, "distinct": len(texts)}
+    try:
+        drawn = sample(
+            subject.backend(GRAPH), ids, mask, sampling=sampling, num_return_sequences=count,
+            min_new_tokens=cell.new_tokens, max_new_tokens=cell.new_tokens,
+        ).sequences  # fmt: skip
+        seen = (drawn[:, None] == texts[None, :, 1:]).all(axis=-1).mean(axis=0)
+        # The mean of |frequency - chance| is that of a normal distribution.
+        by_chance = np.sqrt(2 / np.pi * chances * (1 - chances) / count).sum() / 2
+        row |= {"equal": round(seen.sum() * count), "error": float(np.abs(seen - chances).sum() / 2),
+                "allowed_error": float(2 * by_chance)}  # fmt: skip
+        if row["equal"] < count or not row["error"] <= row["allowed_error"]:
+            raise ParityError(f"{row['equal']} of {count} texts are possible, at an error of {row['error']:.3g}")
+    except Exception as error:
+        row["failed"] = said(error)
+    return [row]
+
+
 # Speed
 
 
@@ -164,6 +222,90 @@ def speed(cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], sec
         row["first_s"] = subject.first_s.setdefault(name, row.get("first_s", 0.0))
     return [rows.get(name) or _row(name, cell) | {"failed": unable[name]}
             for name in cell.systems if name in rows or name in unable]  # fmt: skip
+
+
+def throughput(cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], rounds: int) -> list[Row]:
+    """Each system by itself, transformers once, ours ``rounds`` times: for what takes long, and much memory."""
+    ids, mask = batch_of(cell, subject.model.config.vocab_size)
+    for name in cell.systems:
+        subject.forget(name)  # memory for other shapes
+    rows = []
+    for name in cell.systems:
+        row = _row(name, cell)
+        run = partial(subject.generate, name, ids, mask, cell.new_tokens, cell.beams)
+        rows.append(_timed_alone(row, run, refused, 1 if name in THEIRS else rounds, subject.device))
+        if "latency_s" in row:
+            row["tokens_per_s"] = cell.batch * cell.new_tokens / float(np.median(row["latency_s"]))
+        let_go(subject.device)
+    return _with_ratios(rows)
+
+
+def requests(cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], rounds: int) -> list[Row]:
+    """Requests that all wait at once: nine in ten want 4 to 8 tokens, and one ``new_tokens``.
+
+    In batches of ``batch``, each as long as its longest answer (of which transformers is given a seventh, for it takes
+    long); and by our scheduler, with ``rows`` of them in flight.
+    """
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, subject.model.config.vocab_size, (cell.requests, cell.source_tokens))
+    lengths = np.where(rng.random(cell.requests) < 0.9, rng.integers(4, 9, cell.requests), cell.new_tokens)
+    mask, rows = np.ones_like(ids), []
+    for name in cell.systems:
+        count = max(cell.batch, cell.requests // 7 // cell.batch * cell.batch) if name in THEIRS else cell.requests
+        asked = ids[:count], mask[:count], lengths[:count]
+        way = _served if name == FLIGHT else _in_batches
+        row = _row(name, cell) | {
+            "texts": count, "new_tokens": int(lengths[:count].sum()),
+            "forced": False,
+        }  # fmt: skip
+        run = partial(way, name, cell, subject, *asked)
+        rows.append(_timed_alone(row, run, refused, 1 if name in THEIRS else rounds, subject.device))
+        if "latency_s" in row:
+            took = float(np.median(row["latency_s"]))
+            row |= {"answers_per_s": count / took, "tokens_per_s": row["new_tokens"] / took}
+    return _with_ratios(rows, "answers_per_s")
+
+
+def _in_batches(
+    name: str, cell: Cell, subject: ModelOnDevice, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> None:
+    for first in range(0, len(ids), cell.batch):
+        some = slice(first, first + cell.batch)
+        subject.generate(name, ids[some], mask[some], int(lengths[some].max()), 1)
+
+
+def _served(
+    name: str, cell: Cell, subject: ModelOnDevice, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> None:
+    with scheduler(subject, cell.rows) as serving:
+        for ticket in serving.submit_all(jobs(ids, mask, lengths)):
+            ticket.result(timeout_s=120)
+
+
+def _timed_alone(row: Row, run: Callable[[], Any], refused: Mapping[str, str], rounds: int, device: str) -> Row:
+    """A row with its times: the first run, and ``rounds`` of them."""
+    if row["system"] in refused:
+        return row | {"failed": refused[row["system"]]}
+    try:
+        for _ in range(rounds + 1):
+            begun = perf_counter()
+            run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            took = perf_counter() - begun
+            row.setdefault("first_s", took)
+            row.setdefault("latency_s", []).append(took)
+        row["latency_s"] = row["latency_s"][1:]
+    except Exception as error:
+        row.pop("latency_s", None)
+        row["failed"] = said(error)
+    return row
+
+
+def _with_ratios(rows: list[Row], rate: str = "tokens_per_s") -> list[Row]:
+    """To the first system's rate, for the systems did not take turns; one alone has none."""
+    first = rows[0].get(rate) if len(rows) > 1 else None
+    return [row | ({"ratio": row[rate] / first} if first and rate in row else {}) for row in rows]
 
 
 def price_of_compiling(rows: list[Row]) -> list[Row]:
@@ -259,9 +401,9 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
 
 
 def _row(name: str, cell: Cell) -> Row:
-    kind = "speed" if cell.measured == "compile" else cell.measured
+    kind = "speed" if cell.measured in ("compile", "throughput") else cell.measured
     return {
-        "measured": kind, "system": name, "reference": REFERENCE, **_about(cell), "batch": cell.batch,
+        "measured": kind, "system": name, "reference": cell.systems[0], **_about(cell), "batch": cell.batch,
         "source_tokens": cell.source_tokens, "new_tokens": cell.new_tokens, "beams": cell.beams,
     }  # fmt: skip
 

@@ -26,13 +26,13 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 from t5accel.lab.gpu.cards import slug
 from t5accel.lab.gpu.cells import Cell, cells_for
 from t5accel.lab.gpu.measure import PRECISIONS, failed, let_go, measure
-from t5accel.lab.gpu.systems import NAIVE, REFERENCE, ModelOnDevice
+from t5accel.lab.gpu.systems import SMALL, THEIRS, ModelOnDevice
 from t5accel.lab.harness import said
 from t5accel.lab.rows import Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
-SUITE = 2  # rows of another one are not gone on with
+SUITE = 3  # rows of another one are not gone on with
 NOT_BACK = "it has not come back: the process ended here"
 CONDITIONS = ("suite", "device", "machine.gpu.name", "versions.torch", "versions.transformers")  # of all rows of a file
 
@@ -92,7 +92,7 @@ def run_suite(
     with TemporaryDirectory() as scratch, caches_in(scratch):
         subject: ModelOnDevice | None = None
         for cell in todo:
-            refused = unequal(book.rows, cell.dtype)
+            refused = unequal(book.rows, cell)
             if cell in again and cell.measured != "equality" and not _may_change(book.of(cell), refused):
                 continue
             if (left := end - perf_counter()) < cell.least_s:
@@ -199,14 +199,19 @@ def caches_in(folder: str) -> Iterator[None]:
             del os.environ[name]
 
 
-def unequal(rows: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, str]:
-    """Systems of ours that failed the comparison of outputs in this dtype, and what was said of them.
+def unequal(rows: Sequence[Mapping[str, Any]], cell: Cell) -> dict[str, str]:
+    """Systems of ours that failed a comparison of outputs which a cell rests on, and what was said of them.
 
-    transformers is what they are compared with; it is never refused.
+    It rests on those of its own model and of t5-small's size, in its own dtype and in fp32, greedy and with as many
+    beams. transformers is what they are compared with; it is never refused.
     """
-    compared = (row for row in rows if row["measured"] == "equality" and row["precision"] == PRECISIONS[dtype])
-    return {row["system"]: row["failed"] for row in compared
-            if "failed" in row and row["system"] not in (REFERENCE, NAIVE)}  # fmt: skip
+    precisions = {PRECISIONS[cell.dtype], PRECISIONS["float32"]}
+    proofs = (
+        row for row in rows
+        if row["measured"] == "equality" and row["model"] in (cell.model, SMALL) and row["precision"] in precisions
+        and row["beams"] in (1, cell.beams)
+    )  # fmt: skip
+    return {row["system"]: row["failed"] for row in proofs if "failed" in row and row["system"] not in THEIRS}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -231,9 +236,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             after = "never" if steps is None else f"after {steps:,.0f} steps"
             notes.append(f"{row['cell']}: {row['compile_s']:.0f} s to compile, won back {after}")
         elif "latency_s" in row:
-            step = f"{step_ms(row):.2f}" if "new_tokens" in row else "–"  # a text that is read whole has no steps
-            speed = (step, f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x")
-            lines.append((row["cell"], row["system"], *speed))
+            # A text that is read whole has no steps, and requests in flight share theirs.
+            step = f"{step_ms(row):.2f}" if "new_tokens" in row and row.get("forced", True) else "–"
+            ratio = f"{row['ratio']:.2f}x" if "ratio" in row else "–"
+            lines.append((row["cell"], row["system"], step, f"{row['tokens_per_s']:.0f}", ratio))
+            if "answers_per_s" in row:
+                notes.append(f"{row['cell']}: {row['system']}: {row['answers_per_s']:,.0f} requests a second")
     shown = aligned(lines, left=(0, 1)) if len(lines) > 1 else []
     return "\n".join([*notes, *([""] if notes and shown else []), *shown])
 

@@ -17,18 +17,26 @@ from t5accel.backends.ort.captured import OrtCaptured
 from t5accel.backends.ort.numpy import OrtNumpy
 from t5accel.backends.ort.pointers import OrtPointers
 from t5accel.backends.ort.session import SessionSettings
+from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_recompute import TorchRecompute
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.checkpoints import in_floats, load_t5
 from t5accel.decoding.beam import beam_search
+from t5accel.decoding.distribution import Sampling
 from t5accel.decoding.greedy import greedy
+from t5accel.decoding.job import Job
+from t5accel.decoding.sampling import sample
 from t5accel.graphs.tensorrt_plan import Range, Sizes
+from t5accel.serving.budget import Limits
+from t5accel.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from t5accel.decoding.backend import Backend
 
+SMALL = "random:t5-small"
+SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=0.95)  # of what is timed
 # (input_ids (B, S), attention_mask (B, S), new tokens, beams) -> exactly so many new tokens (B, L), int64 numpy
 Generate = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
 
@@ -54,7 +62,14 @@ class ModelOnDevice:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        return in_floats(load_t5(self.name)[0], self.dtype, self.device)
+        """Random weights are drawn on the device, which takes no time, save those of `SMALL`, whose export has them."""
+        if self.name == SMALL or not self.name.startswith("random:"):
+            return in_floats(load_t5(self.name)[0], self.dtype, self.device)
+        if self.device == "cuda":
+            torch.cuda.manual_seed(0)
+        with torch.device(self.device):
+            model = load_t5(self.name)[0]
+        return in_floats(model, self.dtype, self.device)
 
     @cached_property
     def export(self) -> Path:
@@ -79,6 +94,10 @@ class ModelOnDevice:
         if name not in self._built:
             self._built[name] = build(self)
         return self._built[name]
+
+    def forget(self, name: str) -> None:
+        """Let go of a backend and the memory that it keeps for shapes of before."""
+        self._built.pop(name, None)
 
     def generate(self, name: str, *arguments: Any) -> np.ndarray:
         """What a system generates; arguments and result are those of `Generate`."""
@@ -141,6 +160,65 @@ def _static(**options: Any) -> Callable[[ModelOnDevice], Backend]:
     return lambda subject: TorchStatic(subject.model, **options)
 
 
+def _eager(subject: ModelOnDevice) -> Backend:
+    return TorchEager(subject.model)
+
+
+def _their_draws(subject: ModelOnDevice) -> Generate:
+    model = subject.model
+
+    def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
+        out = model.generate(
+            input_ids=torch.as_tensor(ids, device=model.device), do_sample=True, temperature=SAMPLING.temperature,
+            attention_mask=torch.as_tensor(mask, device=model.device), top_k=SAMPLING.top_k, top_p=SAMPLING.top_p,
+            min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+        )  # fmt: skip
+        return out[:, 1:].cpu().numpy()
+
+    return generate
+
+
+def _drawn(subject: ModelOnDevice) -> Generate:
+    running = subject.backend(GRAPH)
+
+    def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
+        length = dict(min_new_tokens=new_tokens, max_new_tokens=new_tokens)
+        return sample(running, ids, mask, sampling=SAMPLING, **length).sequences
+
+    return generate
+
+
+def scheduler(subject: ModelOnDevice, rows: int) -> Scheduler:
+    """One with so many rows, and a backend of its own for them; `Scheduler.close` ends its thread."""
+    limits = Limits(rows=rows, queue=4096, stall_s=1.0)
+    return Scheduler(subject.once(f"{FLIGHT}, {rows} rows", _static()), limits)
+
+
+def jobs(ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> list[Job]:
+    """A request for each text (B, S), for exactly so many (B,) new tokens."""
+    return [Job(text[seen > 0], min_new_tokens=int(length), max_new_tokens=int(length))
+            for text, seen, length in zip(ids, mask, lengths, strict=True)]  # fmt: skip
+
+
+def _in_flight(subject: ModelOnDevice) -> Generate:
+    """Half as many rows as texts, so that requests wait, leave and join."""
+
+    def generate(ids: np.ndarray, mask: np.ndarray, new_tokens: int, beams: int) -> np.ndarray:
+        with scheduler(subject, max(1, len(ids) // 2)) as serving:
+            tickets = serving.submit_all(jobs(ids, mask, np.full(len(ids), new_tokens)))
+            return np.array([ticket.result(timeout_s=60)[0].tokens for ticket in tickets])
+
+    return generate
+
+
+def _their_batches(subject: ModelOnDevice) -> Generate:
+    return SYSTEMS[REFERENCE].build(subject)
+
+
+def _our_batches(subject: ModelOnDevice) -> Generate:
+    return SYSTEMS[GRAPH].build(subject)
+
+
 def _recompute(subject: ModelOnDevice) -> Generate:
     running = subject.once(f"{RECOMPUTE}, all of it", lambda subject: TorchRecompute(subject.model))
     return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
@@ -164,6 +242,10 @@ COMPILED = "static cache, torch.compile, CUDA graph"
 KERNEL = "static cache, own attention kernel, CUDA graph"
 FED, BOUND, CAPTURED = "ONNX Runtime, numpy feeds", "ONNX Runtime, bound", "ONNX Runtime, CUDA graph"
 TENSORRT = "TensorRT"
+EAGER = "torch, growing cache"
+THEIR_DRAWS, DRAWN = "transformers, sampling", "static cache, CUDA graph, sampling"
+THEIR_BATCHES, BATCHES, FLIGHT = "transformers, batches", "static cache, CUDA graph, batches", "requests in flight"
+THEIRS = (REFERENCE, NAIVE, THEIR_DRAWS, THEIR_BATCHES)  # with which ours are compared
 
 SYSTEMS = {
     system.name: system
@@ -173,6 +255,12 @@ SYSTEMS = {
         _ours(STATIC, _static(graphs=False)),
         _ours(GRAPH, _static()),
         System(RECOMPUTE, _recompute, _static(graphs=False)),  # the same decoder
+        _ours(EAGER, _eager),
+        System(THEIR_DRAWS, _their_draws),
+        System(DRAWN, _drawn, _static(graphs=False)),
+        System(THEIR_BATCHES, _their_batches),
+        System(BATCHES, _our_batches, _static()),
+        System(FLIGHT, _in_flight, _static(graphs=False)),
         _ours(COMPILED, _static(compile=True)),
         _ours(KERNEL, _static(kernel=True)),
         _ours(FED, _onnx(OrtNumpy), dtypes=IN_ONNX),
