@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -35,6 +36,7 @@ from t5accel.lab.harness import Way, measured, said
 from t5accel.lab.launches import Prices, kernels, operators, prices
 from t5accel.lab.rows import Row
 from t5accel.parity import ParityError, assert_varied, parity
+from t5accel.serving.scheduler import Scheduler
 from t5accel.t5.roofline import roofline
 from t5accel.t5.sizes import T5Dims
 from t5accel.timing import Work
@@ -253,13 +255,16 @@ def requests(cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], 
     for name in cell.systems:
         count = max(cell.batch, cell.requests // 7 // cell.batch * cell.batch) if name in THEIRS else cell.requests
         asked = ids[:count], mask[:count], lengths[:count]
-        way = _served if name == FLIGHT else _in_batches
         row = _row(name, cell) | {
-            "texts": count, "new_tokens": int(lengths[:count].sum()),
-            "forced": False,
+            "texts": count, "new_tokens": int(lengths[:count].sum()), "forced": False,
         }  # fmt: skip
-        run = partial(way, name, cell, subject, *asked)
-        rows.append(_timed_alone(row, run, refused, 1 if name in THEIRS else rounds, subject.device))
+        with ExitStack() as stack:
+            if name == FLIGHT:  # one scheduler for all rounds, as a server has one
+                run = partial(_served, stack.enter_context(scheduler(subject, cell.rows)), *asked)
+            else:
+                run = partial(_in_batches, name, cell, subject, *asked)
+            row = _timed_alone(row, run, refused, 1 if name in THEIRS else rounds, subject.device)
+        rows.append(row)
         if "latency_s" in row:
             took = float(np.median(row["latency_s"]))
             row |= {"answers_per_s": count / took, "tokens_per_s": row["new_tokens"] / took}
@@ -274,12 +279,9 @@ def _in_batches(
         subject.generate(name, ids[some], mask[some], int(lengths[some].max()), 1)
 
 
-def _served(
-    name: str, cell: Cell, subject: ModelOnDevice, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray
-) -> None:
-    with scheduler(subject, cell.rows) as serving:
-        for ticket in serving.submit_all(jobs(ids, mask, lengths)):
-            ticket.result(timeout_s=120)
+def _served(serving: Scheduler, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> None:
+    for ticket in serving.submit_all(jobs(ids, mask, lengths)):
+        ticket.result(timeout_s=120)
 
 
 def _timed_alone(row: Row, run: Callable[[], Any], refused: Mapping[str, str], rounds: int, device: str) -> Row:

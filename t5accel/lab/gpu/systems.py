@@ -189,8 +189,8 @@ def _drawn(subject: ModelOnDevice) -> Generate:
 
 
 def scheduler(subject: ModelOnDevice, rows: int) -> Scheduler:
-    """One with so many rows, and a backend of its own for them; `Scheduler.close` ends its thread."""
-    limits = Limits(rows=rows, queue=4096, stall_s=1.0)
+    """One with so many rows, and a backend of its own for them; nothing is encoded once for two rounds."""
+    limits = Limits(rows=rows, queue=4096, encoder_cache_bytes=0)
     return Scheduler(subject.once(f"{FLIGHT}, {rows} rows", _static()), limits)
 
 
