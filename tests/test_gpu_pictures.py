@@ -112,10 +112,26 @@ def test_no_lengths_are_said(axis: Any, cards: Any) -> None:
 def test_the_overview_shows_cells_of_the_suite(cards: Any) -> None:
     figure = pictures.overview(cards)
     figure.canvas.draw()
-    assert len(figure.axes) == len(pictures.PANELS) + 1
+    assert len(figure.axes) == bool(pictures.times_as_fast(cards, pictures.PANELS[0])) + 1, "the rest was not timed"
     plt.close(figure)
     drawn = {cell for cells in pictures.PANELS for cell in cells} | {f"cache, {length} tokens" for length in LENGTHS}
-    assert drawn <= {cell.name for cell in CELLS if cell.measured in ("speed", "compile")}
+    assert drawn <= {cell.name for cell in CELLS if cell.measured in ("speed", "compile", "requests")}
+
+
+def test_published_figures_stand_beside_ours_and_are_called_published() -> None:
+    assert pictures.beside_published(TWO) == ""
+    rows = [{"cell": f"bart-large, batch {batch}", "system": GRAPH, "latency_s": [1.0], "tokens_per_s": batch * 1000.0}
+            for batch in (32, 128)]  # fmt: skip
+    head, *theirs, ours, source = pictures.beside_published({"h100": {"rows": rows}}).splitlines()
+    assert head.split()[-3:] == ["32", "64", "128"] and ours.split()[-3:] == ["32,000", "–", "128,000"]
+    assert [line.split()[-3:] for line in theirs] == [["10,662", "16,209", "23,518"], ["12,611", "22,007", "31,544"]]
+    assert all("published" in line for line in theirs) and source.endswith("No measurement of ours.")
+
+
+def test_a_bar_is_relative_to_the_row_s_own_reference() -> None:
+    rows = [{"cell": "in flight, 64 rows", "system": name, "reference": "batches", "latency_s": [1.0], "ratio": ratio}
+            for name, ratio in (("batches", 1.0), ("in flight", 40.0))]  # fmt: skip
+    assert pictures.times_as_fast({"h100": {"rows": rows}}, ["in flight, 64 rows"]) == {"in flight": {"h100": 40.0}}
 
 
 def test_floors_stand_beside_predictions_from_the_recorded_card() -> None:

@@ -10,7 +10,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from t5accel.lab.gpu.cards import bandwidth
-from t5accel.lab.gpu.cells import LENGTHS
+from t5accel.lab.gpu.cells import FAMILIES, LENGTHS, PUBLISHED, PUBLISHED_BATCHES, PUBLISHED_BY
 from t5accel.lab.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
 from t5accel.lab.harness import pairwise
 from t5accel.lab.launches import Prices
@@ -30,9 +30,12 @@ STYLES = ("-", "--", "-.", ":")
 
 PANELS = (
     ("t5-small", "t5-base", "flan-t5-large"),
+    ("t5-small, 4 beams", "t5-small, 8 x 4 beams", "t5-small, sampling"),
+    FAMILIES,
+    ("in flight, 64 rows",),
     ("runtimes, float32", "runtimes, float16"),
     ("t5-small, torch.compile", "t5-small, own kernel"),
-    ("t5-small, batch 8", "t5-small, batch 64", "t5-small, 4 beams", "t5-small, source 512"),
+    ("t5-small, batch 8", "t5-small, batch 64", "t5-small, source 512"),
 )
 
 
@@ -47,28 +50,41 @@ def timed(record: Record, cell: str) -> dict[str, Mapping[str, Any]]:
 
 
 def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> Figure:
-    """All of the runs on one figure: `bars` of sizes, of runtimes and of other shapes; below them `by_length`."""
+    """All of the runs on one figure: `bars` of each panel that was timed, and below them `by_length`."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(PANELS) + 1, 1, figsize=(9, 11.5), layout="constrained")
-    for axis, cells in zip(axes, PANELS, strict=False):
+    counts = {cells: len(times_as_fast(cards, cells)) for cells in PANELS}
+    shown = {cells: count for cells, count in counts.items() if count}
+    heights = [*(0.75 + 0.19 * count * max(len(cards), 1) for count in shown.values()), 2.2]
+    figure, axes = pyplot.subplots(
+        len(heights), 1, figsize=(9, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, cells in zip(axes[:, 0], shown, strict=False):
         bars(axis, cards, cells)
-    by_length(axes[-1], cards, predicted)
+    by_length(axes[-1, 0], cards, predicted)
     figure.suptitle(", ".join(cards), fontsize=9)
     return figure
 
 
-def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
-    """For each system of these cells a bar for each card: how many times as fast as transformers with its cache."""
+def times_as_fast(cards: Cards, cells: Sequence[str]) -> dict[str, dict[str, float]]:
+    """By the name of a bar, for each card: how many times as fast as transformers a system is."""
     found: dict[str, dict[str, float]] = {}
     for cell in cells:
         for card, record in cards.items():
-            for system in timed(record, cell):
-                if (
-                    system != REFERENCE
-                    and (value := pairwise(timed(record, cell).values(), system, REFERENCE)) is not None
-                ):
+            rows = timed(record, cell)
+            for system, row in rows.items():
+                theirs = row.get("reference", REFERENCE)
+                if system == theirs or theirs not in rows:
+                    continue
+                value = pairwise(rows.values(), system, theirs)  # None where they did not take turns
+                if (value := row.get("ratio") if value is None else value) is not None:
                     found.setdefault(system if len(cells) == 1 else f"{cell}: {system}", {})[card] = value
+    return found
+
+
+def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
+    """For each system of these cells a bar for each card: how many times as fast as transformers."""
+    found = times_as_fast(cards, cells)
     if not found:
         return _say(axis, f"not timed in any recorded run: {', '.join(cells)}")
     width = 0.8 / len(cards)
@@ -81,10 +97,33 @@ def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
     axis.axvline(1, color="#444444", linewidth=0.8)
     axis.set_yticks([place + 0.4 - width / 2 for place in range(len(found))], list(found))
     axis.tick_params(axis="y", labelsize=8)
-    axis.set(xlabel=f"times as fast as {REFERENCE}", ylim=(len(found) - 0.3, -0.3 - width / 2))
+    axis.set(xlabel="times as fast as transformers", ylim=(len(found) - 0.3, -0.3 - width / 2))
     axis.margins(x=0.12)
     if len(cards) > 1:
         axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(cards))
+
+
+def beside_published(cards: Cards) -> str:
+    """Tokens a second in the cells that others have published: theirs, as they say, and ours, as measured.
+
+    >>> row = {"cell": "flan-t5-xl, batch 32", "system": GRAPH, "latency_s": [1.0], "tokens_per_s": 5000.0}
+    >>> print(beside_published({"h100": {"rows": [row]}}).splitlines()[1])
+    flan-t5-xl  TensorRT-LLM, its PyTorch backend, published  3,312  4,184  4,768
+    """
+    lines = [("tokens/s", "batch", *map(str, PUBLISHED_BATCHES))]
+    for model, theirs in PUBLISHED.items():
+        ours = {}
+        for card, record in cards.items():
+            rows = [timed(record, f"{model}, batch {batch}").get(GRAPH) for batch in PUBLISHED_BATCHES]
+            if any(rows):
+                ours[card] = [f"{row['tokens_per_s']:,.0f}" if row else "–" for row in rows]
+        if ours:
+            lines += [(model, f"{name}, published", *(f"{value:,.0f}" for value in values))
+                      for name, values in theirs.items()]  # fmt: skip
+            lines += [(model, f"ours, {card}", *values) for card, values in ours.items()]
+    if len(lines) == 1:
+        return ""
+    return "\n".join([*aligned(lines, left=(0, 1)), f"Published: {PUBLISHED_BY}. No measurement of ours."])
 
 
 def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> None:
