@@ -65,7 +65,10 @@ def test_pyright_accepts_the_python_that_is_shown(snippets: list[str], tmp_path:
 
 
 def test_what_a_gpu_reaches_is_told_as_it_was_recorded() -> None:
-    rows = json.loads((ROOT / "data/results/gpu-h100.json").read_text(encoding="utf-8"))["rows"]
+    cards = {
+        card: json.loads((ROOT / f"data/results/gpu-{card}.json").read_text(encoding="utf-8"))["rows"]
+        for card in ("h100", "h200")
+    }
     part = README.split("## On a GPU\n")[1].split("\n## ")[0]
     cells = {
         "t5-small, one text": "t5-small", "t5-base": "t5-base", "flan-t5-large": "flan-t5-large",
@@ -76,21 +79,28 @@ def test_what_a_gpu_reaches_is_told_as_it_was_recorded() -> None:
     _, *table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [label for label, *_ in table] == [*cells]
     for label, *told in table:
-        cell = cells[label]
-        theirs, ours = (
-            next(row for row in rows if (row["cell"], row["system"]) == (cell, system)) for system in (REFERENCE, GRAPH)
-        )
-        digits = 0 if ours["ratio"] >= 10 else 1
-        speed = f"{ours['ratio']:.{digits}f}", f"{ours['tokens_per_s']:,.0f}"
-        assert tuple(told) == (f"{step_ms(theirs):.2f}", f"{step_ms(ours):.2f}", *speed), label
-    (floor,) = (row for row in rows if row["measured"] == "floor")
-    assert f"asks for {floor['kernels']} kernels where transformers asks for {floor['eager_kernels']:.0f}" in part
-    ratio = {(row["cell"], row["system"]): row["ratio"] for row in rows if row.get("ratio")}
-    told = " ".join(part.split())
-    bound, captured = (ratio["runtimes, float32", system] for system in (BOUND, CAPTURED))
-    assert f"in fp32 is {bound:.1f} times as fast as transformers, in a CUDA graph {captured:.1f} times" in told
-    exact, half = (ratio[f"runtimes, {dtype}", GRAPH] for dtype in ("float32", "float16"))
-    assert f"in fp32 t5-small's is {exact:.0f}, in fp16 {half:.0f}" in told
+        expected = []
+        for rows in cards.values():
+            theirs, ours = (
+                next(row for row in rows if (row["cell"], row["system"]) == (cells[label], system))
+                for system in (REFERENCE, GRAPH)
+            )
+            digits = 0 if ours["ratio"] >= 10 else 1
+            speed = f"{ours['ratio']:.{digits}f}", f"{ours['tokens_per_s']:,.0f}"
+            expected += [f"{step_ms(theirs):.2f}", f"{step_ms(ours):.2f}", *speed]
+        assert told == expected, label
+    told, ratio = " ".join(part.split()), {}
+    for card, rows in cards.items():
+        (floor,) = (row for row in rows if row["measured"] == "floor")
+        assert f"asks for {floor['kernels']} kernels where transformers asks for {floor['eager_kernels']:.0f}" in told
+        ratio |= {(card, row["cell"], row["system"]): row["ratio"] for row in rows if row.get("ratio")}
+    bound, captured = (ratio["h100", "runtimes, float32", system] for system in (BOUND, CAPTURED))
+    words = f"is {bound:.1f} times as fast as transformers on the H100, in a CUDA graph {captured:.1f} times"
+    assert words in told
+    (exact, half), (exact200, half200) = (
+        [ratio[card, f"runtimes, {dtype}", GRAPH] for dtype in ("float32", "float16")] for card in cards
+    )
+    assert f"is {exact:.0f} on the H100 and {exact200:.0f} on the H200, in fp16 {half:.0f} and {half200:.0f}" in told
 
 
 def test_notebook_table_lists_every_notebook_with_its_recorded_seconds() -> None:
