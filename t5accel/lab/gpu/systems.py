@@ -160,6 +160,15 @@ def _static(**options: Any) -> Callable[[ModelOnDevice], Backend]:
     return lambda subject: TorchStatic(subject.model, **options)
 
 
+def _recompute(subject: ModelOnDevice) -> Generate:
+    running = subject.once(f"{RECOMPUTE}, all of it", lambda subject: TorchRecompute(subject.model))
+    return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
+
+
+def _onnx(kind: type[OrtNumpy]) -> Callable[[ModelOnDevice], Backend]:
+    return lambda subject: kind(subject.export, settings=SessionSettings(device=subject.device))
+
+
 def _eager(subject: ModelOnDevice) -> Backend:
     return TorchEager(subject.model)
 
@@ -217,15 +226,6 @@ def _their_batches(subject: ModelOnDevice) -> Generate:
 
 def _our_batches(subject: ModelOnDevice) -> Generate:
     return SYSTEMS[GRAPH].build(subject)
-
-
-def _recompute(subject: ModelOnDevice) -> Generate:
-    running = subject.once(f"{RECOMPUTE}, all of it", lambda subject: TorchRecompute(subject.model))
-    return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
-
-
-def _onnx(kind: type[OrtNumpy]) -> Callable[[ModelOnDevice], Backend]:
-    return lambda subject: kind(subject.export, settings=SessionSettings(device=subject.device))
 
 
 def _tensorrt(subject: ModelOnDevice) -> Backend:
