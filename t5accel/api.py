@@ -18,7 +18,6 @@ from t5accel.graphs.export.logit_check import backend_logits
 from t5accel.graphs.export.logit_check import check_logits as compare_logits
 from t5accel.graphs.export.manifest import Manifest
 from t5accel.graphs.numbers.recipes import RECIPES, Recipe, as_recipe
-from t5accel.t5.sizes import T5_LIKE
 from t5accel.text.text_to_text import tokenizer_of
 
 if TYPE_CHECKING:
@@ -239,7 +238,7 @@ def _in_precision(folder: Path, recipe: Recipe | None) -> Manifest:
 def _in_torch(
     model: Any, recipe: Recipe, settings: SessionSettings, tokenizer: Any, *, check_logits: bool
 ) -> AcceleratedT5:
-    """On a GPU a T5 with captured steps; else transformers' own model, on a CPU for bf16."""
+    """On a GPU with captured steps; on a CPU, for bf16, transformers' own model."""
     import torch
 
     from t5accel.backends.hf import AcceleratedT5
@@ -252,9 +251,10 @@ def _in_torch(
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     torch.set_num_threads(settings.threads or machine.cpu_threads())
     moved = in_floats(model, recipe.dtype, settings.device)
-    captured = settings.device != "cpu" and model.config.model_type in T5_LIKE
+    captured = settings.device != "cpu"
     backend = TorchStatic(moved) if captured else TorchEager(moved)
     if captured and check_logits:
         run = backend_logits(backend)
-        compare_logits(moved, run, vocab_size=backend.vocab_size, tolerance=TOLERANCES[recipe.dtype])
+        sizes = dict(vocab_size=backend.vocab_size, source_vocab_size=getattr(backend, "source_vocab_size", None))
+        compare_logits(moved, run, **sizes, tolerance=TOLERANCES[recipe.dtype])
     return AcceleratedT5(backend, model.config, model.generation_config, tokenizer)

@@ -68,8 +68,8 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
 
     ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
     beams, sampling, prompt lookup, an assistant; with any logits processor, stopping criterion and streamer. Tensors
-    may lie on any device and come out there; the weights are the backend's. Use it in a ``with`` block, or call
-    ``close()``, to free them before the object is gone.
+    may lie on any device; tokens come out where the input ids lie. The weights are the backend's. Use it in a ``with``
+    block, or call ``close()``, to free them before the object is gone.
 
     Masks are transformers': without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of
     5.x takes it for text. Give one. A row whose mask is all zero gets an answer that means nothing, and changes no
@@ -193,7 +193,8 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
         logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
         if labels is not None:
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            expected = labels.flatten().to(logits.device)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), expected, ignore_index=-100)
         is_cached = self.config.use_cache if use_cache is None else use_cache
         output = Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if is_cached else None)
         is_named = self.config.return_dict if return_dict is None else return_dict
@@ -221,7 +222,11 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         if given is None and kwargs.get("encoder_outputs") is None:
             refuse({name: kwargs.get(name) for name in _NOT_SERVED})
             raise InputError("There is nothing to answer: give input_ids (B, S), or encoder_outputs.")
-        return super().generate(inputs, *args, **kwargs)
+        # transformers' loop runs where the inputs are: with them go its processors, and the tokens come out there.
+        device = as_encoded(kwargs["encoder_outputs"]).device if given is None else given.device
+        kwargs = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in kwargs.items()}
+        with self.looping_on(device):
+            return super().generate(inputs, *args, **kwargs)
 
     # What `generate` calls. Both lines of transformers give whole sequences, beside more than a backend needs.
 

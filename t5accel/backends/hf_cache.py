@@ -50,10 +50,12 @@ class EncodedBatch:
     Attributes:
         encoded: the sources.
         rows: (R,) int64, which of the sources each row of a batch belongs to: 0 … B - 1, repeated for K beams.
+        device: of the input ids, and so of what `generate` makes of them.
     """
 
     encoded: Encoded
     rows: np.ndarray
+    device: torch.device
 
     last_hidden_state = hidden_states = attentions = property(_stays_in_the_backend)
     __getitem__ = __iter__ = get = keys = values = items = to_tuple = _stays_in_the_backend
@@ -114,7 +116,7 @@ class AcceleratedEncoder:
         ids, mask = as_batch(ids, np.where(masked[:, None], 1, mask), vocab_size=entries)
         mask[masked] = 0
         encoded = Encoded(self.backend, self.backend.encode(ids, mask), ids, mask)
-        return EncodedBatch(encoded, np.arange(len(ids)))
+        return EncodedBatch(encoded, np.arange(len(ids)), torch.device(getattr(input_ids, "device", "cpu")))
 
     __call__ = forward
 

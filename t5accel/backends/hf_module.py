@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from t5accel.graphs.contract import WEIGHTS
 from t5accel.t5.narrow import resize
 from t5accel.t5.sizes import T5_LIKE
 
+_LOOP: ContextVar[torch.device | None] = ContextVar("_LOOP", default=None)
 _INFERENCE_ONLY = "An accelerated model is for inference only: train transformers' own model, then accelerate that."
 
 
@@ -38,12 +41,23 @@ class WeightlessModule(PreTrainedModel):
 
     @property
     def device(self) -> torch.device:
-        """The backend's device."""
+        """The backend's device; while transformers' loop runs, the loop's, since a backend takes tensors from any."""
+        if (loop := _LOOP.get()) is not None:
+            return loop
         place = getattr(self.backend, "device", None) or getattr(
             getattr(self.backend, "settings", None), "device", "cpu"
         )
         device = torch.device(place)
         return torch.empty(0, device=device).device if device.type == "cuda" else device  # with its number
+
+    @contextmanager
+    def looping_on(self, device: torch.device) -> Iterator[None]:
+        """Within it transformers' code, which expects a model where its tensors are, finds it there."""
+        token = _LOOP.set(device)
+        try:
+            yield
+        finally:
+            _LOOP.reset(token)
 
     @property
     def dtype(self) -> torch.dtype:

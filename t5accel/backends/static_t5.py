@@ -1,4 +1,4 @@
-"""T5 in torch on memory that never moves or grows: what captured CUDA graphs can be replayed on.
+"""Encoder-decoders in torch on memory that never moves or grows: what captured CUDA graphs can be replayed on.
 
 A graph of the device holds addresses and sizes, so nothing may depend on how long an answer is: keys and values have a
 place for every position that there will be, each row knows how many of them are real, and what lies beyond is masked.
@@ -7,24 +7,23 @@ ask for a small decoder's kernels than a GPU to run them, asks once for all of a
 team 2023, and of transformers' StaticCache.)
 
 A step also asks for as little as it can: projections that read the same input are one product, keys and values are
-written together, residuals are added inside the product, and a table of biases knows what lies in the future.
+written together, residuals are added inside the product, and a table of biases knows what lies in the future. Families
+differ by the switches of `families.family.Family`; a switch that T5 lacks adds no operator to T5's step.
 
 Shapes: B sources, K rows that share one, R = B * K, T new tokens, S source positions, W places for positions, d = d_kv.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from t5accel.errors import InputError, MissingPackageError
-from t5accel.t5.rules import logit_scale, relative_position_bucket
-from t5accel.t5.sizes import T5Dims
+from t5accel.backends.static_layers import Layer, Linear, Norm, Stack, lowest_of, stacks_of
+from t5accel.families.registry import dims_of, family_of_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,41 +116,13 @@ class Slot:
         return self.shape[3]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer's weights as its products take them, (out, in); one above the other where they read the same input.
-
-    Attributes:
-        norms: of self-attention, of cross-attention in a decoder, and of the feed-forward part.
-        qkv: (3 * H * d, d_model).
-        biases: (H, distances), what self-attention adds to scores.
-        cross_kv: (2 * H * d, d_model); it and the other two are ``None`` in an encoder.
-        wi: (d_ff, d_model); in a gated model (2 * d_ff, d_model), the gate first.
-    """
-
-    norms: tuple[torch.Tensor, ...]
-    qkv: torch.Tensor
-    o: torch.Tensor
-    biases: torch.Tensor
-    cross_q: torch.Tensor | None
-    cross_kv: torch.Tensor | None
-    cross_o: torch.Tensor | None
-    wi: torch.Tensor
-    wo: torch.Tensor
-
-
 class StaticT5:
-    """The encoder and the decoder step of a T5-like model, over its own weights and joined copies of some.
+    """The encoder and the decoder step of a T5, a BART or a relative, over its own weights and joined copies of some.
 
     The residual stream is in the weights' type, but for fp16 in fp32: it is what outgrows fp16 in published T5s.
 
     Args:
-        model: a ``T5ForConditionalGeneration`` or its like, on any device, of any type of float.
-        kernel: steps of one token attend by `triton_attention` in place of PyTorch's operators.
-
-    Raises:
-        InputError: for ``kernel`` the size of a head is no power of two.
-        MissingPackageError: for ``kernel`` Triton is not installed.
+        model: of a family that `families.registry` has, on any device, of any type of float.
 
     >>> from t5accel.t5.lively import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
@@ -162,65 +133,19 @@ class StaticT5:
     (torch.Size([1, 2, 8]), [2])
     """
 
-    def __init__(self, model: PreTrainedModel, *, kernel: bool = False):
-        self.dims, self.config = T5Dims.of(model), model.config
-        self.kernel = self._kernel() if kernel else None
-        self.head, self.embedding = model.lm_head.weight.detach(), model.decoder.embed_tokens.weight.detach()
-        self.source_embedding = model.encoder.embed_tokens.weight.detach()
-        self.device, self.dtype, self.epsilon = self.head.device, self.head.dtype, self.config.layer_norm_epsilon
+    def __init__(self, model: PreTrainedModel):
+        self.family, self.config = family_of_model(model), model.config
+        self.dims = dims_of(model, self.family)
+        self.head, bias = model.lm_head.weight.detach(), getattr(model, "final_logits_bias", None)
+        self.device, self.dtype = self.head.device, self.head.dtype
+        has_bias = self.family.head_bias and bias is not None and bias.any()
+        self.head_bias = bias.detach().reshape(-1).to(self.dtype) if has_bias else None
         self.residual = torch.float32 if self.dtype == torch.float16 else self.dtype
-        self.lowest = torch.finfo(self.dtype).min  # added to a score it makes the softmax ignore the position
-        self.reach = self.config.relative_attention_max_distance
-        self.activation = _activation(model.decoder.block[0].layer[-1].DenseReluDense)
-        self.layers = self._layers(model.decoder)
-        self.encoder_layers = self._layers(model.encoder)
-        self.last_norm = model.decoder.final_layer_norm.weight.detach().to(self.residual) * logit_scale(model)
-        self.encoder_norm = model.encoder.final_layer_norm.weight.detach().to(self.residual)
-
-    # Weights
-
-    def _kernel(self) -> ModuleType:
-        if self.dims.d_kv & (self.dims.d_kv - 1):
-            raise InputError(f"d_kv is {self.dims.d_kv}; our kernel takes heads of a power of two: leave it out.")
-        try:
-            from t5accel.backends import triton_attention
-        except ImportError as error:
-            raise MissingPackageError("Our kernel needs Triton, which PyTorch's builds for CUDA bring.") from error
-        return triton_attention
-
-    def _layers(self, stack: Any) -> list[Layer]:
-        buckets, layers = self._buckets(stack.is_decoder), []
-        table: torch.Tensor | None = None
-        for block in stack.block:
-            attention, dense = block.layer[0].SelfAttention, block.layer[-1].DenseReluDense
-            across = block.layer[1].EncDecAttention if stack.is_decoder else None
-            # T5's first layer has the biases of all; in UMT5 and narrow models each layer has its own.
-            if hasattr(attention, "relative_attention_bias"):
-                table = attention.relative_attention_bias.weight.detach()[buckets].T.to(self.dtype).contiguous()
-                if stack.is_decoder:  # the first column is the future's
-                    table = functional.pad(table, (1, 0), value=self.lowest)
-            gone = getattr(attention, "pruned_heads", ())
-            kept = [head for head in range(len(table)) if head not in gone]
-            gated = hasattr(dense, "wi_0")
-            layers.append(Layer(
-                norms=tuple(layer.layer_norm.weight.detach().to(self.residual) for layer in block.layer),
-                qkv=_joined(attention.q, attention.k, attention.v), o=attention.o.weight.detach(),
-                biases=table[kept] if gone else table,
-                cross_q=across.q.weight.detach() if across else None,
-                cross_kv=_joined(across.k, across.v) if across else None,
-                cross_o=across.o.weight.detach() if across else None,
-                wi=_joined(dense.wi_0, dense.wi_1) if gated else dense.wi.weight.detach(), wo=dense.wo.weight.detach(),
-            ))  # fmt: skip
-        return layers
-
-    def _buckets(self, is_decoder: bool) -> torch.Tensor:
-        """T5's bucket for each distance that matters: 0 … reach back, or -reach … reach for an encoder."""
-        distances = -torch.arange(self.reach + 1) if is_decoder else torch.arange(-self.reach, self.reach + 1)
-        buckets = relative_position_bucket(
-            distances.numpy(), bidirectional=not is_decoder, buckets=self.config.relative_attention_num_buckets,
-            max_distance=self.reach,
-        )  # fmt: skip
-        return torch.from_numpy(buckets).to(self.device)
+        self.lowest = lowest_of(self.dtype)
+        self.encoder, self.decoder = stacks_of(model, self.family, residual=self.residual)
+        self.layers, self.reach = self.decoder.layers, self.decoder.reach
+        scaled = self.family.scales_embedding and model.config.scale_embedding
+        self.embedding_scale = self.dims.d_model**0.5 if scaled else 1.0
 
     # Memory
 
@@ -260,19 +185,20 @@ class StaticT5:
     def encode(self, ids: torch.Tensor, mask: torch.Tensor, into: KeysAndValues | None = None) -> KeysAndValues:
         """Tokens and mask (B, S) -> cross-attention's keys and values, in ``into`` or in new memory."""
         into = self.cross_memory(*ids.shape) if into is None else into
-        places = torch.arange(ids.shape[1], device=self.device)
-        index = (places - places[:, None]).clamp_(-self.reach, self.reach) + self.reach  # (S, S)
-        hidden = functional.embedding(ids, self.source_embedding).to(self.residual)
+        places, reach = torch.arange(ids.shape[1], device=self.device), self.encoder.reach
+        index = (places - places[:, None]).clamp_(-reach, reach) + reach  # (S, S)
+        hidden = self._embedded(self.encoder, ids, places.expand(ids.shape), whole=True)
         real, biases = mask[:, None, None].bool(), {}
-        for layer in self.encoder_layers:
+        for layer in self.encoder.layers:
             if id(layer.biases) not in biases:
-                biases[id(layer.biases)] = torch.where(real, layer.biases[:, index], self.lowest)  # (B, H, S, S)
-            query, key, value = self._projected(self._norm(hidden, layer.norms[0]), layer.qkv, 3)
-            self._add(hidden, self._attend(query, key, value, biases[id(layer.biases)]), layer.o)
-            self._feed_forward(hidden, layer)
-        encoded = self._norm(hidden, self.encoder_norm)
+                biases[id(layer.biases)] = torch.where(real, layer.biases[:, index], self.lowest)  # (B, H or 1, S, S)
+            query, key, value = self._projected(self._before(hidden, layer.norms[0]), layer.qkv, 3, layer.width)
+            found = self._attend(query, key, value, biases[id(layer.biases)])
+            hidden = self._after(hidden, found, layer.o, layer.norms[0])
+            hidden = self._feed_forward(hidden, layer)
+        encoded = self._before(hidden, self.encoder.last_norm)
         for layer, place in zip(self.layers, into.layers, strict=True):
-            place.copy_(self._projected(encoded, layer.cross_kv, 2))
+            place.copy_(self._projected(encoded, layer.cross_kv, 2, layer.width))
         return into
 
     # A step of the decoder
@@ -282,8 +208,6 @@ class StaticT5:
 
         The caller sees to it that there is room: no row may get more than W positions.
         """
-        if self.kernel is not None and tokens.shape[1] == 1:
-            return self._read_one(slot, tokens)
         batch, rows, _, _ = slot.shape
         count = tokens.shape[1]
         positions = slot.lengths[:, None]  # (R, T)
@@ -291,44 +215,32 @@ class StaticT5:
             positions = positions + torch.arange(count, device=self.device)
         index = (positions[:, :, None] - slot.before).clamp_(0, self.reach + 1)  # (R, T, W), 0 where it is the future
         where = positions[None, :, None, :, None]
-        hidden = functional.embedding(tokens, self.embedding).to(self.residual)
+        hidden = self._embedded(self.decoder, tokens, positions)
         biases: dict[int, torch.Tensor] = {}
         for layer, own, cross in zip(self.layers, slot.own.layers, slot.cross.layers, strict=True):
             if id(layer.biases) not in biases:
-                biases[id(layer.biases)] = layer.biases[:, index].transpose(0, 1)  # (R, H, T, W)
-            projected = self._projected(self._norm(hidden, layer.norms[0]), layer.qkv, 3)  # (3, R, H, T, d)
-            new = projected[1:]
+                biases[id(layer.biases)] = layer.biases[:, index].transpose(0, 1)  # (R, H or 1, T, W)
+            projected = self._projected(self._before(hidden, layer.norms[0]), layer.qkv, 3, layer.width)
+            new = projected[1:]  # of (3, R, H, T, d)
             own.scatter_(3, where.expand(new.shape), new)
-            self._add(hidden, self._attend(projected[0], *own, biases[id(layer.biases)]), layer.o)
+            found = self._attend(projected[0], *own, biases[id(layer.biases)])
+            hidden = self._after(hidden, found, layer.o, layer.norms[0])
             # Rows of one source fold into the axis of queries: nothing of the source is copied for each row.
-            normed = self._norm(hidden, layer.norms[1]).view(batch, rows * count, -1)
-            (query,) = self._projected(normed, layer.cross_q, 1)
-            self._add(hidden, self._attend(query, *cross, slot.source_bias), layer.cross_o)
-            self._feed_forward(hidden, layer)
+            asking = self._before(hidden, layer.norms[1]).view(batch, rows * count, -1)
+            (query,) = self._projected(asking, layer.cross_q, 1, layer.width)
+            found = self._attend(query, *cross, slot.source_bias)
+            hidden = self._after(hidden, found, layer.cross_o, layer.norms[1])
+            hidden = self._feed_forward(hidden, layer)
         slot.lengths.add_(count)
-        return self._norm(hidden, self.last_norm)
-
-    def _read_one(self, slot: Slot, tokens: torch.Tensor) -> torch.Tensor:
-        """`read` of one token (R, 1) for each row, by our own kernels."""
-        heads, hidden = (-1, self.dims.d_kv), functional.embedding(tokens, self.embedding).to(self.residual)
-        for layer, own, cross in zip(self.layers, slot.own.layers, slot.cross.layers, strict=True):
-            projected = functional.linear(self._norm(hidden, layer.norms[0])[:, 0], layer.qkv).unflatten(
-                -1, (3, *heads)
-            )
-            self._add(hidden, self.kernel.attend_own(projected, own, slot.lengths, layer.biases), layer.o)
-            query = functional.linear(self._norm(hidden, layer.norms[1])[:, 0], layer.cross_q).unflatten(-1, heads)
-            self._add(hidden, self.kernel.attend_cross(query, cross, slot.source_bias), layer.cross_o)
-            self._feed_forward(hidden, layer)
-        slot.lengths.add_(1)
-        return self._norm(hidden, self.last_norm)
+        return self._before(hidden, self.decoder.last_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(…, d_model) -> (…, V) float32."""
-        return functional.linear(hidden, self.head).float()
+        return self._scores(hidden).float()
 
     def choose(self, slot: Slot, hidden: torch.Tensor) -> None:
         """The likeliest token after the last of (R, T, d_model) becomes the slot's ``token``, and is noted down."""
-        slot.logits.copy_(functional.linear(hidden[:, -1], self.head))
+        slot.logits.copy_(self._scores(hidden[:, -1]))
         token = (slot.logits + slot.penalty).argmax(dim=-1, keepdim=True)
         slot.token.copy_(token)
         slot.chosen.scatter_(1, slot.count.expand(len(token), 1), token)
@@ -340,44 +252,58 @@ class StaticT5:
 
     # Parts of a layer
 
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(hidden, weight.shape, weight, self.epsilon).to(self.dtype)
+    def _embedded(self, stack: Stack, tokens: torch.Tensor, places: torch.Tensor, *, whole: bool = False) -> Any:
+        """Tokens and their places in the text, counted from 0, (N, n) -> (N, n, d_model), the residual stream.
 
-    def _projected(self, normed: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+        With ``whole`` these are all tokens of a text, so that a family whose padding has no position can count.
+        """
+        hidden = functional.embedding(tokens, stack.embedding)
+        if stack.positions is not None:
+            if self.family.skips_padding and whole:
+                places = (tokens != self.config.pad_token_id).cumsum(1) - 1
+            # Beyond the table are only the places of a bucket that no token has, and rows that have ended.
+            numbers = (places + stack.first).clamp_(max=len(stack.positions) - 1)
+            if self.family.skips_padding:
+                numbers = numbers.masked_fill(tokens == self.config.pad_token_id, self.config.pad_token_id)
+            hidden = torch.add(functional.embedding(numbers, stack.positions), hidden, alpha=self.embedding_scale)
+            if stack.norm_embedding is not None:
+                hidden = stack.norm_embedding(hidden)
+        return hidden.to(self.residual)
+
+    def _before(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """What a part reads of the stream: normed, or where norms stand behind the parts, as it is."""
+        return (norm(hidden) if self.family.norm_first else hidden).to(self.dtype)
+
+    def _after(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm) -> torch.Tensor:
+        """The stream behind a part. It may be written to in place: ``hidden += x @ weight.T``."""
+        rows, x = hidden.view(-1, hidden.shape[-1]), x.reshape(-1, x.shape[-1]).to(linear.weight.dtype)
+        if rows.dtype == linear.weight.dtype and linear.bias is None:
+            rows.addmm_(x, linear.weight.T)  # one operator
+        else:
+            rows.add_(functional.linear(x, *linear))
+        return hidden if self.family.norm_first else norm(hidden)
+
+    def _projected(self, normed: torch.Tensor, linear: Linear, parts: int, width: int) -> torch.Tensor:
         """(N, n, d_model) by weights (parts * H * d, d_model) -> (parts, N, H, n, d), a view of one product."""
-        joined = functional.linear(normed, weight)
-        return joined.unflatten(-1, (parts, -1, self.dims.d_kv)).permute(2, 0, 3, 1, 4)
+        joined = functional.linear(normed, *linear)
+        return joined.unflatten(-1, (parts, -1, width)).permute(2, 0, 3, 1, 4)
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> Any:
         """(N, H, n, d) -> (N, n, H * d). T5 does not divide scores by the root of d."""
-        attended = functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=1.0)
+        scale = query.shape[-1] ** -0.5 if self.family.scales_attention else 1.0
+        attended = functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
         return attended.transpose(1, 2).flatten(2)
 
-    def _add(self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """``hidden += x @ weight.T``, in place, as one operator where all are of one type."""
-        rows, x = hidden.view(-1, hidden.shape[-1]), x.reshape(-1, x.shape[-1]).to(weight.dtype)
-        if rows.dtype == weight.dtype:
-            rows.addmm_(x, weight.T)
-        else:
-            rows.add_(functional.linear(x, weight))
-
-    def _feed_forward(self, hidden: torch.Tensor, layer: Layer) -> None:
-        """Added to ``hidden``. transformers keeps ``wo`` in fp32 where the model is in fp16."""
-        inner = functional.linear(self._norm(hidden, layer.norms[-1]), layer.wi)
+    def _feed_forward(self, hidden: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """The stream behind it. transformers keeps ``wo`` in fp32 where the model is in fp16."""
+        activation = self.decoder.activation  # the encoder's, too
+        inner = functional.linear(self._before(hidden, layer.norms[-1]), *layer.wi)
         if self.dims.gated:
             gate, inner = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * inner
+            inner = activation(gate) * inner
         else:
-            inner = self.activation(inner)
-        self._add(hidden, inner, layer.wo)
+            inner = activation(inner)
+        return self._after(hidden, inner, layer.wo, layer.norms[-1])
 
-
-def _joined(*modules: Any) -> torch.Tensor:
-    return torch.cat([module.weight.detach() for module in modules])
-
-
-def _activation(dense: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer's activation; what transformers writes out as eight operators for T5 v1.1 is one in torch."""
-    if type(dense.act).__name__ == "NewGELUActivation":
-        return lambda x: functional.gelu(x, approximate="tanh")
-    return dense.act
+    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, self.head, self.head_bias)

@@ -7,6 +7,7 @@ backend is for tests and for comparison.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class StaticState:
 
 
 class TorchStatic:
-    """A `Backend` over a T5-like model of torch, whose keys and values lie in memory of fixed size.
+    """A `Backend` over a model of torch of any family, whose keys and values lie in memory of fixed size.
 
     A row's positions begin at its first place, so rows of unequal length need no padding, and `trim` moves nothing.
     Memory comes in buckets of lengths and is used again by the next state of the same shape, with the graph that was
@@ -80,14 +81,13 @@ class TorchStatic:
         graphs: capture CUDA graphs; by default where the model is on a GPU.
         compile: run the step through ``torch.compile``, which takes a minute or so at the first use of each shape. With
             graphs, what is captured is the compiled step.
-        kernel: attend by our own kernel, as `StaticT5`.
 
     Attributes:
         captured: how many graphs of a step were captured.
 
     Raises:
-        InputError: ``buckets`` are not ascending lengths, or graphs are asked for on a CPU; or as `StaticT5`.
-        MissingPackageError: as `StaticT5`.
+        InputError: ``buckets`` are not ascending lengths, or graphs are asked for on a CPU. From ``encode``: a source
+            is longer than the model's table of positions.
 
     >>> from t5accel.checkpoints import load_t5
     >>> from t5accel.decoding.greedy import greedy
@@ -96,11 +96,13 @@ class TorchStatic:
     (1, 5)
     """
 
+    runs: type[StaticT5] = StaticT5
+
     def __init__(
         self, model: PreTrainedModel, *, buckets: Sequence[int] = BUCKETS, graphs: bool | None = None,
-        compile: bool = False, kernel: bool = False,
+        compile: bool = False,
     ):  # fmt: skip
-        self.model, self.decoder = model.eval(), StaticT5(model, kernel=kernel)
+        self.model, self.decoder = model.eval(), self.runs(model)
         self.device, self.vocab_size = self.decoder.device, self.decoder.dims.vocab_size
         self.buckets = tuple(as_count(bucket, "a bucket", at_least=1) for bucket in buckets)
         if not self.buckets or list(self.buckets) != sorted({*self.buckets}):
@@ -108,9 +110,14 @@ class TorchStatic:
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
-        self.rules, self._made_with = rules_of(model), dict(compile=compile, kernel=kernel)
+        self.rules, self._compile = rules_of(model), compile
         for name, token in special_tokens(model).items():
             setattr(self, name, token)
+        self._longest_source = math.inf
+        if (table := self.decoder.encoder.positions) is not None:
+            self.source_vocab_size = len(self.decoder.encoder.embedding)
+            self.positions = len(self.decoder.decoder.positions) - self.decoder.decoder.first
+            self._longest_source = len(table) - self.decoder.encoder.first
         self.captured = 0
         self._step = self._compiled() if compile else self.decoder.advance
         self._free: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
@@ -118,11 +125,15 @@ class TorchStatic:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied by its model: the copy captures and compiles for itself."""
-        again = partial(type(self), buckets=self.buckets, graphs=self.graphs, **self._made_with)
+        again = partial(type(self), buckets=self.buckets, graphs=self.graphs, compile=self._compile)
         return again, (self.model,)
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:
+        if input_ids.shape[1] > self._longest_source:
+            raise InputError(
+                f"A source must have at most {self._longest_source} tokens, got {input_ids.shape[1]}. Cut it shorter."
+            )
         given = [torch.from_numpy(np.array(array, order="C")) for array in (input_ids, attention_mask)]
         if not self.graphs:
             on_device = [array.to(self.device) for array in given]

@@ -8,9 +8,20 @@ head is a program of its own that reads only what is real. Needs Triton, which P
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
+
+from t5accel.backends.static_t5 import Slot, StaticT5
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.errors import InputError
+from t5accel.t5.sizes import require_t5
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCK = 64  # places that are looked at together
 
@@ -103,3 +114,38 @@ def attend_cross(query: torch.Tensor, memory: torch.Tensor, bias: torch.Tensor) 
     out = torch.empty((rows, heads * d), dtype=query.dtype, device=query.device)
     _cross[(rows, heads)](query, memory[0], memory[1], bias, out, heads, source, rows // batch, d, BLOCK)
     return out
+
+
+class TritonT5(StaticT5):
+    """`StaticT5` whose steps of one token attend by these kernels in place of PyTorch's operators.
+
+    Raises:
+        InputError: the size of a head is no power of two.
+        NotT5Error: the model is of another family.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        require_t5(model.config, type(model).__name__)
+        super().__init__(model)
+        if self.dims.d_kv & (self.dims.d_kv - 1):
+            raise InputError(f"d_kv must be a power of two for our kernel, got {self.dims.d_kv}: use TorchStatic.")
+
+    def read(self, slot: Slot, tokens: torch.Tensor) -> torch.Tensor:
+        if tokens.shape[1] > 1:
+            return super().read(slot, tokens)
+        heads, hidden = (-1, self.dims.d_kv), self._embedded(self.decoder, tokens, slot.lengths[:, None])
+        for layer, own, cross in zip(self.layers, slot.own.layers, slot.cross.layers, strict=True):
+            projected = functional.linear(self._before(hidden, layer.norms[0])[:, 0], *layer.qkv)
+            found = attend_own(projected.unflatten(-1, (3, *heads)), own, slot.lengths, layer.biases)
+            hidden = self._after(hidden, found, layer.o, layer.norms[0])
+            query = functional.linear(self._before(hidden, layer.norms[1])[:, 0], *layer.cross_q).unflatten(-1, heads)
+            hidden = self._after(hidden, attend_cross(query, cross, slot.source_bias), layer.cross_o, layer.norms[1])
+            hidden = self._feed_forward(hidden, layer)
+        slot.lengths.add_(1)
+        return self._before(hidden, self.decoder.last_norm)
+
+
+class TorchTriton(TorchStatic):
+    """`TorchStatic` over `TritonT5`."""
+
+    runs = TritonT5

@@ -8,7 +8,7 @@ from t5accel.errors import InputError, NotT5Error
 from t5accel.families import bart, m2m_100, marian, mbart, pegasus
 from t5accel.families.family import Family
 from t5accel.families.t5 import T5
-from t5accel.t5.sizes import CLASS_PREFIXES, T5_LIKE
+from t5accel.t5.sizes import CLASS_PREFIXES, T5_LIKE, T5Dims
 
 BEYOND_T5 = {one.FAMILY.model_type: one.FAMILY for one in (bart, mbart, marian, m2m_100, pegasus)}
 FAMILIES = dict.fromkeys(T5_LIKE, T5) | BEYOND_T5
@@ -64,6 +64,28 @@ def family_of_model(model: Any) -> Family:
     if not (hasattr(model, "lm_head") and hasattr(stacks, "encoder") and hasattr(stacks, "decoder")):
         raise NotT5Error(no_head(kind, config))
     return family
+
+
+def dims_of(model: Any, family: Family) -> T5Dims:
+    """The sizes of a model of a family; ``d_kv`` is the decoder's.
+
+    >>> from t5accel.families.lively import random_model
+    >>> family, sizes = SIZES["opus-mt"]
+    >>> model = random_model(family, dict(sizes, vocab_size=58102, encoder_layers=1, decoder_layers=2, d_model=16))
+    >>> dims_of(model, family).decoder_heads
+    (8, 8)
+    """
+    if family.is_relative:
+        return T5Dims.of(model)
+    config, below, above = model.config, len(model.model.encoder.layers), len(model.model.decoder.layers)
+    heads = config.decoder_attention_heads
+    return T5Dims(
+        vocab_size=model.lm_head.out_features, d_model=config.d_model, d_kv=config.d_model // heads,
+        encoder_heads=(config.encoder_attention_heads,) * below, decoder_heads=(heads,) * above,
+        cross_heads=(heads,) * above, encoder_ff=(config.encoder_ffn_dim,) * below,
+        decoder_ff=(config.decoder_ffn_dim,) * above, gated=False,
+        tied=model.lm_head.weight is model.model.decoder.embed_tokens.weight,
+    )  # fmt: skip
 
 
 def no_head(what: str, config: Any) -> str:

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from t5accel.backends import triton_attention
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.backends.torch_static import TorchStatic
+from t5accel.backends.triton_attention import TorchTriton
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy import greedy
 from t5accel.errors import InputError
@@ -80,7 +80,7 @@ def test_cross_attention_of_rows_that_share_a_source(dtype: torch.dtype, rows: i
 def test_decoding_with_it_gives_eager_tokens(kind: str) -> None:
     model = random_t5(dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300), kind=kind)
     ids, mask = np.random.default_rng(0).integers(3, 300, (2, 9)), np.array([[1] * 9, [1] * 5 + [0] * 4])
-    ours, eager = TorchStatic(model, buckets=(4, 16), kernel=True), TorchEager(model)
+    ours, eager = TorchTriton(model, buckets=(4, 16)), TorchEager(model)
     for search in (greedy, lambda *arguments, **options: beam_search(*arguments, num_beams=2, **options)):
         length = dict(min_new_tokens=9, max_new_tokens=9)
         expected, found = (search(one, ids, mask, **length).sequences for one in (eager, ours))
@@ -90,8 +90,8 @@ def test_decoding_with_it_gives_eager_tokens(kind: str) -> None:
 
 def test_heads_that_are_no_power_of_two_are_refused() -> None:
     model = random_t5(dict(d_model=12, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    with pytest.raises(InputError, match="d_kv is 6"):
-        TorchStatic(model, kernel=True)
+    with pytest.raises(InputError, match="power of two for our kernel, got 6"):
+        TorchTriton(model)
 
 
 @compiled

@@ -9,8 +9,8 @@ import numpy as np
 
 from t5accel.errors import InputError, NotT5Error
 from t5accel.families.family import Family
+from t5accel.families.registry import dims_of
 from t5accel.graphs.build.t5_weights import T5Weights
-from t5accel.t5.sizes import T5Dims
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,8 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
     arrays = {"shared.weight": _array(above)}
     if below is not above:
         arrays["encoder.embed_tokens.weight"] = _array(below)
-    tied = model.lm_head.weight is above
-    if not tied:
+    dims = dims_of(model, family)
+    if not dims.tied:
         arrays["lm_head.weight"] = _array(model.lm_head.weight)
     for name, weight in (*inner.named_parameters(), *inner.named_buffers()):
         if "embed_tokens" not in name and "embed_positions" not in name and name != "shared.weight":
@@ -71,14 +71,6 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         for name in [name for name in arrays if ".q." in name]:
             width = d_model // heads[name.startswith("decoder.")]
             arrays[name] = arrays[name] * np.float32(width**-0.5)
-    layers = len(inner.encoder.layers), len(inner.decoder.layers)
-    dims = T5Dims(
-        vocab_size=model.lm_head.out_features, d_model=d_model, d_kv=d_model // heads[1],
-        encoder_heads=(heads[0],) * layers[0], decoder_heads=(heads[1],) * layers[1],
-        cross_heads=(heads[1],) * layers[1],
-        encoder_ff=(config.encoder_ffn_dim,) * layers[0], decoder_ff=(config.decoder_ffn_dim,) * layers[1],
-        gated=False, tied=tied,
-    )  # fmt: skip
     scaled = family.scales_embedding and config.scale_embedding
     return T5Weights(
         arrays=arrays, dims=dims, activation=config.activation_function, norm_epsilon=1e-5, buckets=0, max_distance=0,

@@ -160,6 +160,12 @@ def _static(**options: Any) -> Callable[[ModelOnDevice], Backend]:
     return lambda subject: TorchStatic(subject.model, **options)
 
 
+def _triton(subject: ModelOnDevice) -> Backend:
+    from t5accel.backends.triton_attention import TorchTriton  # which needs Triton
+
+    return TorchTriton(subject.model)
+
+
 def _recompute(subject: ModelOnDevice) -> Generate:
     running = subject.once(f"{RECOMPUTE}, all of it", lambda subject: TorchRecompute(subject.model))
     return lambda ids, mask, new_tokens, beams: running.generate(ids, mask, new_tokens=new_tokens)
@@ -262,7 +268,7 @@ SYSTEMS = {
         System(BATCHES, _our_batches, _static()),
         System(FLIGHT, _in_flight, _static(graphs=False)),
         _ours(COMPILED, _static(compile=True)),
-        _ours(KERNEL, _static(kernel=True)),
+        _ours(KERNEL, _triton),
         _ours(FED, _onnx(OrtNumpy), dtypes=IN_ONNX),
         _ours(BOUND, _onnx(OrtPointers), dtypes=IN_ONNX),
         _ours(CAPTURED, _onnx(OrtCaptured), dtypes=IN_ONNX),

@@ -1,0 +1,233 @@
+"""BART and its relatives on memory of fixed size: transformers' logits and tokens; and a T5's step asks for no more."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_families import KINDS, LONGEST, TWO, VOCABULARY, ids_of, lively, reference, texts
+from test_torch_static import SMALL, with_graphs  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from t5accel import api
+from t5accel.backends import torch_static
+from t5accel.backends.hf import AcceleratedT5
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.lookup import lookup
+from t5accel.decoding.rules import special_tokens
+from t5accel.errors import InputError
+from t5accel.families.lively import random_model
+from t5accel.families.registry import BEYOND_T5, family_of_model
+from t5accel.t5.lively import random_t5
+
+TOLERANCE = 2e-5
+
+
+def prefixes(model: Any, length: int) -> np.ndarray:
+    """(4, length) tokens, the start token first."""
+    tokens = np.random.default_rng(1).integers(3, VOCABULARY - 3, (4, length))
+    tokens[:, 0] = special_tokens(model)["decoder_start_token_id"]
+    return tokens
+
+
+def logits(model: Any, ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """transformers' of what follows each token, (B, T, V)."""
+    source, kept, new = map(torch.as_tensor, (ids, mask, tokens))
+    with torch.inference_mode():
+        found = model(input_ids=source, attention_mask=kept, decoder_input_ids=new).logits
+    return found.float().numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind: str) -> None:
+    """At once and token by token, over the border of a bucket; padding behind the sources, and in front of one."""
+    model = lively(kind)
+    (ids, mask), pad = ids_of(model), model.config.pad_token_id
+    rolled, tokens = np.roll(mask, 2, axis=1), prefixes(model, 11)
+    backend = TorchStatic(model, buckets=SMALL)
+    for source, kept in ((ids, mask), (np.where(rolled, np.roll(ids, 2, axis=1), pad), rolled)):
+        expected = logits(model, source, kept, tokens)
+        state, other = (backend.start(backend.encode(source, kept)) for _ in range(2))
+        singly = [backend.step(other, tokens[:, None, i : i + 1]) for i in range(11)]
+        for found in (backend.step(state, tokens[:, None]), np.concatenate(singly, axis=2)):
+            np.testing.assert_allclose(found[:, 0], expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_transformers(kind: str) -> None:
+    """Greedy and beams, with what a checkpoint asks of answers; a language first; prefixes; by `generate`."""
+    model = lively(kind)
+    (ids, mask), end = ids_of(model), model.config.eos_token_id
+    backend, same = TorchStatic(model, buckets=SMALL), dict(max_new_tokens=LONGEST)
+    served = AcceleratedT5(TorchStatic(model), model.config, model.generation_config)
+    languages = [dict(forced_bos_token_id=language) for language in {11, 23} - {end}]
+    started = dict(decoder_input_ids=prefixes(model, 4))
+    for beams, asked in ((1, ({}, *languages, started)), (3, (languages[0], started))):
+        search = greedy if beams == 1 else partial(beam_search, num_beams=beams)
+        for options in asked:
+            expected = texts(reference(model, ids, mask, num_beams=beams, **options), end)
+            assert texts(search(backend, ids, mask, **options, **same).sequences, end) == expected
+            if options is languages[0]:
+                assert texts(reference(served, ids, mask, num_beams=beams, **options), end) == expected
+    expected = texts(reference(model, ids, mask), end)
+    assert len(set(map(len, expected))) > 1 and texts(lookup(backend, ids, mask, **same).sequences, end) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replayed_step_and_encoder_give_transformers_tokens(kind: str, with_graphs) -> None:  # noqa: F811
+    """In padded buckets that held longer texts before: what is left there has no place and no weight."""
+    model = lively(kind)
+    (ids, mask), end = ids_of(model), model.config.eos_token_id
+    backend, rng = with_graphs(model, buckets=(16, 32)), np.random.default_rng(3)
+    backend.encode(rng.integers(3, VOCABULARY - 3, (4, 15)), np.ones((4, 15), dtype=int))
+    for options in ({}, dict(min_new_tokens=20, max_new_tokens=20)):
+        expected = reference(model, ids, mask, **options)
+        found = greedy(backend, ids, mask, **{"max_new_tokens": LONGEST, **options}).sequences
+        assert texts(found, end) == texts(expected, end)
+    assert len(backend._encoders) == 1 and backend.captured
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fewer_bits_stay_near(kind: str, dtype: torch.dtype) -> None:
+    model = lively(kind)
+    (ids, mask), tokens = ids_of(model), prefixes(model, 6)
+    backend = TorchStatic(copy.deepcopy(model).to(dtype), buckets=SMALL)
+    expected = logits(model, ids, mask, tokens)
+    found = backend.step(backend.start(backend.encode(ids, mask)), tokens[:, None])[:, 0]
+    rounded = logits(copy.deepcopy(model).to(dtype), ids, mask, tokens)
+    error, theirs = (np.linalg.norm(one - expected) / np.linalg.norm(expected) for one in (found, rounded))
+    assert 0 < error < 1.5 * theirs + 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_is_one_graph_to_the_compiler(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_static.COMPILE, "backend", "eager")
+    monkeypatch.delitem(torch_static.COMPILE, "options")
+    torch._dynamo.reset()
+    model = lively(kind)
+    batch, end = ids_of(model), model.config.eos_token_id
+    found = greedy(TorchStatic(model, buckets=SMALL, compile=True), *batch, max_new_tokens=LONGEST).sequences
+    assert texts(found, end) == texts(reference(model, *batch), end)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "swish", "gelu_fast"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_what_configurations_choose(activation: str, scaled: bool) -> None:
+    sizes = dict(
+        vocab_size=VOCABULARY, d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=3, encoder_ffn_dim=20, decoder_ffn_dim=30, max_position_embeddings=40,
+    )  # fmt: skip
+    model = random_model(BEYOND_T5["mbart"], dict(sizes, activation_function=activation, scale_embedding=scaled))
+    backend, tokens = TorchStatic(model, buckets=SMALL), prefixes(model, 5)
+    found = backend.step(backend.start(backend.encode(*ids_of(model))), tokens[:, None])[:, 0]
+    np.testing.assert_allclose(found, logits(model, *ids_of(model), tokens), atol=TOLERANCE)
+
+
+def test_padding_in_what_the_decoder_reads() -> None:
+    """M2M100 gives it no position of its own; the tokens behind it are numbered by how many there are in front."""
+    model, tokens = lively("m2m_100"), prefixes(lively("m2m_100"), 6)
+    tokens[:, 3] = model.config.pad_token_id
+    ids, mask = ids_of(model)
+    backend, eager = TorchStatic(model), TorchEager(model)
+    singly = [[one.step(state, tokens[:, None, i : i + 1]) for i in range(6)]
+              for one in (backend, eager) for state in [one.start(one.encode(ids, mask))]]  # fmt: skip
+    np.testing.assert_allclose(*(np.concatenate(steps, axis=2) for steps in singly), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_end_where_the_table_does(kind: str) -> None:
+    model = lively(kind)
+    backend, eager = TorchStatic(model), TorchEager(model)
+    assert (backend.positions, backend.source_vocab_size) == (eager.positions, eager.source_vocab_size)
+    longest = backend.positions
+    assert backend.encode(*np.full((2, 1, longest), 1) * [[[7]], [[1]]]).mask.shape == (1, longest)
+    with pytest.raises(InputError, match=f"at most {longest} tokens, got {longest + 1}"):
+        backend.encode(*np.full((2, 1, longest + 1), 1) * [[[7]], [[1]]])
+    ids, mask = ids_of(model)
+    found = greedy(backend, ids, mask, min_new_tokens=longest, max_new_tokens=longest).sequences
+    np.testing.assert_array_equal(
+        found, greedy(eager, ids, mask, min_new_tokens=longest, max_new_tokens=longest).sequences
+    )
+
+
+def test_two_vocabularies() -> None:
+    model = lively(TWO)
+    backend = TorchStatic(model)
+    assert backend.vocab_size == VOCABULARY == model.lm_head.out_features
+    assert backend.source_vocab_size == model.model.encoder.embed_tokens.num_embeddings
+
+
+# What T5 pays for it: nothing
+
+
+class Operators(TorchDispatchMode):
+    """Counts what PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+STEP = {"t5": 109, "umt5": 115, "mt5": 113}  # as many as before the step knew other families
+
+
+@pytest.mark.parametrize("kind", STEP)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_step_of_t5_asks_for_no_more_operators(kind: str, dtype: torch.dtype) -> None:
+    sizes = dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300)
+    backend = TorchStatic(random_t5(sizes, kind=kind).to(dtype))
+    slot = backend.start(backend.encode(np.full((2, 5), 7), np.ones((2, 5), dtype=int))).slot
+    with torch.inference_mode(), Operators() as operators:
+        backend.decoder.advance(slot)
+    assert sum(operators.asked.values()) == STEP[kind], operators.asked
+    products = 6 if dtype == torch.float32 else operators.asked["addmm_"]
+    assert operators.asked["addmm_"] == products and not operators.asked["layer_norm"]
+
+
+# The door
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accelerate_captures_every_family_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it chooses, on a CPU that it takes for a GPU; the logits are compared on the way."""
+    model = lively(kind)
+    monkeypatch.setattr(api, "_require_gpu", lambda: None)
+    monkeypatch.setattr("t5accel.checkpoints.in_floats", lambda model, dtype, device: model)
+    ours = api.accelerate(model, device="cuda")
+    assert type(ours.backend) is TorchStatic
+    assert family_of_model(ours.backend.model) is BEYOND_T5[kind.split(",")[0]]
+    end, batch = model.config.eos_token_id, ids_of(model)
+    assert texts(reference(ours, *batch), end) == texts(reference(model, *batch), end)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_on_a_gpu(kind: str) -> None:
+    model = lively(kind)
+    batch, end = ids_of(model), model.config.eos_token_id
+    ours = api.accelerate(copy.deepcopy(model), device="cuda")
+    for _ in range(2):
+        for beams in (1, 3):
+            assert texts(reference(ours, *batch, num_beams=beams), end) == texts(
+                reference(model, *batch, num_beams=beams), end
+            )
+    assert ours.backend.captured
+    halved = api.accelerate(copy.deepcopy(model), device="cuda", precision="bf16")
+    given = map(torch.as_tensor, (*batch, prefixes(model, 4)))
+    assert halved(*given).logits.isfinite().all()
