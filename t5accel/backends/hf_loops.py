@@ -83,7 +83,7 @@ class DeviceLoops:
         self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Draws on the device follow a seed that is taken from torch's generator, so ``torch.manual_seed`` fixes them."""
+        """The seed of draws on the device comes from torch's generator: ``torch.manual_seed`` repeats them."""
         config, found = generation_config, None
         if config.do_sample and streamer is None and self._draws_on_the_device():
             found = _sampling(logits_processor)

@@ -79,8 +79,8 @@ class TorchStatic:
         model: on a GPU or on the CPU, in fp32, bf16 or fp16; put into evaluation mode. Its weights must not change.
         buckets: ascending lengths that memory is made for.
         graphs: capture CUDA graphs; by default where the model is on a GPU.
-        compile: run the step through ``torch.compile``, which takes a minute or so at the first use of each shape. With
-            graphs, what is captured is the compiled step.
+        compile: run greedy steps through ``torch.compile``, which takes a minute or so at the first use of each shape.
+            With graphs, what is captured is the compiled step. Steps of `run_beams` and `run_samples` stay as they are.
         kernel: attend by our own kernel, as `StaticT5`.
 
     Attributes:

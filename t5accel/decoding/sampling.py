@@ -117,7 +117,7 @@ def run_steps(
             uniform = np.array([draws[row].random(min(count, at_once)) for row in rows.ravel()])
             new = backend.run_samples(
                 state, unread[rows], uniform.reshape(*rows.shape, -1), sampling=sampling,
-                forbidden=request.forbidden(length), history=None if sampling.repetition_penalty == 1 else history[rows],
+                forbidden=request.forbidden(length), history=history[rows],
             )  # (n, K, count) # fmt: skip
             found = np.full((len(draws), new.shape[2]), backend.pad_token_id, dtype=np.int64)
             found[rows] = new
