@@ -36,6 +36,7 @@ from t5accel.backends.hf_cache import (
     refuse,
     refuse_text,
 )
+from t5accel.backends.hf_loops import DeviceLoops
 from t5accel.backends.hf_module import WeightlessModule
 from t5accel.checkpoints import load_pretrained, load_tokenizer
 from t5accel.checks import as_count, check_vocabulary
@@ -63,7 +64,7 @@ _HOW_WEIGHTS_ARE_CUT = ("max_shard_size", "safe_serialization", "save_peft_forma
 _FILES = ("config.json", "generation_config.json")
 
 
-class AcceleratedT5(WeightlessModule, GenerationMixin):
+class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
     """A `Backend` as a transformers model, for inference.
 
     ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
@@ -302,7 +303,11 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         """Plain greedy search runs in our own loop, for which a backend may find tokens without all their logits."""
-        request = self._plainly_greedy(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        request = None
+        if not generation_config.do_sample:
+            request = self._plain_request(
+                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )
         if request is None or streamer is not None:
             return super()._sample(
                 input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -312,21 +317,21 @@ class AcceleratedT5(WeightlessModule, GenerationMixin):
         tokens = Steps(request.prefix, self.backend.pad_token_id, steps).generated().sequences
         return torch.from_numpy(tokens).to(input_ids.device)
 
-    def _plainly_greedy(
-        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any]
+    def _plain_request(
+        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any], rows: int = 1
     ) -> Request | None:
-        """What `greedy` is to do, if nothing but the likeliest tokens is asked for, with bounds on their number."""
+        """What our own loop is to do, if all that is asked for are bounds on the number of tokens."""
         cache, read = others.get("past_key_values"), prefix.shape[1]
         by_type = {type(each): each for each in (*processors, *criteria)}
         # Each processor that knows of ends has the same ones.
         ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
         if (
-            config.do_sample or others.get("decoder_attention_mask") is not None
+            others.get("decoder_attention_mask") is not None
             or set(by_type) - {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor} != _PLAIN_CRITERIA
             or len(by_type) < len(processors) + len(criteria)
             or len(ends) != 1 or config._pad_token_tensor != self.backend.pad_token_id
             or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
-            or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] > 1
+            or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] != rows
         ):  # fmt: skip
             return None
         longest, least = by_type[MaxLengthCriteria].max_length - read, 0

@@ -69,6 +69,10 @@ class KeysAndValues:
 
     def gather_(self, other: KeysAndValues, index: torch.Tensor) -> None:
         """Row i takes over row ``index[i]`` of the other, which may be this one, into its first places."""
+        if self._sizes == other._sizes and len({*self._sizes[0]}) == 1:  # as one operator
+            together = self.layers[0].shape[1:]
+            self.memory.view(-1, *together).copy_(other.memory.view(-1, *together).index_select(1, index))
+            return
         for held, given in zip(self.layers, other.layers, strict=True):
             held[:, :, :, : given.shape[3]] = given.index_select(1, index)
 
@@ -95,6 +99,7 @@ class Slot:
         logits: (R, V) float32, after the last position.
         penalty: (V,) float32, added to logits before the likeliest is taken.
         graph: a captured ``torch.cuda.CUDAGraph`` of `StaticT5.advance`, if there is one.
+        loops: other steps on this memory, by what they are like (`torch_static_beams.Loop`).
     """
 
     shape: tuple[int, int, int, int]
@@ -109,6 +114,7 @@ class Slot:
     logits: torch.Tensor
     penalty: torch.Tensor
     graph: Any = field(default=None, repr=False)
+    loops: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def width(self) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from t5accel.backends import torch_static_beams, torch_static_sampling
 from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.static_t5 import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
@@ -79,8 +80,8 @@ class TorchStatic:
         model: on a GPU or on the CPU, in fp32, bf16 or fp16; put into evaluation mode. Its weights must not change.
         buckets: ascending lengths that memory is made for.
         graphs: capture CUDA graphs; by default where the model is on a GPU.
-        compile: run the step through ``torch.compile``, which takes a minute or so at the first use of each shape. With
-            graphs, what is captured is the compiled step.
+        compile: run greedy steps through ``torch.compile``, which takes a minute or so at the first use of each shape.
+            With graphs, what is captured is the compiled step. Steps of `run_beams` and `run_samples` stay as they are.
 
     Attributes:
         captured: how many graphs of a step were captured.
@@ -201,6 +202,16 @@ class TorchStatic:
         self._advance(slot, forbidden, count)
         state.rows = state.rows.appended(count)
         return slot.chosen[:, :count].to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)
+
+    def run_beams(
+        self, state: StaticState, input_ids: np.ndarray, scores: np.ndarray, k: int, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Up to ``k`` steps of beam search without the host, as `Backend` documents them."""
+        return torch_static_beams.run_beams(self, state, input_ids, scores, k, **options)
+
+    def run_samples(self, state: StaticState, input_ids: np.ndarray, uniform: np.ndarray, **options: Any) -> np.ndarray:
+        """Up to n steps that draw without the host, as `Backend` documents them."""
+        return torch_static_sampling.run_samples(self, state, input_ids, uniform, **options)
 
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
         histories, flat = state.rows.reordered(rows)

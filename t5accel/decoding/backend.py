@@ -35,8 +35,8 @@ class Backend(Protocol):
     A backend may also offer ``run_greedy(state, k, *, forbidden=None) -> (B, K, n)``, n <= k greedy steps without
     returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
     ``next_tokens(state, input_ids, *, forbidden=None)``, a ``step`` that returns the likeliest next token of each row,
-    (B, K) int64, as `greedy.likeliest` would find it in the logits at the last position; and the four methods that
-    `encoder_cache.EncoderCache` builds on:
+    (B, K) int64, as `greedy.likeliest` would find it in the logits at the last position; ``run_beams`` and
+    ``run_samples``, as below; and the four methods that `encoder_cache.EncoderCache` builds on:
 
     - ``split(source) -> list[Source]``: one source per row, without its padding, in memory of its own.
     - ``join(sources) -> Source``: the rows of all of them as one batch, padded on the right with zeros and masked
@@ -46,6 +46,20 @@ class Backend(Protocol):
 
     And it may know more about its model: ``rules``, what is asked of every answer (`rules.Rules`); ``positions``, how
     many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
+
+    ``run_beams(state, input_ids, scores, k, *, ends, forbidden=None, renormalized=False)`` takes n <= k steps of beam
+    search. First every row reads its tokens (B, K, T), which stand behind histories of one length. A step ranks the
+    continuations of all K beams of a source by ``scores`` (B, K) float32 plus the new token's log-probability, never
+    ``forbidden``, which is left out of the distribution if ``renormalized``. Rows go on with the best K that are none
+    of ``ends``. Returns the best m = K * (1 + len(ends)) of every step, best first, m being at most V: their scores
+    float32, the beams that they continue and their tokens, both int64, (n, B, m) each. Afterwards the rows' last tokens
+    are not read yet: the next call gets them.
+
+    ``run_samples(state, input_ids, uniform, *, sampling, forbidden=None, history=None)`` takes n steps that draw, at
+    most `beam.LONGEST_RUN`, and begins as ``run_beams`` does. The tokens are those of `distribution.draw`, by
+    ``uniform`` (B, K, n) float64, from `distribution.probabilities` of ``sampling``, never ``forbidden``. ``history``
+    (B, K, L) int64 is what each row has so far; it is needed, and goes on with the drawn tokens, where repetitions are
+    penalised. Returns them, (B, K, n) int64.
 
     For serving there is, beside ``keep``, by which rows leave a running state, ``admit(state, source) -> None``: the
     sources of another batch join it, behind those that are there, with K rows each that have no history yet. A state

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5accel.checks import as_count, is_number
-from t5accel.decoding.backend import Backend, Generated
+from t5accel.decoding.backend import Backend, Forbidden, Generated, State
 from t5accel.decoding.continuations import Continuations, pick
 from t5accel.decoding.hypotheses import START, Answers, Tree
 from t5accel.decoding.request import Request
@@ -16,6 +16,9 @@ from t5accel.decoding.rules import NONE, Rules, ended
 from t5accel.errors import InputError
 
 DEFAULT_BEAMS = 4
+# Steps between two looks at which sources have ended, where a backend takes several without the host: few at first, for
+# short answers, then twice as many each time.
+FIRST_RUN, LONGEST_RUN = 8, 32
 _LARGEST_EXPONENT = 70.0  # scores times or over exp(70) are still far from the ends of float32
 
 
@@ -43,7 +46,8 @@ def beam_search(
     end token if the pad id is 0.
 
     The K rows of a source share its cross-attention. Only the cache of self-attention is reordered, and only when the
-    order changes.
+    order changes. A backend that offers ``run_beams`` is asked for up to `LONGEST_RUN` steps at once; what it took
+    beyond the end of a search is dropped.
 
     Args:
         backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: as of `greedy.greedy`.
@@ -98,14 +102,7 @@ def beam_search(
         early_stopping=early_stopping, rules=request.rules, begun=request.prefix.shape[1] > 1,
     )  # fmt: skip
     state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
-    step_input = np.repeat(request.prefix[:, None], beams, axis=1)  # (B, K, T)
-    while (move := search.advance(backend.step(state, step_input)[:, :, -1])) is not None:
-        if move.kept is not None:
-            backend.keep(state, move.kept)
-        if move.rows is not None:
-            backend.reorder(state, move.rows)
-        step_input = move.tokens[:, :, None]  # (n, K, 1)
-
+    search.run(backend, state, request.prefix)
     # (B * N, L)
     new, scores = search.best(returned, pad_token_id=backend.pad_token_id)
     given = np.repeat(request.prefix[:, 1:], returned, axis=0)
@@ -183,7 +180,8 @@ class Beams:
             max_new_tokens=max_new_tokens,
         )
         self._tree, self._continuations = Tree(), continuations or Continuations(vocab_size)
-        self._longest, self._shortest, self._ends = max_new_tokens, min_new_tokens, ends
+        self._longest, self._shortest, self._ends, self._vocab_size = max_new_tokens, min_new_tokens, ends, vocab_size
+        self._ranked = (1 + len(ends)) * beams  # m: each beam may end in any of these ways, and K have to go on
         self._order, self._rules, self._begun = np.arange(beams), rules, begun
         self._read_alike = True  # what the K rows of a source have read
         self._active = np.arange(batch)  # (n,) which source each one is that is still searched
@@ -193,23 +191,75 @@ class Beams:
         self._nodes = np.full((batch, 1), START)
         self.length = 0
 
+    def run(self, backend: Backend, state: State, prefix: np.ndarray) -> None:
+        """The whole search, from a state without a history, whose rows all begin with ``prefix`` (B, T)."""
+        step_input = np.repeat(prefix[:, None], len(self._order), axis=1)  # (B, K, T)
+        if hasattr(backend, "run_beams") and self._ranked <= self._vocab_size:
+            return self._run_at_once(backend, state, step_input)
+        while (move := self.advance(backend.step(state, step_input)[:, :, -1])) is not None:
+            if move.kept is not None:
+                backend.keep(state, move.kept)
+            if move.rows is not None:
+                backend.reorder(state, move.rows)
+            step_input = move.tokens[:, :, None]  # (n, K, 1)
+
+    def _run_at_once(self, backend: Backend, state: State, unread: np.ndarray) -> None:
+        """The same by ``run_beams``: the backend ranks and reorders, and its candidates are taken over afterwards."""
+        going, steps = np.arange(len(unread)), FIRST_RUN  # where the sources that are searched stand in the state
+        scores = np.zeros(unread.shape[:2], dtype=np.float32)
+        while True:
+            if (forced := self._forced()) is not None:  # the first token, or the last one
+                move = self._take(*self._all(forced))
+                unread = np.concatenate([unread, np.full((*unread.shape[:2], 1), forced)], axis=2)
+            else:
+                count = self._rules.steps_alike(self.length, shortest=self._shortest, longest=self._longest)
+                scores[going] = -np.inf
+                scores[going, : self._scores.shape[1]] = (
+                    self._scores
+                )  # before the first step rows are equal: one counts
+                found = backend.run_beams(
+                    state, unread, scores, min(count, steps), ends=self._ends, forbidden=self._forbidden(),
+                    renormalized=self._rules.renormalize_logits,
+                )  # fmt: skip
+                for ranked, rows, tokens in zip(*found, strict=True):  # (B, m) each
+                    rows = np.minimum(rows[going], self._scores.shape[1] - 1)
+                    if (move := self._take(ranked[going], rows, tokens[going])) is None:
+                        return
+                    if move.kept is not None:
+                        going = going[move.kept]
+                batch, steps = len(unread), min(2 * steps, LONGEST_RUN)
+                if (kept := shrunk(going, batch)) is not None:
+                    backend.keep(state, kept)
+                    batch, going = len(kept), np.searchsorted(kept, going)
+                unread = np.zeros((batch, len(self._order), 1), dtype=np.int64)
+                unread[going] = move.tokens[:, :, None]
+                scores = np.zeros((batch, len(self._order)), dtype=np.float32)
+            if move is None:
+                return
+
     def advance(self, logits: np.ndarray) -> Move | None:
         """One step: the next-token logits (n, K, V) of all beams -> how they go on; ``None`` where all is found."""
-        beams, scores, nodes, active = len(self._order), self._scores, self._nodes, self._active
-        forced = self._rules.forced(self.length, longest=self._longest, begun=self._begun)
-        if forced is None:
-            forbidden = self._rules.forbidden(self._ends if self.length < self._shortest else ())
-            # Each beam may end in any of these ways, and K have to go on.
-            scores, rows, tokens = self._continuations.best(
-                logits[:, : scores.shape[1]],
-                scores,
-                (1 + len(self._ends)) * beams,
-                forbidden=forbidden,
-                renormalized=self._rules.renormalize_logits,
-            )  # (n, m) each
-        else:  # each beam goes on as it has to, at no cost
-            rows = np.broadcast_to(self._order[: scores.shape[1]], scores.shape)
-            tokens = np.full(scores.shape, forced, dtype=np.int64)
+        if (forced := self._forced()) is not None:
+            return self._take(*self._all(forced))
+        return self._take(*self._continuations.best(
+            logits[:, : self._scores.shape[1]], self._scores, self._ranked, forbidden=self._forbidden(),
+            renormalized=self._rules.renormalize_logits,
+        ))  # fmt: skip
+
+    def _forced(self) -> int | None:
+        return self._rules.forced(self.length, longest=self._longest, begun=self._begun)
+
+    def _forbidden(self) -> Forbidden:
+        return self._rules.forbidden(self._ends if self.length < self._shortest else ())
+
+    def _all(self, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each beam goes on as it has to, at no cost: (n, K) scores, rows and tokens."""
+        shape = self._scores.shape
+        return self._scores, np.broadcast_to(self._order[: shape[1]], shape), np.full(shape, token, dtype=np.int64)
+
+    def _take(self, scores: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> Move | None:
+        """The likeliest continuations, (n, m) each and best first -> how the beams go on."""
+        beams, nodes, active = len(self._order), self._nodes, self._active
         parents = nodes + rows  # (n, m)
         self.length += 1
         ends = ended(tokens, self._ends)
@@ -247,6 +297,21 @@ class Beams:
         """The ``count`` best answers of each source, best first: (B * n, L) int64, and their scores (B * n,)."""
         nodes = self._answers.nodes[:, :count].ravel()
         return self._tree.sequences(nodes, pad_token_id=pad_token_id), self._answers.scores[:, :count].ravel()
+
+
+def shrunk(going: np.ndarray, batch: int) -> np.ndarray | None:
+    """Which of B sources stay if only those are needed, ascending; ``None`` for all, where at least half would stay.
+
+    Some stay for company: the new size is a power of two, so that memory and graphs for few sizes are made.
+
+    >>> shrunk(np.array([1, 4, 5]), 9), shrunk(np.array([1, 4, 5]), 7)
+    (array([0, 1, 4, 5]), None)
+    """
+    size = 1 << (len(going) - 1).bit_length()
+    if 2 * size > batch:
+        return None
+    others = np.setdiff1d(np.arange(batch), going)
+    return np.sort(np.concatenate([going, others[: size - len(going)]]))
 
 
 def _penalty(value: Any, longest: int) -> float:

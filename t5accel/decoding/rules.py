@@ -106,6 +106,16 @@ class Rules:
             return self.forced_eos_token_id
         return self.forced_bos_token_id if not length and not begun else None
 
+    def steps_alike(self, length: int, *, shortest: int, longest: int) -> int:
+        """From behind ``length`` new tokens on, how many steps are asked the same of, before that changes.
+
+        >>> rules = Rules(forced_eos_token_id=1)
+        >>> rules.steps_alike(2, shortest=5, longest=9), rules.steps_alike(5, shortest=5, longest=9)
+        (3, 3)
+        """
+        last = longest - (self.forced_eos_token_id is not None)
+        return (min(shortest, last) if length < shortest else last) - length
+
     def shortest(self, given: int | None, *, longest: int, prefix: int = 1) -> int:
         """How many new tokens an answer has at least: as given, or by the model, as far as ``longest`` allows.
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Backend
+from t5accel.decoding.backend import Backend, State
+from t5accel.decoding.beam import FIRST_RUN, LONGEST_RUN, shrunk
 from t5accel.decoding.distribution import Sampling, as_sampling, draw, probabilities
 from t5accel.decoding.request import Request, Step, Steps, from_steps
 from t5accel.decoding.rules import ended
@@ -35,7 +36,8 @@ def sample(
     The K rows of a source share its cross-attention. Every row has a random generator of its own, made from the seed,
     the source's place in the batch and the row's among the K. So the same call gives the same answers, more answers
     leave the first ones as they are, and those to one source do not depend on what else is in the batch, but for the
-    rounding of logits.
+    rounding of logits. A backend that offers ``run_samples`` is asked for up to `LONGEST_RUN` steps at once, with the
+    same draws.
 
     Args:
         backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: see `greedy.greedy`.
@@ -70,7 +72,8 @@ def sample(
     )  # fmt: skip
     draws = generators(seed, len(request.ids), rows_per_source)
     given = np.repeat(request.prefix, rows_per_source, axis=0)
-    return Steps(given[:, 1:], backend.pad_token_id, _steps(backend, request, given, sampling, draws))
+    steps = run_steps if hasattr(backend, "run_samples") else _steps
+    return Steps(given[:, 1:], backend.pad_token_id, steps(backend, request, given, sampling, draws))
 
 
 def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.random.Generator]:
@@ -83,6 +86,53 @@ def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.rando
     seed = as_count(seed, "seed", at_least=0)
     places = [(source, row) for source in range(batch) for row in range(rows_per_source)]
     return [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=place)) for place in places]
+
+
+def run_steps(
+    backend: Backend, request: Request, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator],
+    state: State | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """The steps of `sample` by ``run_samples``: several at a time, of which those after a row's end are dropped.
+
+    Args:
+        backend, request, sampling: as of `sample`.
+        given: (B * K, T) int64, what each row begins with.
+        draws: a generator for each row.
+        state: of a source that is encoded already, if there is one.
+    """
+    batch, per_source = len(request.ids), len(draws) // len(request.ids)
+    if state is None:
+        state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=per_source)
+    rows = np.arange(len(draws)).reshape(batch, per_source)  # which row of the result each one in the state is
+    is_open, history = np.ones(len(draws), dtype=bool), given
+    unread, length, at_once = given, 0, FIRST_RUN  # (R, T), of all rows, in the state or not
+    while True:
+        if (forced := request.forced(length)) is not None:
+            found = np.full((len(draws), 1), forced)
+            for generator in draws:  # as everywhere, each token takes one number
+                generator.random()
+            unread = np.concatenate([unread, found], axis=1)
+        else:
+            count = request.rules.steps_alike(length, shortest=request.min_new_tokens, longest=request.max_new_tokens)
+            uniform = np.array([draws[row].random(min(count, at_once)) for row in rows.ravel()])
+            new = backend.run_samples(
+                state, unread[rows], uniform.reshape(*rows.shape, -1), sampling=sampling,
+                forbidden=request.forbidden(length), history=history[rows],
+            )  # (n, K, count) # fmt: skip
+            found = np.full((len(draws), new.shape[2]), backend.pad_token_id, dtype=np.int64)
+            found[rows] = new
+            unread, at_once = found[:, -1:], min(2 * at_once, LONGEST_RUN)
+        history = np.concatenate([history, found], axis=1)
+        for tokens in found.T:
+            going = np.flatnonzero(is_open)
+            yield Step(going, tokens[going])
+            length += 1
+            is_open[going[ended(tokens[going], request.ends)]] = False
+            if not is_open.any() or length == request.max_new_tokens:
+                return
+        if (kept := shrunk(np.flatnonzero(is_open[rows].any(axis=1)), len(rows))) is not None:
+            backend.keep(state, kept)
+            rows = rows[kept]
 
 
 def _steps(

@@ -1,0 +1,243 @@
+"""Beam search without the host: the sequences and scores of transformers, by runs of many steps on `TorchStatic`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import own_generate
+from test_beam import ALL, ENDING, PENALTIES, RULES, check_equal, ending_t5, reference
+from test_torch_static import Replay
+
+from t5accel.backends import torch_static, torch_static_beams
+from t5accel.backends.hf import AcceleratedT5
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.backends.torch_static_beams import MOST_LOOPS, BeamLoop
+from t5accel.checkpoints import load_t5
+from t5accel.decoding import beam
+from t5accel.decoding.beam import beam_search, shrunk
+from t5accel.parity import parity
+
+__all__ = ["ending_t5"]  # the fixture
+
+
+@pytest.fixture
+def host_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that would go to the host fail the test."""
+    monkeypatch.setattr(TorchStatic, "step", lambda *_: pytest.fail("the host was asked"))
+
+
+@pytest.fixture
+def runs(host_is_not_asked: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many steps each run of beams had, and of how many sources."""
+    seen: list[tuple[int, int]] = []
+    run = torch_static_beams.run_beams
+
+    def counted(backend: Any, state: Any, input_ids: np.ndarray, *arguments: Any, **options: Any) -> Any:
+        found = run(backend, state, input_ids, *arguments, **options)
+        seen.append((len(found[0]), len(input_ids)))
+        return found
+
+    monkeypatch.setattr(torch_static_beams, "run_beams", counted)
+    return seen
+
+
+@pytest.fixture
+def with_replays(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend whose graphs call the step again, for want of a GPU."""
+
+    def build(model: Any, **options: Any) -> TorchStatic:
+        backend = TorchStatic(model, **options)
+        for module in (torch_static, torch_static_beams):
+            monkeypatch.setattr(module, "captured", torch.inference_mode()(lambda *given: Replay(*given)))
+        backend.graphs = True
+        return backend
+
+    return build
+
+
+# Equal to transformers
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ENDING)
+def test_equals_generate(ending_t5, padded_batch, runs, name: str, rule: bool | str) -> None:
+    model, options = ending_t5(name), dict(ALL, early_stopping=rule)
+    check_equal(beam_search(TorchStatic(model), *padded_batch, **options), reference(model, *padded_batch, **options))
+    assert runs[0] == (beam.FIRST_RUN, len(padded_batch[0]))
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(name=st.sampled_from([*ENDING]), seed=st.integers(0, 2**16), beams=st.integers(1, 8), data=st.data())
+def test_equals_the_host_loop_whatever_is_asked(
+    ending_t5, name: str, seed: int, beams: int, data: st.DataObject
+) -> None:
+    model, rng = ending_t5(name), np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, rng.integers(1, 6))
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    longest = data.draw(st.integers(1, 40))
+    other = st.none() | st.integers(2, 299)
+    ends = (1, *data.draw(st.lists(st.integers(2, 299), max_size=2, unique=True)))
+    never = tuple(data.draw(st.lists(st.integers(0, 299).filter(lambda token: token not in ends), max_size=5)))
+    rules = replace(
+        TorchEager(model).rules, eos_token_ids=ends if len(ends) > 1 else (), suppress_tokens=never,
+        forced_eos_token_id=data.draw(st.none() | st.sampled_from(ends)), renormalize_logits=data.draw(st.booleans()),
+    )  # fmt: skip
+    options: dict[str, Any] = dict(
+        num_beams=beams,
+        num_return_sequences=data.draw(st.integers(1, beams)),
+        length_penalty=data.draw(st.sampled_from(PENALTIES)),
+        early_stopping=data.draw(st.sampled_from(RULES)),
+        max_new_tokens=longest,
+        min_new_tokens=data.draw(st.just(0) | st.integers(0, longest)),
+        forced_bos_token_id=data.draw(other.filter(lambda token: token not in ends)),
+        decoder_start_token_id=data.draw(other),
+    )
+    if width := data.draw(st.integers(0, 3)):
+        options["decoder_input_ids"] = rng.integers(2, 300, (len(mask), width))
+    backends = TorchEager(model), TorchStatic(model, buckets=(8, 16, 64))
+    for backend in backends:
+        backend.rules = rules
+    ids = rng.integers(3, 300, mask.shape) * mask
+    expected, found = (beam_search(one, ids, mask, **options) for one in backends)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    parity(found.scores, expected.scores, atol=1e-4, rtol=2e-6)
+
+
+def test_hardly_more_tokens_than_beams_are_left_to_the_host(tiny_t5) -> None:
+    model = tiny_t5(vocab_size=9)
+    ids = np.random.default_rng(1).integers(2, 9, (4, 6))
+    for beams in (4, 8):  # of which eight would want 16 candidates of nine
+        expected, found = (
+            beam_search(one, ids, num_beams=beams, num_return_sequences=beams, max_new_tokens=10)
+            for one in (TorchEager(model), TorchStatic(model))
+        )
+        np.testing.assert_array_equal(found.sequences, expected.sequences)
+
+
+def test_generate_searches_in_runs(ending_t5, padded_batch, runs) -> None:
+    own = ending_t5("untied")
+    model = AcceleratedT5.around(TorchStatic(own))
+    ids, mask = (torch.as_tensor(array) for array in padded_batch)
+    prefix = torch.randint(3, 300, (len(ids), 2), generator=torch.Generator().manual_seed(0))
+    for options in (
+        dict(), dict(num_return_sequences=2, early_stopping=True), dict(length_penalty=2.0, early_stopping="never"),
+        dict(forced_bos_token_id=7, forced_eos_token_id=1, suppress_tokens=[9, 2000]), dict(renormalize_logits=True),
+        dict(min_new_tokens=9), dict(min_length=5, decoder_input_ids=prefix),
+    ):  # fmt: skip
+        options = dict(num_beams=3, max_new_tokens=14, do_sample=False, **options)
+        expected = own_generate(own, ids, mask, **options)
+        assert torch.equal(model.generate(ids, attention_mask=mask, **options), expected)
+        assert runs, options
+        runs.clear()
+
+
+def test_generate_leaves_the_rest_to_transformers(ending_t5, padded_batch, monkeypatch) -> None:
+    own = ending_t5("tied")
+    model = AcceleratedT5.around(TorchStatic(own))
+    monkeypatch.setattr(TorchStatic, "run_beams", lambda *_, **__: pytest.fail("no run was expected"))
+    ids, mask = (torch.as_tensor(array) for array in padded_batch)
+    options = dict(num_beams=3, max_new_tokens=9, no_repeat_ngram_size=2)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **options), own_generate(own, ids, mask, **options))
+    scored = model.generate(ids, attention_mask=mask, num_beams=3, max_new_tokens=9, return_dict_in_generate=True,
+                            output_scores=True)  # fmt: skip
+    assert scored.sequences_scores.shape == (6,)
+
+
+# What a run is
+
+
+def test_runs_grow_up_to_where_the_rules_change(tiny_t5, padded_batch, runs) -> None:
+    backend, options = TorchStatic(tiny_t5()), dict(num_beams=2, max_new_tokens=70)
+    batch = [array[:2] for array in padded_batch]
+    beam_search(backend, *batch, min_new_tokens=70, **options)
+    assert [steps for steps, _ in runs] == [8, 16, 32, 14]
+    runs.clear()
+    beam_search(backend, *batch, min_new_tokens=10, **options)
+    assert [steps for steps, _ in runs][:3] == [8, 2, 32]
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_sources_leave_between_runs(ending_t5, padded_batch, runs, monkeypatch, name: str) -> None:
+    """By powers of two: those that are needed, and others for company."""
+    model, batch = ending_t5(name), [np.concatenate([array] * 2) for array in padded_batch]
+    monkeypatch.setattr(beam, "LONGEST_RUN", 2)
+    monkeypatch.setattr(beam, "FIRST_RUN", 2)
+    expected = beam_search(TorchEager(model), *batch, **ALL)
+    found = beam_search(TorchStatic(model), *batch, **ALL)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    widths = [batch for _, batch in runs]
+    assert widths[0] == 12 and widths[-1] in (1, 2, 4) and widths == sorted(widths, reverse=True)
+
+
+def test_who_stays() -> None:
+    for batch in range(1, 12):
+        for count in range(1, batch + 1):
+            going = np.sort(np.random.default_rng(count).permutation(batch)[:count])
+            kept = shrunk(going, batch)
+            if kept is None:
+                assert 2 * count > batch // 2
+            else:
+                assert set(going) <= set(kept) and len(kept) in (1, 2, 4) and 2 * len(kept) <= batch
+
+
+def test_replayed_steps_find_the_same(ending_t5, padded_batch, with_replays) -> None:
+    """From memory that others used before, and that moves to a larger bucket in the middle of a search."""
+    model = ending_t5("tied")
+    backend = with_replays(model, buckets=(8, 16, 32))
+    options: dict[str, Any] = dict(num_beams=3, num_return_sequences=3, max_new_tokens=30, length_penalty=2.0)
+    expected = beam_search(TorchEager(model), *padded_batch, **options)
+    captured = []
+    for _ in range(2):
+        found = beam_search(backend, *padded_batch, **options)
+        captured.append(backend.captured)
+        np.testing.assert_array_equal(found.sequences, expected.sequences)
+        parity(found.scores, expected.scores, atol=1e-4)
+    assert captured[0] == captured[1] > 1, "the second time all graphs are there"
+
+
+def test_few_graphs_are_kept_for_each_memory(tiny_t5, padded_batch) -> None:
+    backend = TorchStatic(tiny_t5())
+    state = backend.start(backend.encode(*padded_batch), 2)
+    start, scores = np.zeros((6, 2, 1), dtype=np.int64), np.zeros((6, 2), dtype=np.float32)
+    for end in range(1, MOST_LOOPS + 3):
+        backend.run_beams(state, start, scores, 1, ends=(end,))
+    kept = [*state.slot.loops.values()]
+    assert len(kept) == MOST_LOOPS and all(isinstance(loop, BeamLoop) for loop in kept)
+    assert [loop.ends.item() for loop in kept] == [3, 4, 5, 6]
+    backend.run_beams(state, start, scores, 1, ends=(3,))
+    assert [*state.slot.loops.values()][-1] is kept[0]
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ENDING)
+def test_a_gpu_finds_what_transformers_finds(ending_t5, padded_batch, name: str, rule: bool | str) -> None:
+    model = ending_t5(name)
+    backend = TorchStatic(copy.deepcopy(model).to("cuda"))
+    for beams in (2, 4):
+        options: dict[str, Any] = dict(num_beams=beams, num_return_sequences=2, early_stopping=rule, max_new_tokens=14)
+        check_equal(beam_search(backend, *padded_batch, **options), reference(model, *padded_batch, **options))
+    assert backend.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beams", [2, 4])
+def test_a_gpu_finds_what_transformers_finds_at_t5_smalls_size(beams: int) -> None:
+    model = load_t5("random:t5-small")[0]
+    ids = np.random.default_rng(beams).integers(3, 32000, (8, 20))
+    options: dict[str, Any] = dict(num_beams=beams, max_new_tokens=40)
+    on_gpu = torch.as_tensor(ids, device="cuda")
+    expected = model.to("cuda").generate(on_gpu, attention_mask=torch.ones_like(on_gpu), **options)[:, 1:].cpu().numpy()
+    found = beam_search(TorchStatic(model), ids, **options)
+    np.testing.assert_array_equal(found.sequences, expected)

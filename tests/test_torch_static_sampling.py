@@ -1,0 +1,186 @@
+"""Sampling without the host: the distribution, the draws and the answers of `sample` on other runtimes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import own_generate
+from test_sampling import SAMPLINGS, WARM
+from test_torch_static_beams import host_is_not_asked, with_replays
+
+from t5accel.backends.hf import AcceleratedT5
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.backends.torch_static_sampling import _NUMBERS, draw, probabilities
+from t5accel.decoding import distribution
+from t5accel.decoding.distribution import Sampling
+from t5accel.decoding.sampling import sample
+from t5accel.parity import assert_varied, parity
+
+__all__ = ["host_is_not_asked", "with_replays"]  # fixtures
+
+TOP = {"top-k and top-p": Sampling(temperature=0.8, top_k=50, top_p=0.9), "WARM": WARM}
+
+
+def on_device(logits: np.ndarray, history: np.ndarray | None, sampling: Sampling, device: str = "cpu") -> np.ndarray:
+    """What the device's `probabilities` find, summing to 1."""
+    seen, given = None, torch.from_numpy(logits).to(device)
+    if history is not None:
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+        seen.scatter_(1, torch.from_numpy(history).to(device), True)
+    numbers = {name: torch.tensor(getattr(sampling, name), dtype=torch.float64, device=device) for name in _NUMBERS}
+    odds = probabilities(given, seen, sampling, numbers)
+    return (odds / odds.sum(dim=-1, keepdim=True)).cpu().numpy()
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(
+    seed=st.integers(0, 2**16), vocab_size=st.integers(2, 300), spread=st.sampled_from([0.1, 1.0, 8.0]),
+    is_rounded=st.booleans(),
+    sampling=st.builds(
+        Sampling, temperature=st.sampled_from([1.0, 0.3, 2.0, 1e-9]), top_k=st.integers(0, 60),
+        top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-9]), min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    ),
+)  # fmt: skip
+def test_the_distribution_is_the_hosts(
+    seed: int, vocab_size: int, spread: float, is_rounded: bool, sampling: Sampling
+) -> None:
+    """Equal logits, too, of which those in bfloat16 have many, and forbidden tokens."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(3, vocab_size)).astype(np.float32) * spread
+    logits[:, rng.integers(vocab_size)] = -np.inf
+    if is_rounded:
+        logits = torch.from_numpy(logits).bfloat16().float().numpy()
+    history = rng.integers(0, vocab_size, (3, 4)) if sampling.repetition_penalty != 1 else None
+    expected = distribution.probabilities(logits, history, sampling)
+    parity(on_device(logits, history, sampling), expected, atol=1e-9)
+    uniform = rng.random(3)
+    found = draw(torch.from_numpy(expected), torch.from_numpy(uniform)[:, None])[:, 0]
+    np.testing.assert_array_equal(found.numpy(), distribution.draw(expected, uniform))
+
+
+def test_a_token_without_odds_is_never_drawn() -> None:
+    """Not even where the sums of a GPU, which adds up in parallel, fall by the last bit behind the last token."""
+    odds = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0, 0.0]], dtype=torch.float64)
+    for uniform in (0.0, 0.5, np.nextafter(1, 0)):
+        found = draw(odds, torch.tensor([[uniform]], dtype=torch.float64))
+        assert odds[0, found] > 0
+
+
+def test_draws_follow_the_odds() -> None:
+    count = 20_000
+    rng = np.random.default_rng(4)
+    odds = torch.from_numpy(rng.random(12))
+    found = draw(odds.expand(count, 12), torch.from_numpy(rng.random((count, 1)))).flatten().bincount(minlength=12)
+    expected = odds / odds.sum() * count
+    square = ((found - expected) ** 2 / expected).sum()
+    assert square < 31.3, "chi-square of 11 degrees of freedom, exceeded once in a thousand"
+
+
+@pytest.mark.parametrize("name", [*SAMPLINGS, *TOP])
+def test_answers_are_those_of_other_runtimes(tiny_t5, padded_batch, host_is_not_asked, name: str) -> None:
+    model, sampling = tiny_t5(), {**SAMPLINGS, **TOP}[name]
+    options: dict[str, Any] = dict(sampling=sampling, seed=5, num_return_sequences=3, max_new_tokens=20)
+    expected, found = (sample(one, *padded_batch, **options) for one in (TorchEager(model), TorchStatic(model)))
+    assert_varied(expected.sequences)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    assert found.decoder_calls == expected.decoder_calls == 20
+
+
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(seed=st.integers(0, 2**16), data=st.data())
+def test_answers_are_those_of_other_runtimes_whatever_is_asked(tiny_t5, seed: int, data: st.DataObject) -> None:
+    model, rng = tiny_t5("umt5"), np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, rng.integers(1, 8))
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    longest = data.draw(st.integers(1, 40))
+    ends = tuple(rng.integers(2, 300, 30).tolist())  # some rows end at any time
+    rules = replace(
+        TorchEager(model).rules, eos_token_ids=tuple(dict.fromkeys((1, *ends))), suppress_tokens=(299,),
+        forced_eos_token_id=data.draw(st.none() | st.just(1)),
+    )  # fmt: skip
+    options: dict[str, Any] = dict(
+        sampling=Sampling(temperature=1.5, repetition_penalty=data.draw(st.sampled_from([1.0, 1.3]))), seed=seed,
+        num_return_sequences=data.draw(st.integers(1, 3)), max_new_tokens=longest,
+        min_new_tokens=data.draw(st.just(0) | st.integers(0, longest)),
+        forced_bos_token_id=data.draw(st.none() | st.just(298).filter(lambda token: token not in ends)),
+    )  # fmt: skip
+    if width := data.draw(st.integers(0, 3)):
+        options["decoder_input_ids"] = rng.integers(2, 300, (len(mask), width))
+    backends = TorchEager(model), TorchStatic(model, buckets=(8, 16, 64))
+    for backend in backends:
+        backend.rules = rules
+    ids = rng.integers(3, 300, mask.shape) * mask
+    expected, found = (sample(one, ids, mask, **options) for one in backends)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    assert found.decoder_calls == expected.decoder_calls
+
+
+def test_one_graph_draws_by_any_numbers(tiny_t5, padded_batch, with_replays) -> None:
+    model = tiny_t5()
+    backend = with_replays(model)
+    for sampling in (Sampling(top_p=0.9), Sampling(top_p=0.6), Sampling(top_p=0.9, temperature=2.0)):
+        options: dict[str, Any] = dict(sampling=sampling, seed=1, max_new_tokens=12)
+        found, expected = (sample(one, *padded_batch, **options).sequences for one in (backend, TorchEager(model)))
+        np.testing.assert_array_equal(found, expected)
+    assert backend.captured == 2, "one for nucleus alone, and one with a temperature"
+
+
+def test_generate_draws_on_the_device_by_torchs_seed(tiny_t5, padded_batch, host_is_not_asked, monkeypatch) -> None:
+    monkeypatch.setattr(AcceleratedT5, "_draws_on_the_device", lambda self: True)
+    model = AcceleratedT5.around(TorchStatic(tiny_t5()))
+    ids, mask = (torch.as_tensor(array) for array in padded_batch)
+    options: dict[str, Any] = dict(
+        attention_mask=mask, do_sample=True, temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.3,
+        num_return_sequences=2, max_new_tokens=12,
+    )  # fmt: skip
+    state = torch.get_rng_state()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(model.generate(ids, **options))
+    torch.manual_seed(1)
+    drawn = int(torch.randint(2**62, ()))
+    torch.set_rng_state(state)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.3)
+    expected = sample(TorchEager(tiny_t5()), ids, mask, sampling=sampling, seed=drawn, num_return_sequences=2,
+                      max_new_tokens=12)  # fmt: skip
+    np.testing.assert_array_equal(found[0][:, 1:].numpy(), expected.sequences)
+
+
+def test_on_a_cpu_generate_draws_as_transformers(tiny_t5, padded_batch, random_state_put_back, monkeypatch) -> None:
+    monkeypatch.setattr(TorchStatic, "run_samples", lambda *_, **__: pytest.fail("no run was expected"))
+    own = tiny_t5()
+    model = AcceleratedT5.around(TorchStatic(own))
+    ids, mask = (torch.as_tensor(array) for array in padded_batch)
+    torch.manual_seed(3)
+    found = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=9)
+    torch.manual_seed(3)
+    assert torch.equal(found, own_generate(own, ids, mask, do_sample=True, max_new_tokens=9))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*SAMPLINGS, *TOP])
+def test_a_gpu_draws_the_same(tiny_t5, padded_batch, name: str) -> None:
+    model, sampling = copy.deepcopy(tiny_t5()).to("cuda"), {**SAMPLINGS, **TOP}[name]
+    options: dict[str, Any] = dict(sampling=sampling, seed=5, num_return_sequences=3, max_new_tokens=20)
+    expected, found = (sample(one, *padded_batch, **options) for one in (TorchEager(tiny_t5()), TorchStatic(model)))
+    agree = (found.sequences == expected.sequences).all(axis=1)
+    assert agree.mean() > 0.9, "logits differ by rounding, which may move a draw"
+    logits = np.random.default_rng(0).normal(size=(8, 32128)).astype(np.float32)
+    history = np.arange(80).reshape(8, 10)
+    expected_odds = distribution.probabilities(logits, history, sampling)
+    parity(on_device(logits, history if sampling.repetition_penalty != 1 else None, sampling, "cuda"), expected_odds,
+           atol=1e-6)  # fmt: skip
