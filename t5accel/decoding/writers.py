@@ -53,9 +53,38 @@ class Greedy:
         """What the next token may not be."""
         return self._rules.forbidden(self._ends if len(self.tokens) < self._shortest else ())
 
+    @property
+    def shortest(self) -> int:
+        """Tokens that it has at least: before these, no end may be chosen."""
+        return self._shortest
+
+    @property
+    def missing(self) -> int:
+        """Tokens that it may still get."""
+        return self._longest - len(self.tokens)
+
+    @property
+    def forced(self) -> int | None:
+        """The next token, if it is not for the model to choose."""
+        return self._rules.forced(len(self.tokens), longest=self._longest)
+
+    def take_all(self, tokens: list[int]) -> None:
+        """The next tokens, as many of them as there are before the end.
+
+        >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 3, 0
+        >>> writer = Greedy(Toy(), Job([5], max_new_tokens=8))
+        >>> writer.take_all([7, 3, 8])
+        >>> writer.tokens, writer.is_done
+        ([7, 3], True)
+        """
+        for token in tokens:
+            self.take(token)
+            if self.is_done:
+                return
+
     def take(self, token: int) -> None:
         """The next token, if the model does not force another."""
-        forced = self._rules.forced(len(self.tokens), longest=self._longest)
+        forced = self.forced
         self.tokens.append(token if forced is None else forced)
         self._has_ended = self.tokens[-1] in self._ends or bool(self._criterion and self._criterion(self.tokens))
         self.is_done = self._has_ended or len(self.tokens) == self._longest

@@ -132,6 +132,7 @@ class KeyValueBytes:
 
     Args:
         backend: one whose ``dims`` say how many heads its layers have; of another it is not known, and counts as 0.
+            Where it has memory of fixed shapes, ``shape_for`` says of which.
 
     >>> class Dims: cross_heads, decoder_heads, d_kv = (8,) * 6, (8,) * 6, 64
     >>> class Toy: dims, dtype = Dims, None
@@ -141,6 +142,7 @@ class KeyValueBytes:
 
     def __init__(self, backend: Any):
         dims, item = getattr(backend, "dims", None), getattr(getattr(backend, "dtype", None), "itemsize", 4)
+        self._shape_for = getattr(backend, "shape_for", None) or _columns
         self.is_known = all(hasattr(dims, name) for name in ("cross_heads", "decoder_heads", "d_kv"))
         self._cross, self._self = (
             2 * sum(heads) * dims.d_kv * item if self.is_known else 0
@@ -149,9 +151,12 @@ class KeyValueBytes:
 
     def __call__(self, rows: int, source_tokens: int, new_tokens: int) -> int:
         """Of so many rows, as long as the longest source and as wide as the longest answer may make the batch."""
-        longest = -(-source_tokens // COLUMNS) * COLUMNS
-        columns = -(-int(RAGGED * new_tokens) // COLUMNS) * COLUMNS
+        rows, longest, columns = self._shape_for(rows, source_tokens, new_tokens)
         return rows * (longest * self._cross + columns * self._self)
+
+
+def _columns(rows: int, source_tokens: int, new_tokens: int) -> tuple[int, int, int]:
+    return rows, -(-source_tokens // COLUMNS) * COLUMNS, -(-int(RAGGED * new_tokens) // COLUMNS) * COLUMNS
 
 
 class EncoderPace:

@@ -27,7 +27,7 @@ from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.job import Job
 from t5accel.decoding.request import Request
 from t5accel.decoding.rules import NONE
-from t5accel.decoding.running import Part, RunningBatch
+from t5accel.decoding.running import Part, running_batch
 from t5accel.decoding.writers import Greedy, writers_of
 from t5accel.errors import DeadlineError, EngineError, ShuttingDownError
 from t5accel.serving.budget import (
@@ -97,13 +97,13 @@ class Scheduler:
         getattr(backend, "rules", NONE).require_supported()
         self.limits = limits or Limits()
         self.backend, self._alone = backend, encodes_alone(backend)
-        self._encoder: Any = backend
+        self._batch = running_batch(backend)
+        self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
-        self._batch = RunningBatch(backend)
         static = f"static batches, as {type(backend).__name__} has no admit(): requests wait for the running batch"
         self.why_static = "" if self._batch.joins_running else static
-        self.key_value_bytes, self._pace = KeyValueBytes(backend), EncoderPace()
+        self.key_value_bytes, self._pace = KeyValueBytes(self._batch.encoder), EncoderPace()
         self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
         self._continuations = Continuations(backend.vocab_size)
         self._observe = observe or (lambda name, value: None)
@@ -150,7 +150,7 @@ class Scheduler:
     def places(self) -> list[int]:
         """Of each row, the number of the ticket that has it; for whoever calls `round`."""
         found = {int(row): part.owner.number for part in self._batch.parts for row in part.rows}
-        return [found[row] for row in range(self._batch.rows)]
+        return [found[row] for row in sorted(found)]
 
     @property
     def is_open(self) -> bool:
@@ -341,10 +341,13 @@ class Scheduler:
             return []
         chosen: list[Ticket] = []
         lengths: dict[int, list[int]] = {}  # of sources that have to be encoded, by who is padded to whom
+        size = 0, 0, 0  # rows, the longest source and the longest answer
+        for ticket in self._running:
+            size = _with(size, ticket.job)
         with self._changed:
             while self._queue:
                 ticket = self._queue[0][1]
-                if not self._fits([*self._running, *chosen, ticket]):
+                if not self._fits(size := _with(size, ticket.job)):
                     break
                 ticket.reused = self._is_held(ticket)
                 if self._running and not ticket.reused:
@@ -359,15 +362,9 @@ class Scheduler:
                 del self._queue[0]
         return chosen
 
-    def _fits(self, tickets: Sequence[Ticket]) -> bool:
-        jobs = [ticket.job for ticket in tickets]
-        rows = sum(job.rows for job in jobs)
-        if rows > self.limits.rows:
-            return False
-        longest = max(len(job.input_ids) for job in jobs), max(job.max_new_tokens for job in jobs)
-        return (
-            self.limits.key_value_bytes is None or self.key_value_bytes(rows, *longest) <= self.limits.key_value_bytes
-        )
+    def _fits(self, size: tuple[int, int, int]) -> bool:
+        most = self.limits.key_value_bytes
+        return size[0] <= self.limits.rows and (most is None or self.key_value_bytes(*size) <= most)
 
     def _is_held(self, ticket: Ticket) -> bool:
         ids = ticket.job.input_ids[None]
@@ -403,9 +400,10 @@ class Scheduler:
         ids = np.full(mask.shape, self.backend.pad_token_id)
         ids[mask == 1] = np.concatenate(rows)
         started, missed = self._clock(), getattr(self._encoder, "misses", 0)
+        captures = getattr(self._encoder, "captures", 0)
         source = self._encoder.encode(ids, mask)
         encoded = self._encoder.misses - missed if isinstance(self._encoder, EncoderCache) else len(tickets)
-        if encoded:
+        if encoded and captures == getattr(self._encoder, "captures", 0):  # a graph is captured once
             self._pace.learn(mask.shape[1], encoded, self._clock() - started)
         self.encoded += encoded
         self.reused += len(tickets) - encoded
@@ -424,14 +422,14 @@ class Scheduler:
             self._fail(next(reversed(self._running)), _engine_error(error))
             return
         now = self._clock()
-        self._observe("step_s", now - started)
-        self._observe("tokens", self._batch.rows)
+        self._observe("step_s", (now - started) / self._batch.steps)
+        self._observe("tokens", self._batch.tokens)
         for ticket, parts in self._running.items():
             if ticket.first_token_s is None:
                 ticket.first_token_s = now
                 self._observe("first_token_s", now - ticket.submitted_s)
             if ticket.job.stream and isinstance(writer := parts[0].writer, Greedy):
-                ticket.tokens.append(writer.tokens[-1])
+                ticket.tokens.extend(writer.tokens[len(ticket.tokens) :])
                 self._news[ticket.number] = ticket
         self._batch.leave(ended)
         for ticket in {part.owner: None for part in ended}:
@@ -448,6 +446,12 @@ class Scheduler:
                 self._news[ticket.number] = ticket
                 self._observe("total_s", now - ticket.submitted_s)
                 self._observe("finished", 1)
+
+
+def _with(size: tuple[int, int, int], job: Job) -> tuple[int, int, int]:
+    """Rows, the longest source and the longest answer of a batch that this job joins."""
+    rows, source, new = size
+    return rows + job.rows, max(source, len(job.input_ids)), max(new, job.max_new_tokens)
 
 
 def _alike(length: int) -> int:
