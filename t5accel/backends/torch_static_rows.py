@@ -171,6 +171,18 @@ class TorchStaticRows:
             self._captured += 1
         return made
 
+    def warm(self, rows: int) -> None:
+        """Capture, if steps are captured, what short requests need: nobody waits for it then."""
+        if not self.backend.graphs:
+            return
+        capacities = sorted(
+            {self.shape_for(count, 1, 1) for count in (*ROWS, rows) if count <= self.shape_for(rows, 1, 1)[0]}
+        )
+        for shape in capacities:
+            self.fit(shape, np.empty(0, dtype=np.int64))
+        for power in range(min(rows, ENCODED_AT_ONCE // self.backend._bucket(1)).bit_length()):
+            self._encoded(*np.ones((2, 1 << power, 1), dtype=np.int64))
+
     # Newcomers
 
     @torch.inference_mode()

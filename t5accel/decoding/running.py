@@ -197,6 +197,15 @@ def _idle(rows: int) -> np.ndarray:
     return np.tile(IDLE, rows)
 
 
+def _place(parts: Sequence[Part], rows: np.ndarray) -> None:
+    """These rows are the parts', in order."""
+    begin = 0
+    for part in parts:
+        end = begin + part.writer.rows
+        part.rows = rows[begin:end]
+        begin = end
+
+
 class DeviceRunningBatch:
     """The same on a device that takes several steps without the host, in rows that are there before anybody joins.
 
@@ -242,11 +251,13 @@ class DeviceRunningBatch:
         self._device.admit(where, source)
         self._table[LENGTH, where], self._table[SOURCE, where] = 0, source.width
         self.rows += count
-        for part in parts:
-            part.rows, where = np.split(where, [part.writer.rows])
-            self._table[TOKEN, part.rows] = part.writer.start
-            self._table[SHORTEST, part.rows] = part.writer.shortest if type(part.writer) is Greedy else -1
-            self.parts.append(part)
+        greedy = [type(part.writer) is Greedy for part in parts]
+        sizes = [part.writer.rows for part in parts]
+        shortest = [part.writer.shortest if one else -1 for part, one in zip(parts, greedy, strict=True)]
+        self._table[TOKEN, where] = np.repeat([part.writer.start for part in parts], sizes)
+        self._table[SHORTEST, where] = np.repeat(shortest, sizes)
+        _place(parts, where)
+        self.parts += parts
 
     def leave(self, parts: Sequence[Part]) -> None:
         """These end, whether they are done or not; their rows are idle."""
@@ -347,16 +358,18 @@ class DeviceRunningBatch:
             table = _idle(wanted[0])
             table[:, : kept.size] = self._table[:, kept]
             self._table, self._too_large = table, 0
-            places = np.arange(kept.size)
-            for part in self.parts:
-                part.rows, places = np.split(places, [part.rows.size])
+            _place(self.parts, np.arange(kept.size))
 
 
-def running_batch(backend: Any) -> RunningBatch | DeviceRunningBatch:
-    """The one that a backend is made for.
+def running_batch(backend: Any, rows: int) -> RunningBatch | DeviceRunningBatch:
+    """The one that a backend is made for, ready for so many rows.
 
     >>> from types import SimpleNamespace
-    >>> type(running_batch(SimpleNamespace())).__name__
+    >>> type(running_batch(SimpleNamespace(), rows=8)).__name__
     'RunningBatch'
     """
-    return DeviceRunningBatch(backend) if hasattr(backend, "in_flight") else RunningBatch(backend)
+    if not hasattr(backend, "in_flight"):
+        return RunningBatch(backend)
+    batch = DeviceRunningBatch(backend)
+    batch.encoder.warm(rows)
+    return batch

@@ -44,7 +44,11 @@ class Greedy:
         self._rules, self.start = _rules_and_start(model, job)
         self._ends, self._longest = self._rules.ends(model.eos_token_id), job.max_new_tokens
         self._shortest = self._rules.shortest(job.min_new_tokens, longest=self._longest)
-        self._criterion = job.stopping_criterion
+        self._criterion, forced = (
+            job.stopping_criterion,
+            (self._rules.forced_bos_token_id, self._rules.forced_eos_token_id),
+        )
+        self._asks_each = self._criterion is not None or forced != (None, None)
         self.tokens: list[int] = []
         self.is_done = self._has_ended = False
 
@@ -77,10 +81,17 @@ class Greedy:
         >>> writer.tokens, writer.is_done
         ([7, 3], True)
         """
-        for token in tokens:
-            self.take(token)
-            if self.is_done:
-                return
+        if self._asks_each:
+            for token in tokens:
+                self.take(token)
+                if self.is_done:
+                    break
+            return
+        room = self.missing
+        end = next((count for count, token in enumerate(tokens[:room], 1) if token in self._ends), 0)
+        self.tokens += tokens[: end or room]
+        self._has_ended = end > 0
+        self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def take(self, token: int) -> None:
         """The next token, if the model does not force another."""

@@ -81,13 +81,12 @@ class Limits:
         ids, new = len(job.input_ids), job.max_new_tokens
         answers = "num_beams" if job.sampling is None else "num_return_sequences"
         rows = self.rows if self.beams is None else min(self.beams, self.rows)
-        for what, given, most in ((f"The job has {ids} input_ids", ids, self.source_tokens),
-                                  (f"{answers} is {job.rows}", job.rows, rows),
-                                  (f"max_new_tokens is {new}", new, self.new_tokens)):  # fmt: skip
+        for what, given, most in (("The job has {} input_ids", ids, self.source_tokens),
+                                  (answers + " is {}", job.rows, rows),
+                                  ("max_new_tokens is {}", new, self.new_tokens)):  # fmt: skip
             if given > most:
-                raise InputError(f"{what}; at most {most} are allowed here.")
-        size = key_value_bytes(job.rows, ids, new)
-        if self.key_value_bytes is not None and size > self.key_value_bytes:
+                raise InputError(f"{what.format(given)}; at most {most} are allowed here.")
+        if self.key_value_bytes is not None and (size := key_value_bytes(job.rows, ids, new)) > self.key_value_bytes:
             raise InputError(
                 f"A request of {job.rows} rows, {ids} source tokens and {new} new tokens needs {size} bytes of keys "
                 f"and values; {self.key_value_bytes} are allowed here."
@@ -116,6 +115,16 @@ def tokens_of(job: Job) -> int:
     48
     """
     return job.rows * (len(job.input_ids) + job.max_new_tokens)
+
+
+def size_with(size: tuple[int, int, int], job: Job) -> tuple[int, int, int]:
+    """Rows, longest source and longest answer of a batch of that size that a job joins.
+
+    >>> size_with((1, 9, 10), Job([5, 1], num_beams=4, max_new_tokens=20))
+    (5, 9, 20)
+    """
+    rows, source, new = size
+    return rows + job.rows, max(source, len(job.input_ids)), max(new, job.max_new_tokens)
 
 
 def head_start_s(priority: int) -> float:

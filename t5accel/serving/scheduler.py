@@ -29,7 +29,7 @@ from t5accel.decoding.request import Request
 from t5accel.decoding.rules import NONE
 from t5accel.decoding.running import Part, running_batch
 from t5accel.decoding.writers import Greedy, writers_of
-from t5accel.errors import DeadlineError, EngineError, ShuttingDownError
+from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.serving.budget import (
     COLUMNS,
     EncoderPace,
@@ -38,6 +38,7 @@ from t5accel.serving.budget import (
     bucket,
     encodes_alone,
     head_start_s,
+    size_with,
     tokens_of,
 )
 from t5accel.serving.ticket import Ticket
@@ -97,7 +98,7 @@ class Scheduler:
         getattr(backend, "rules", NONE).require_supported()
         self.limits = limits or Limits()
         self.backend, self._alone = backend, encodes_alone(backend)
-        self._batch = running_batch(backend)
+        self._batch = running_batch(backend, self.limits.rows)
         self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
@@ -272,22 +273,13 @@ class Scheduler:
         """Of the cancelled and the late, in the queue and in the batch; at the end of the grace, of all."""
         ended = now >= self._ends_at
         with self._changed:
-            leaving = [entry for entry in self._queue if ended or self._reason(entry[1], now)]
+            leaving = [entry for entry in self._queue if ended or entry[1].is_over(now)]
             if leaving:
                 self._queue = [entry for entry in self._queue if entry not in leaving]
-        for ticket in [*(entry[1] for entry in leaving), *self._running]:
-            reason = self._reason(ticket, now)
-            if reason is None and ended:
-                reason = ShuttingDownError("The server was shut down before this request was done.")
-            if reason is not None:
-                self._fail(ticket, reason)
-
-    def _reason(self, ticket: Ticket, now: float) -> Exception | None:
-        if ticket.is_cancelled:
-            return ticket.reason_to_leave()
-        if ticket.deadline_s is not None and now >= ticket.deadline_s:
-            return DeadlineError(f"Request {ticket.number} was not done within its {ticket.job.deadline_s:g} s.")
-        return None
+        over = [ticket for ticket in self._running if ended or ticket.is_over(now)]
+        for ticket in [*(entry[1] for entry in leaving), *over]:
+            late = ShuttingDownError("The server was shut down before this request was done.")
+            self._fail(ticket, ticket.reason_to_leave(now) or late)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         parts = self._running.pop(ticket, [])
@@ -343,11 +335,11 @@ class Scheduler:
         lengths: dict[int, list[int]] = {}  # of sources that have to be encoded, by who is padded to whom
         size = 0, 0, 0  # rows, the longest source and the longest answer
         for ticket in self._running:
-            size = _with(size, ticket.job)
+            size = size_with(size, ticket.job)
         with self._changed:
             while self._queue:
                 ticket = self._queue[0][1]
-                if not self._fits(size := _with(size, ticket.job)):
+                if not self._fits(size := size_with(size, ticket.job)):
                     break
                 ticket.reused = self._is_held(ticket)
                 if self._running and not ticket.reused:
@@ -446,12 +438,6 @@ class Scheduler:
                 self._news[ticket.number] = ticket
                 self._observe("total_s", now - ticket.submitted_s)
                 self._observe("finished", 1)
-
-
-def _with(size: tuple[int, int, int], job: Job) -> tuple[int, int, int]:
-    """Rows, the longest source and the longest answer of a batch that this job joins."""
-    rows, source, new = size
-    return rows + job.rows, max(source, len(job.input_ids)), max(new, job.max_new_tokens)
 
 
 def _alike(length: int) -> int:
