@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import play, run
+from test_torch_static import Replay
 
-from t5accel.backends import torch_static_rows
+from t5accel.backends import torch_static, torch_static_rows
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
@@ -137,6 +138,32 @@ def test_many_greedy_requests_end_within_runs_of_steps(backends) -> None:
     lengths = [len(answer) for (answer,) in expected]
     assert len({*lengths}) > 5, "they end where they will"
     assert sum(value for name, value in seen if name == "tokens") == sum(lengths)
+
+
+def test_captured_steps_and_encoders_give_the_same_and_are_warm_before_anybody_comes(
+    tiny_t5, backends, monkeypatch
+) -> None:
+    for module in (torch_static, torch_static_rows):
+        monkeypatch.setattr(module, "captured", torch.inference_mode()(lambda *given: Replay(*given)))
+    backend, (_, eager) = TorchStatic(tiny_t5(), buckets=SMALL), backends("ends")
+    backend.rules, backend.graphs = ENDING, True
+    scheduler = flight(backend, rows=5)
+    device = scheduler._batch.encoder
+    warm = device.captures
+    assert warm == 3 + 4 and device.shape == (8, 4, 4), "three capacities; 1, 2, 4 and 8 sources at a time"
+    tickets = [scheduler.submit(new_job(seed, 3, 3)) for seed in range(9)]
+    run(scheduler)
+    assert device.captures == warm
+    tickets += [scheduler.submit(new_job(seed, 14, 9)) for seed in range(9)]
+    run(scheduler)
+    assert [tokens(ticket) for ticket in tickets] == [alone(ticket.job, eager) for ticket in tickets]
+    monkeypatch.setattr(torch_static_rows, "CAPTURED_BYTES", 0)
+    large = scheduler.submit(new_job(50, 14, 30))
+    captured = device.captures
+    scheduler.round()
+    assert device.captures == captured + 1, "a step for the longer source, and no encoder"
+    run(scheduler)
+    assert tokens(large) == alone(large.job, eager)
 
 
 def test_where_few_run_the_host_looks_at_each_token_where_many_do_after_eight(tiny_t5) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ROWS = (8, 32, 128, 256)  # capacities; beyond, multiples of the last
 ENCODED_AT_ONCE = 16_384  # padded source tokens of one call of the encoder
 CAPTURED_BYTES = 256 * 2**20  # of cross-attention: for more, the encoder is not captured, as its products take longer
+LOWEST = torch.finfo(torch.float32).min  # added to a logit
 KEPT_BYTES = 2 * 2**30  # of buffers in shapes that are not in use
 
 
@@ -175,12 +176,10 @@ class TorchStaticRows:
         """Capture, if steps are captured, what short requests need: nobody waits for it then."""
         if not self.backend.graphs:
             return
-        capacities = sorted(
-            {self.shape_for(count, 1, 1) for count in (*ROWS, rows) if count <= self.shape_for(rows, 1, 1)[0]}
-        )
-        for shape in capacities:
-            self.fit(shape, np.empty(0, dtype=np.int64))
-        for power in range(min(rows, ENCODED_AT_ONCE // self.backend._bucket(1)).bit_length()):
+        most = self.shape_for(rows, 1, 1)
+        for count in (*(count for count in ROWS if count < most[0]), most[0]):
+            self.fit(self.shape_for(count, 1, 1), np.empty(0, dtype=np.int64))
+        for power in range((min(most[0], self._at_once(1)) - 1).bit_length() + 1):
             self._encoded(*np.ones((2, 1 << power, 1), dtype=np.int64))
 
     # Newcomers
@@ -189,9 +188,11 @@ class TorchStaticRows:
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> EncodedRows:
         """(m, S') int64 both. Done when it returns, so that a caller's clock is right."""
         sources = np.where(attention_mask == 1, input_ids, -1)
-        _, first, same = np.unique(sources, axis=0, return_index=True, return_inverse=True)
+        seen: dict[bytes, int] = {}
+        same = np.array([seen.setdefault(source.tobytes(), len(seen)) for source in sources])
+        first = np.unique(same, return_index=True)[1]
         width = sources.shape[1]
-        most = 1 << max(0, (ENCODED_AT_ONCE // self.backend._bucket(width)).bit_length() - 1)
+        most = self._at_once(width)
         calls = []
         for begin in range(0, len(first), most):
             chosen = first[begin : begin + most]
@@ -200,8 +201,12 @@ class TorchStaticRows:
             calls.append(self._encoded(input_ids[padded], attention_mask[padded]))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        at, rows = np.divmod(same.ravel(), most)
+        at, rows = np.divmod(same, most)
         return EncodedRows(calls, at, rows, width)
+
+    def _at_once(self, width: int) -> int:
+        """How many sources of that length one call of the encoder takes: a power of two."""
+        return 1 << max(0, (ENCODED_AT_ONCE // self.backend._bucket(width)).bit_length() - 1)
 
     def _encoded(self, ids: np.ndarray, mask: np.ndarray) -> StaticSource:
         backend, dims = self.backend, self.dims
@@ -268,7 +273,7 @@ class TorchStaticRows:
         held.logits = self.decoder.logits(self.decoder.read(slot, slot.token)[:, -1])  # (R, V)
         scores = held.logits if self._penalty is None else held.logits + self._penalty
         # A row that read as many tokens as its answer has at least chooses the one after these.
-        early = torch.where(slot.lengths <= held.plan[2], -torch.inf, 0.0)  # (R,)
+        early = (slot.lengths <= held.plan[2]) * LOWEST  # (R,)
         scores.index_add_(1, self._ends, early[:, None].expand(-1, len(self._ends)))
         token = scores.argmax(dim=-1, keepdim=True)
         slot.token.copy_(token)
