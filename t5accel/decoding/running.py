@@ -243,6 +243,11 @@ class DeviceRunningBatch:
         self._table = _idle(0)
         self._too_large = 0  # steps in a row that a smaller shape would have done for
 
+    def warm(self, rows: int) -> None:
+        """Capture what up to so many rows of short requests need, before anybody joins."""
+        self._device.warm(rows)
+        self._table = _idle(self._device.shape[0])
+
     def join(self, source: Source, parts: Sequence[Part]) -> None:
         """As of `RunningBatch`; the source comes from ``encoder``."""
         count = sum(part.writer.rows for part in parts)
@@ -312,9 +317,8 @@ class DeviceRunningBatch:
         rows = np.concatenate([part.rows for part in parts])
         self.tokens += rows.size
         logits, order = self._device.logits(rows), np.arange(self._table.shape[1])
-        for part, its_own in zip(
-            parts, np.split(logits, np.cumsum([part.rows.size for part in parts])[:-1]), strict=True
-        ):
+        for part in parts:
+            its_own, logits = logits[: part.rows.size], logits[part.rows.size :]
             try:
                 self._table[TOKEN, part.rows], order[part.rows] = part.advanced(its_own)
             except (KeyboardInterrupt, SystemExit):
@@ -371,5 +375,5 @@ def running_batch(backend: Any, rows: int) -> RunningBatch | DeviceRunningBatch:
     if not hasattr(backend, "in_flight"):
         return RunningBatch(backend)
     batch = DeviceRunningBatch(backend)
-    batch.encoder.warm(rows)
+    batch.warm(rows)
     return batch

@@ -4,8 +4,9 @@ T5's self-attention knows distances only. So in a batch whose rows end at the sa
 the column that comes next, whichever that is, and nobody's keys and values are copied (``admit`` in `OrtStatic`).
 
 One thread, the engine's, does all the work, in rounds (`Scheduler.round`): those leave who are done, cancelled or late;
-as many join as the `Limits` allow, their sources encoded first; all rows take one step. **A job's tokens never depend
-on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other may change places.
+as many join as the `Limits` allow, their sources encoded first; all rows take one step, or on a GPU several. **A job's
+tokens never depend on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other
+may change places.
 Where products round to 8 bits ("int8", "int4"), a last bit may be one step of these: ties are wider.
 """
 
@@ -53,8 +54,8 @@ class Scheduler:
     """Serves jobs from any thread on one backend.
 
     Args:
-        backend: with ``admit`` rows join while others run. Without, jobs that wait form a batch when all of the batch
-            before have left, and `why_static` says so.
+        backend: with ``admit`` or ``in_flight`` rows join while others run. Without, jobs that wait form a batch when
+            all of the batch before have left, and `why_static` says so.
         limits: rows, memory, queue, lengths and stalls.
         observe: told of what happens, by the engine's thread: a name and a number, such as ``("first_token_s", 0.02)``.
         tell: hands out the news of a round, tickets that have tokens or an end; by default to their listeners.
@@ -229,7 +230,7 @@ class Scheduler:
     # The engine
 
     def round(self) -> bool:
-        """Who leaves, who joins, one step; returns whether there is anything left to do."""
+        """Who leaves, who joins, the next tokens; returns whether there is anything left to do."""
         self._began_s = now = self._clock()
         try:
             self._let_go(now)
