@@ -108,7 +108,7 @@ def as_batch(
         attention_mask, "attention_mask", rank=2)  # fmt: skip
     if mask.shape != ids.shape:
         raise InputError(f"attention_mask has shape {mask.shape} and input_ids {ids.shape}: they must be equal.")
-    if not np.isin(mask, (0, 1)).all():
+    if mask.view("uint64").max() > 1:
         raise InputError("attention_mask holds other values than 0 (padding) and 1 (token).")
     empty = np.flatnonzero(mask.sum(axis=1) == 0)
     if empty.size:

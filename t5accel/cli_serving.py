@@ -45,9 +45,10 @@ def serve(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="fp32, fp16, bf16 (in torch, in static batches), int8 or int4. Default: fp32; an export's own."
+            help="fp32, fp16, bf16, int8 or int4; on a GPU one of the first three. Default: fp32; an export's own."
         ),
     ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda: the first GPU, by PyTorch. Default: cpu.")] = None,
     prefix: Annotated[
         str | None, typer.Option(help="Text in front of every source whose request has no prefix field.")
     ] = None,

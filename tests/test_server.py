@@ -32,6 +32,7 @@ from test_scheduler import Joining
 from typer.testing import CliRunner
 
 import t5accel.serving.server
+from t5accel.checkpoints import data_folder
 from t5accel.cli import app as commands
 from t5accel.errors import InputError
 from t5accel.lab.abuse import KINDS, abuse, fuzz, head, hostile, request, send
@@ -39,6 +40,7 @@ from t5accel.serving import logs, responses
 from t5accel.serving.app import make_app
 from t5accel.serving.guard import HEALTH
 from t5accel.serving.settings import Settings
+from t5accel.text.text_to_text import tokenizer_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "translate English to French: I am tired."
@@ -791,6 +793,55 @@ def test_a_precision_that_cannot_be_served_is_refused_before_a_model_is_opened(m
     for precision, match in (("int8-dynamic", "depend on who else is being served"), ("int9", "precision .*'int9'")):
         result = CliRunner().invoke(commands, ["serve", "--precision", precision])
         assert result.exit_code == 2 and re.search(match, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--precision", "int8"], "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
+        (["--engine", "ray"], "engine must be local on cuda, got 'ray'"),
+        (["--encoder-cache-mb", "9"], "--encoder-cache-mb is for device cpu"),
+        ([], "device='cuda' needs a GPU"),
+    ],
+    ids=str,
+)
+def test_what_a_gpu_cannot_serve_is_refused(monkeypatch, flags: list[str], match: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(commands, ["serve", "--device", "cuda", "--port", "0", *flags])
+    assert result.exit_code == 2 and match in result.stderr
+    result = CliRunner().invoke(commands, ["serve", "--device", "tpu"])
+    assert result.exit_code == 2 and "device is 'tpu'" in result.stderr
+
+
+def test_on_torch_static_requests_are_served_as_on_the_engine_of_the_cpu(mini, monkeypatch) -> None:
+    """What `--device cuda` opens, here without graphs: greedy, streamed, beams, drawn, stop strings, metrics."""
+    from t5accel.backends.torch_static import TorchStatic
+
+    given: dict[str, Any] = {}
+
+    def open_backend(name: str, **options: Any) -> Any:
+        given.update(options)
+        return TorchStatic(mini[0]), tokenizer_of(data_folder() / "mini-t5"), "torch"
+
+    monkeypatch.setattr(t5accel.serving.server, "open_backend", open_backend)
+    app = t5accel.serving.server.opened(Settings(device="cuda", precision="bf16"))
+    assert (given["device"], given["precision"]) == ("cuda", "bf16")
+
+    async def ask() -> None:
+        async with app.router.lifespan_context(app), httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
+        ) as client:  # fmt: skip
+            for more in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 1}):
+                found = await client.post("/generate", json={"text": TEXT, "max_new_tokens": 20, **more})
+                assert found.json()["answers"][0]["texts"] == ["Je suis fatigué."]
+            stopped = await client.post("/generate", json={"text": TEXT, "stop": "fatigué"})
+            assert stopped.json()["answers"][0]["texts"] == ["Je suis "]
+            streamed = await client.post("/generate", json={"text": TEXT, "stream": True})
+            assert "".join(event["text"] for event in events_of(streamed)) == "Je suis fatigué."
+            assert (await client.get("/health/ready")).json()["continuous"]
+            assert "t5accel_token_seconds_count" in (await client.get("/metrics")).text
+
+    asyncio.run(ask())
 
 
 def test_serving_everybody_warns(caplog) -> None:

@@ -29,6 +29,8 @@ from t5accel.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from t5accel.backends.torch_static_rows import TorchStaticRows
+
 BUCKETS = (64, 128, 256, 512, 1024)  # of source positions and of places for new ones; beyond, multiples of the last
 
 
@@ -130,13 +132,13 @@ class TorchStatic:
         return again, (self.model,)
 
     @torch.inference_mode()
-    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> StaticSource:
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray, *, graph: bool = True) -> StaticSource:
         if input_ids.shape[1] > self._longest_source:
             raise InputError(
                 f"A source must have at most {self._longest_source} tokens, got {input_ids.shape[1]}. Cut it shorter."
             )
         given = [torch.from_numpy(np.array(array, order="C")) for array in (input_ids, attention_mask)]
-        if not self.graphs:
+        if not (self.graphs and graph):
             on_device = [array.to(self.device) for array in given]
             return StaticSource(self.decoder.encode(*on_device), on_device[1])
         batch, length = input_ids.shape
@@ -232,6 +234,12 @@ class TorchStatic:
         source = StaticSource(state.source.cross.rows(index), state.source.mask[index])
         rows = histories.shape[1]
         self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.slot.width)
+
+    def in_flight(self) -> TorchStaticRows:
+        """Rows that requests join and leave while others run, for `running.DeviceRunningBatch`."""
+        from t5accel.backends.torch_static_rows import TorchStaticRows
+
+        return TorchStaticRows(self)
 
     # Memory
 

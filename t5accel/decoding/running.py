@@ -9,7 +9,9 @@ A place that becomes free is taken by the last row, so that nobody else moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,10 @@ import numpy as np
 from t5accel.decoding.backend import Backend, Source
 from t5accel.decoding.greedy import likeliest
 from t5accel.decoding.writers import Drawn, Greedy, Writer
+
+MOST_STEPS = 8  # between two looks of the host at a device's tokens
+CHUNK_S = 0.02  # that they may take: newcomers wait for so long
+PATIENCE = 256  # steps in shapes that are larger than needed, before rows move to a smaller one
 
 
 @dataclass(eq=False)
@@ -36,6 +42,13 @@ class Part:
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     error: BaseException | None = None
 
+    def advanced(self, logits: np.ndarray) -> tuple[Any, np.ndarray]:
+        """(K, V) logits of drawn rows or beams, written to -> what its rows read next, and which each goes on from."""
+        if isinstance(self.writer, Drawn):
+            return self.writer.draw(logits[0]), self.rows
+        tokens, rows = self.writer.advance(logits)
+        return tokens, self.rows if rows is None else self.rows[rows]
+
 
 class RunningBatch:
     """Rows of one state of a backend.
@@ -46,6 +59,7 @@ class RunningBatch:
     Attributes:
         joins_running: whether it does.
         parts: in the order in which they joined.
+        steps, tokens: of the last `step`: how many steps it was, and how many tokens all rows got.
         logit_steps, token_steps: steps that computed all logits, and those that chose tokens only.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one
@@ -68,7 +82,9 @@ class RunningBatch:
     def __init__(self, backend: Backend):
         self.backend = backend
         self.joins_running = hasattr(backend, "admit")
+        self.encoder = backend
         self.parts: list[Part] = []
+        self.steps, self.tokens = 1, 0
         self.logit_steps = self.token_steps = 0
         self._state: Any = None
         self._next = np.empty(0, dtype=np.int64)  # (R,) what each row reads
@@ -123,6 +139,7 @@ class RunningBatch:
 
         Raises whatever the backend raises; then nothing has changed.
         """
+        self.tokens = self.rows
         alike = all(type(part.writer) is Greedy for part in self.parts)
         forbidden = {part.writer.forbidden for part in self.parts} if alike else set()
         if self._next_tokens and len(forbidden) == 1:
@@ -155,12 +172,8 @@ class RunningBatch:
                 if type(part.writer) is Greedy:
                     part.writer.take(int(best[part.rows[0]]))
                     tokens[part.rows] = part.writer.tokens[-1]
-                elif isinstance(part.writer, Drawn):
-                    tokens[part.rows] = part.writer.draw(logits[part.rows[0]])
                 else:
-                    tokens[part.rows], rows = part.writer.advance(logits[part.rows])
-                    if rows is not None:
-                        order[part.rows] = part.rows[rows]
+                    tokens[part.rows], order[part.rows] = part.advanced(logits[part.rows])
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # this one's fault alone
@@ -174,3 +187,193 @@ class RunningBatch:
                 if moved[part.rows].any():
                     part.error = error
         self._next = tokens
+
+
+LENGTH, TOKEN, SHORTEST, SOURCE = range(4)  # what the host knows of each row; the device is told the first three
+IDLE = np.array([[0], [0], [-1], [0]])
+
+
+def _idle(rows: int) -> np.ndarray:
+    return np.tile(IDLE, rows)
+
+
+def _place(parts: Sequence[Part], rows: np.ndarray) -> None:
+    """These rows are the parts', in order."""
+    begin = 0
+    for part in parts:
+        end = begin + part.writer.rows
+        part.rows = rows[begin:end]
+        begin = end
+
+
+class DeviceRunningBatch:
+    """The same on a device that takes several steps without the host, in rows that are there before anybody joins.
+
+    How many steps depends on the load: one where few rows run, so that nobody waits for tokens; `MOST_STEPS` of them,
+    as far as they take no more than `CHUNK_S`, where many do. Rows that are drawn or beams need the host after each
+    step; while there are any, all rows take one step at a time.
+
+    Args:
+        backend: with ``in_flight()``, see `torch_static_rows.TorchStaticRows`.
+        clock: seconds that only grow.
+
+    Attributes:
+        encoder: encodes newcomers' sources for `join`.
+        joins_running, parts, rows, steps, tokens, logit_steps, token_steps: as of `RunningBatch`.
+
+    >>> from t5accel.backends.torch_static import TorchStatic
+    >>> from t5accel.checkpoints import load_t5
+    >>> from t5accel.decoding.job import Job
+    >>> batch = DeviceRunningBatch(backend := TorchStatic(load_t5("random:t5-small")[0]))
+    >>> part = Part(Greedy(backend, Job([100, 1], max_new_tokens=2)), "an owner")
+    >>> batch.join(batch.encoder.encode(np.array([[100, 1]]), np.ones((1, 2), dtype=np.int64)), [part])
+    >>> batch.step(), batch.step() == [part], len(part.writer.tokens)
+    ([], True, 2)
+    """
+
+    joins_running = True
+
+    def __init__(self, backend: Any, *, clock: Callable[[], float] = time.perf_counter):
+        self.encoder = self._device = backend.in_flight()
+        self.parts: list[Part] = []
+        self.rows, self.steps, self.tokens = 0, 1, 0
+        self.logit_steps = self.token_steps = 0
+        self._positions = getattr(backend, "positions", None) or math.inf
+        self._clock, self._step_s = clock, 0.0
+        self._table = _idle(0)
+        self._too_large = 0  # steps in a row that a smaller shape would have done for
+
+    def warm(self, rows: int) -> None:
+        """Capture what up to so many rows of short requests need, before anybody joins."""
+        self._device.warm(rows)
+        self._table = _idle(self._device.shape[0])
+
+    def join(self, source: Source, parts: Sequence[Part]) -> None:
+        """As of `RunningBatch`; the source comes from ``encoder``."""
+        count = sum(part.writer.rows for part in parts)
+        self._fit(rows=self.rows + count, source=source.width, ahead=1)
+        where = np.flatnonzero(self._table[SOURCE] == 0)[:count]
+        self._device.admit(where, source)
+        self._table[LENGTH, where], self._table[SOURCE, where] = 0, source.width
+        self.rows += count
+        greedy = [type(part.writer) is Greedy for part in parts]
+        sizes = [part.writer.rows for part in parts]
+        shortest = [part.writer.shortest if one else -1 for part, one in zip(parts, greedy, strict=True)]
+        self._table[TOKEN, where] = np.repeat([part.writer.start for part in parts], sizes)
+        self._table[SHORTEST, where] = np.repeat(shortest, sizes)
+        _place(parts, where)
+        self.parts += parts
+
+    def leave(self, parts: Sequence[Part]) -> None:
+        """These end, whether they are done or not; their rows are idle."""
+        for part in parts:
+            self._table[:, part.rows] = IDLE
+            self.rows -= part.rows.size
+        leaving = set(parts)
+        self.parts = [part for part in self.parts if part not in leaving]
+
+    def clear(self) -> None:
+        """All leave."""
+        self.leave(self.parts)
+
+    def step(self) -> list[Part]:
+        """Some tokens more for every row; returns the parts that are done or cannot go on.
+
+        Raises whatever the backend raises; then nothing has changed.
+        """
+        others = [part for part in self.parts if type(part.writer) is not Greedy]
+        count = 1 if others else self._count()
+        self._fit(rows=self.rows, source=1, ahead=count)
+        first = [part for part in self.parts if type(part.writer) is Greedy and not part.writer.tokens]
+        forced = [(int(part.rows[0]), part.writer.forced) for part in first if part.writer.forced is not None]
+        began = self._clock()
+        found = self._device.run(self._table[:SOURCE], count, tuple(zip(*forced, strict=True)) or ((), ()))
+        self._learn((self._clock() - began) / count)
+        self._table[LENGTH, self._table[SOURCE] > 0] += count
+        self.steps, self.tokens = count, 0
+        self._table[TOKEN] = found[:, -1]
+        for row, token in forced if count == 1 else ():
+            self._table[TOKEN, row] = token
+        tokens = found.tolist()
+        for part in self.parts:
+            if type(part.writer) is Greedy:
+                before = part.writer.missing
+                try:
+                    part.writer.take_all(tokens[part.rows[0]])
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # of its stopping criterion; a panic of a Rust library is no Exception
+                    part.error = error
+                self.tokens += before - part.writer.missing
+        if others:
+            self._advance(others)
+            self.logit_steps += 1
+        else:
+            self.token_steps += count
+        return [part for part in self.parts if part.writer.is_done or part.error is not None]
+
+    def _advance(self, parts: Sequence[Part]) -> None:
+        """Drawn rows and beams, by their logits."""
+        rows = np.concatenate([part.rows for part in parts])
+        self.tokens += rows.size
+        logits, order = self._device.logits(rows), np.arange(self._table.shape[1])
+        for part in parts:
+            its_own, logits = logits[: part.rows.size], logits[part.rows.size :]
+            try:
+                self._table[TOKEN, part.rows], order[part.rows] = part.advanced(its_own)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # this one's fault alone
+                part.error = error
+        moved = np.flatnonzero(order != np.arange(order.size))
+        if moved.size:
+            try:
+                self._device.branch(moved, order[moved])
+            except Exception as error:
+                for part in parts:
+                    if np.isin(part.rows, moved).any():
+                        part.error = error
+
+    def _count(self) -> int:
+        """How many steps to take before the host looks."""
+        count = min(MOST_STEPS, max(1, self.rows // 4), max(part.writer.missing for part in self.parts))
+        # A row that ends within these steps goes on to their end: not into larger buffers, nor beyond all positions.
+        room = min(self._device.shape[2], self._positions) - int(self._table[LENGTH].max())
+        count = min(count, room) if room > 0 else 1
+        return max(1, min(count, int(CHUNK_S / self._step_s))) if self._step_s else count
+
+    def _learn(self, step_s: float) -> None:
+        """The shortest step of late: a pause of the host is not the device's time."""
+        old = self._step_s
+        self._step_s = step_s if not old or step_s < old else old + 0.1 * (step_s - old)
+
+    def _fit(self, rows: int, source: int, ahead: int) -> None:
+        """See to it that there is memory for so many rows and source tokens, and for the next steps."""
+        longest = int(self._table[LENGTH].max(initial=0)) + ahead
+        wanted = self._device.shape_for(rows, max(source, int(self._table[SOURCE].max(initial=0))), longest)
+        held = self._device.shape
+        fits = all(new <= old for new, old in zip(wanted, held, strict=True))
+        self._too_large = self._too_large + ahead if fits and wanted != held and self.rows else 0
+        if fits and self.rows and self._too_large < PATIENCE:
+            return
+        if wanted != held:
+            kept = np.concatenate([part.rows for part in self.parts]) if self.parts else np.empty(0, dtype=np.int64)
+            self._device.fit(wanted, kept)
+            table = _idle(wanted[0])
+            table[:, : kept.size] = self._table[:, kept]
+            self._table, self._too_large = table, 0
+            _place(self.parts, np.arange(kept.size))
+
+
+def running_batch(backend: Any, rows: int) -> RunningBatch | DeviceRunningBatch:
+    """The one that a backend is made for, ready for so many rows.
+
+    >>> from types import SimpleNamespace
+    >>> type(running_batch(SimpleNamespace(), rows=8)).__name__
+    'RunningBatch'
+    """
+    if not hasattr(backend, "in_flight"):
+        return RunningBatch(backend)
+    batch = DeviceRunningBatch(backend)
+    batch.warm(rows)
+    return batch

@@ -44,7 +44,11 @@ class Greedy:
         self._rules, self.start = _rules_and_start(model, job)
         self._ends, self._longest = self._rules.ends(model.eos_token_id), job.max_new_tokens
         self._shortest = self._rules.shortest(job.min_new_tokens, longest=self._longest)
-        self._criterion = job.stopping_criterion
+        self._criterion, forced = (
+            job.stopping_criterion,
+            (self._rules.forced_bos_token_id, self._rules.forced_eos_token_id),
+        )
+        self._asks_each = self._criterion is not None or forced != (None, None)
         self.tokens: list[int] = []
         self.is_done = self._has_ended = False
 
@@ -53,9 +57,45 @@ class Greedy:
         """What the next token may not be."""
         return self._rules.forbidden(self._ends if len(self.tokens) < self._shortest else ())
 
+    @property
+    def shortest(self) -> int:
+        """Tokens that it has at least: before these, no end may be chosen."""
+        return self._shortest
+
+    @property
+    def missing(self) -> int:
+        """Tokens that it may still get."""
+        return self._longest - len(self.tokens)
+
+    @property
+    def forced(self) -> int | None:
+        """The next token, if it is not for the model to choose."""
+        return self._rules.forced(len(self.tokens), longest=self._longest)
+
+    def take_all(self, tokens: list[int]) -> None:
+        """The next tokens, as many of them as there are before the end.
+
+        >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 3, 0
+        >>> writer = Greedy(Toy(), Job([5], max_new_tokens=8))
+        >>> writer.take_all([7, 3, 8])
+        >>> writer.tokens, writer.is_done
+        ([7, 3], True)
+        """
+        if self._asks_each:
+            for token in tokens:
+                self.take(token)
+                if self.is_done:
+                    break
+            return
+        room = self.missing
+        end = next((count for count, token in enumerate(tokens[:room], 1) if token in self._ends), 0)
+        self.tokens += tokens[: end or room]
+        self._has_ended = end > 0
+        self.is_done = self._has_ended or len(self.tokens) == self._longest
+
     def take(self, token: int) -> None:
         """The next token, if the model does not force another."""
-        forced = self._rules.forced(len(self.tokens), longest=self._longest)
+        forced = self.forced
         self.tokens.append(token if forced is None else forced)
         self._has_ended = self.tokens[-1] in self._ends or bool(self._criterion and self._criterion(self.tokens))
         self.is_done = self._has_ended or len(self.tokens) == self._longest

@@ -81,13 +81,12 @@ class Limits:
         ids, new = len(job.input_ids), job.max_new_tokens
         answers = "num_beams" if job.sampling is None else "num_return_sequences"
         rows = self.rows if self.beams is None else min(self.beams, self.rows)
-        for what, given, most in ((f"The job has {ids} input_ids", ids, self.source_tokens),
-                                  (f"{answers} is {job.rows}", job.rows, rows),
-                                  (f"max_new_tokens is {new}", new, self.new_tokens)):  # fmt: skip
+        for what, given, most in (("The job has {} input_ids", ids, self.source_tokens),
+                                  (answers + " is {}", job.rows, rows),
+                                  ("max_new_tokens is {}", new, self.new_tokens)):  # fmt: skip
             if given > most:
-                raise InputError(f"{what}; at most {most} are allowed here.")
-        size = key_value_bytes(job.rows, ids, new)
-        if self.key_value_bytes is not None and size > self.key_value_bytes:
+                raise InputError(f"{what.format(given)}; at most {most} are allowed here.")
+        if self.key_value_bytes is not None and (size := key_value_bytes(job.rows, ids, new)) > self.key_value_bytes:
             raise InputError(
                 f"A request of {job.rows} rows, {ids} source tokens and {new} new tokens needs {size} bytes of keys "
                 f"and values; {self.key_value_bytes} are allowed here."
@@ -118,6 +117,16 @@ def tokens_of(job: Job) -> int:
     return job.rows * (len(job.input_ids) + job.max_new_tokens)
 
 
+def size_with(size: tuple[int, int, int], job: Job) -> tuple[int, int, int]:
+    """Rows, longest source and longest answer of a batch of that size that a job joins.
+
+    >>> size_with((1, 9, 10), Job([5, 1], num_beams=4, max_new_tokens=20))
+    (5, 9, 20)
+    """
+    rows, source, new = size
+    return rows + job.rows, max(source, len(job.input_ids)), max(new, job.max_new_tokens)
+
+
 def head_start_s(priority: int) -> float:
     """By how much a job goes before others that came earlier: bounded, so that nobody waits for ever.
 
@@ -132,6 +141,7 @@ class KeyValueBytes:
 
     Args:
         backend: one whose ``dims`` say how many heads its layers have; of another it is not known, and counts as 0.
+            Where it has memory of fixed shapes, ``shape_for`` says of which.
 
     >>> class Dims: cross_heads, decoder_heads, d_kv = (8,) * 6, (8,) * 6, 64
     >>> class Toy: dims, dtype = Dims, None
@@ -141,6 +151,7 @@ class KeyValueBytes:
 
     def __init__(self, backend: Any):
         dims, item = getattr(backend, "dims", None), getattr(getattr(backend, "dtype", None), "itemsize", 4)
+        self._shape_for = getattr(backend, "shape_for", None) or _columns
         self.is_known = all(hasattr(dims, name) for name in ("cross_heads", "decoder_heads", "d_kv"))
         self._cross, self._self = (
             2 * sum(heads) * dims.d_kv * item if self.is_known else 0
@@ -149,9 +160,12 @@ class KeyValueBytes:
 
     def __call__(self, rows: int, source_tokens: int, new_tokens: int) -> int:
         """Of so many rows, as long as the longest source and as wide as the longest answer may make the batch."""
-        longest = -(-source_tokens // COLUMNS) * COLUMNS
-        columns = -(-int(RAGGED * new_tokens) // COLUMNS) * COLUMNS
+        rows, longest, columns = self._shape_for(rows, source_tokens, new_tokens)
         return rows * (longest * self._cross + columns * self._self)
+
+
+def _columns(rows: int, source_tokens: int, new_tokens: int) -> tuple[int, int, int]:
+    return rows, -(-source_tokens // COLUMNS) * COLUMNS, -(-int(RAGGED * new_tokens) // COLUMNS) * COLUMNS
 
 
 class EncoderPace:

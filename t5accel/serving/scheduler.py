@@ -4,8 +4,9 @@ T5's self-attention knows distances only. So in a batch whose rows end at the sa
 the column that comes next, whichever that is, and nobody's keys and values are copied (``admit`` in `OrtStatic`).
 
 One thread, the engine's, does all the work, in rounds (`Scheduler.round`): those leave who are done, cancelled or late;
-as many join as the `Limits` allow, their sources encoded first; all rows take one step. **A job's tokens never depend
-on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other may change places.
+as many join as the `Limits` allow, their sources encoded first; all rows take one step, or on a GPU several. **A job's
+tokens never depend on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other
+may change places.
 Where products round to 8 bits ("int8", "int4"), a last bit may be one step of these: ties are wider.
 """
 
@@ -27,9 +28,9 @@ from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.job import Job
 from t5accel.decoding.request import Request
 from t5accel.decoding.rules import NONE
-from t5accel.decoding.running import Part, RunningBatch
+from t5accel.decoding.running import Part, running_batch
 from t5accel.decoding.writers import Greedy, writers_of
-from t5accel.errors import DeadlineError, EngineError, ShuttingDownError
+from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.serving.budget import (
     COLUMNS,
     EncoderPace,
@@ -38,6 +39,7 @@ from t5accel.serving.budget import (
     bucket,
     encodes_alone,
     head_start_s,
+    size_with,
     tokens_of,
 )
 from t5accel.serving.ticket import Ticket
@@ -52,8 +54,8 @@ class Scheduler:
     """Serves jobs from any thread on one backend.
 
     Args:
-        backend: with ``admit`` rows join while others run. Without, jobs that wait form a batch when all of the batch
-            before have left, and `why_static` says so.
+        backend: with ``admit`` or ``in_flight`` rows join while others run. Without, jobs that wait form a batch when
+            all of the batch before have left, and `why_static` says so.
         limits: rows, memory, queue, lengths and stalls.
         observe: told of what happens, by the engine's thread: a name and a number, such as ``("first_token_s", 0.02)``.
         tell: hands out the news of a round, tickets that have tokens or an end; by default to their listeners.
@@ -97,13 +99,13 @@ class Scheduler:
         getattr(backend, "rules", NONE).require_supported()
         self.limits = limits or Limits()
         self.backend, self._alone = backend, encodes_alone(backend)
-        self._encoder: Any = backend
+        self._batch = running_batch(backend, self.limits.rows)
+        self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
-        self._batch = RunningBatch(backend)
         static = f"static batches, as {type(backend).__name__} has no admit(): requests wait for the running batch"
         self.why_static = "" if self._batch.joins_running else static
-        self.key_value_bytes, self._pace = KeyValueBytes(backend), EncoderPace()
+        self.key_value_bytes, self._pace = KeyValueBytes(self._batch.encoder), EncoderPace()
         self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
         self._continuations = Continuations(backend.vocab_size)
         self._observe = observe or (lambda name, value: None)
@@ -150,7 +152,7 @@ class Scheduler:
     def places(self) -> list[int]:
         """Of each row, the number of the ticket that has it; for whoever calls `round`."""
         found = {int(row): part.owner.number for part in self._batch.parts for row in part.rows}
-        return [found[row] for row in range(self._batch.rows)]
+        return [found[row] for row in sorted(found)]
 
     @property
     def is_open(self) -> bool:
@@ -228,7 +230,7 @@ class Scheduler:
     # The engine
 
     def round(self) -> bool:
-        """Who leaves, who joins, one step; returns whether there is anything left to do."""
+        """Who leaves, who joins, the next tokens; returns whether there is anything left to do."""
         self._began_s = now = self._clock()
         try:
             self._let_go(now)
@@ -272,22 +274,13 @@ class Scheduler:
         """Of the cancelled and the late, in the queue and in the batch; at the end of the grace, of all."""
         ended = now >= self._ends_at
         with self._changed:
-            leaving = [entry for entry in self._queue if ended or self._reason(entry[1], now)]
+            leaving = [entry for entry in self._queue if ended or entry[1].is_over(now)]
             if leaving:
                 self._queue = [entry for entry in self._queue if entry not in leaving]
-        for ticket in [*(entry[1] for entry in leaving), *self._running]:
-            reason = self._reason(ticket, now)
-            if reason is None and ended:
-                reason = ShuttingDownError("The server was shut down before this request was done.")
-            if reason is not None:
-                self._fail(ticket, reason)
-
-    def _reason(self, ticket: Ticket, now: float) -> Exception | None:
-        if ticket.is_cancelled:
-            return ticket.reason_to_leave()
-        if ticket.deadline_s is not None and now >= ticket.deadline_s:
-            return DeadlineError(f"Request {ticket.number} was not done within its {ticket.job.deadline_s:g} s.")
-        return None
+        over = [ticket for ticket in self._running if ended or ticket.is_over(now)]
+        for ticket in [*(entry[1] for entry in leaving), *over]:
+            late = ShuttingDownError("The server was shut down before this request was done.")
+            self._fail(ticket, ticket.reason_to_leave(now) or late)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         parts = self._running.pop(ticket, [])
@@ -341,10 +334,13 @@ class Scheduler:
             return []
         chosen: list[Ticket] = []
         lengths: dict[int, list[int]] = {}  # of sources that have to be encoded, by who is padded to whom
+        size = 0, 0, 0  # rows, the longest source and the longest answer
+        for ticket in self._running:
+            size = size_with(size, ticket.job)
         with self._changed:
             while self._queue:
                 ticket = self._queue[0][1]
-                if not self._fits([*self._running, *chosen, ticket]):
+                if not self._fits(size := size_with(size, ticket.job)):
                     break
                 ticket.reused = self._is_held(ticket)
                 if self._running and not ticket.reused:
@@ -359,15 +355,9 @@ class Scheduler:
                 del self._queue[0]
         return chosen
 
-    def _fits(self, tickets: Sequence[Ticket]) -> bool:
-        jobs = [ticket.job for ticket in tickets]
-        rows = sum(job.rows for job in jobs)
-        if rows > self.limits.rows:
-            return False
-        longest = max(len(job.input_ids) for job in jobs), max(job.max_new_tokens for job in jobs)
-        return (
-            self.limits.key_value_bytes is None or self.key_value_bytes(rows, *longest) <= self.limits.key_value_bytes
-        )
+    def _fits(self, size: tuple[int, int, int]) -> bool:
+        most = self.limits.key_value_bytes
+        return size[0] <= self.limits.rows and (most is None or self.key_value_bytes(*size) <= most)
 
     def _is_held(self, ticket: Ticket) -> bool:
         ids = ticket.job.input_ids[None]
@@ -403,9 +393,10 @@ class Scheduler:
         ids = np.full(mask.shape, self.backend.pad_token_id)
         ids[mask == 1] = np.concatenate(rows)
         started, missed = self._clock(), getattr(self._encoder, "misses", 0)
+        captures = getattr(self._encoder, "captures", 0)
         source = self._encoder.encode(ids, mask)
         encoded = self._encoder.misses - missed if isinstance(self._encoder, EncoderCache) else len(tickets)
-        if encoded:
+        if encoded and captures == getattr(self._encoder, "captures", 0):  # a graph is captured once
             self._pace.learn(mask.shape[1], encoded, self._clock() - started)
         self.encoded += encoded
         self.reused += len(tickets) - encoded
@@ -424,14 +415,14 @@ class Scheduler:
             self._fail(next(reversed(self._running)), _engine_error(error))
             return
         now = self._clock()
-        self._observe("step_s", now - started)
-        self._observe("tokens", self._batch.rows)
+        self._observe("step_s", (now - started) / self._batch.steps)
+        self._observe("tokens", self._batch.tokens)
         for ticket, parts in self._running.items():
             if ticket.first_token_s is None:
                 ticket.first_token_s = now
                 self._observe("first_token_s", now - ticket.submitted_s)
             if ticket.job.stream and isinstance(writer := parts[0].writer, Greedy):
-                ticket.tokens.append(writer.tokens[-1])
+                ticket.tokens.extend(writer.tokens[len(ticket.tokens) :])
                 self._news[ticket.number] = ticket
         self._batch.leave(ended)
         for ticket in {part.owner: None for part in ended}:

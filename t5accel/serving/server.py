@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from t5accel.api import open_backend
 from t5accel.checkpoints import require_tokenizer
 from t5accel.errors import InputError
-from t5accel.graphs.numbers.recipes import as_recipe
+from t5accel.graphs.numbers.recipes import Recipe, as_recipe
 from t5accel.machine import cpu_threads
 from t5accel.serving.app import make_app
 from t5accel.serving.budget import must_encode_alone
@@ -232,8 +232,8 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
 
     Raises:
         InputError: a variable that is no setting but nearly, a key that no client can send, an open server without a
-            key, a precision that cannot be served, more threads than cores can bear, or more connections than files
-            may be open.
+            key, a precision or an option that the device cannot serve, more threads than cores can bear, or more
+            connections than files may be open.
 
     >>> checked(Settings(host="0.0.0.0"), {})
     Traceback (most recent call last):
@@ -254,7 +254,10 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
                 "or give --allow-unauthenticated to serve everybody."
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
-    must_encode_alone(as_recipe(settings.precision or "fp32"))
+    recipe = as_recipe(settings.precision or "fp32")
+    must_encode_alone(recipe)
+    if settings.device == "cuda":
+        _check_cuda(settings, recipe)
     cores = cpu_threads()
     if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
         raise InputError(
@@ -262,6 +265,15 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
             f"got {settings.threads}. Leave --threads out to use all cores."
         )
     _allow_files(settings.connections)
+
+
+def _check_cuda(settings: Settings, recipe: Recipe) -> None:
+    if recipe.integers:
+        raise InputError(f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name!r}. Give --precision bf16.")
+    if settings.engine != "local":
+        raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
+    if "encoder_cache_mb" in settings.model_fields_set:
+        raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
 
 
 def _allow_files(connections: int) -> None:
@@ -332,8 +344,9 @@ def opened(settings: Settings) -> FastAPI:
     require_tokenizer(settings.model)
     log.info("opening %s", settings.public_name)
     backend, tokenizer, what = open_backend(
-        settings.model, precision=settings.precision, threads=settings.threads, progress=settings.log_format == "text"
-    )
+        settings.model, precision=settings.precision, device=settings.device, threads=settings.threads,
+        progress=settings.log_format == "text",
+    )  # fmt: skip
     if tokenizer is None:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)

@@ -36,8 +36,9 @@ class Settings(BaseSettings):
     model: str = Field("mini", description="mini, mini-d1, mini-d1p, a folder, or a hub id.")
     precision: str | None = Field(
         None,
-        description="fp32, fp16, bf16 (torch, static batches), int8 or int4. Default: fp32; an export runs in its own.",
+        description="fp32, fp16, bf16, int8 or int4; on a GPU one of the first three. Default: fp32; an export's own.",
     )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: the first GPU, by PyTorch.")
     prefix: str = Field("", description="Text in front of every source whose request has no prefix field.")
     threads: int | None = Field(
         None, ge=1, description="Threads of the engine. Default: all cores that this process may use."

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from t5accel.decoding.job import Answer, Job
-from t5accel.errors import CancelledError
+from t5accel.errors import CancelledError, DeadlineError
 
 
 @dataclass(eq=False)
@@ -54,6 +54,10 @@ class Ticket:
         """Whether there are answers, or there is an error."""
         return self._done.is_set()
 
+    def is_over(self, now: float) -> bool:
+        """Whether nobody waits any more: it was cancelled, or its deadline has passed."""
+        return self.is_cancelled or (self.deadline_s is not None and now >= self.deadline_s)
+
     def cancel(self) -> None:
         """Nobody waits any more: its rows are free from the next step on."""
         self.is_cancelled = True
@@ -76,6 +80,10 @@ class Ticket:
         self.answers, self.error, self.done_s = answers or [], error, now
         self._done.set()
 
-    def reason_to_leave(self) -> Exception:
-        """That of a cancelled ticket."""
-        return CancelledError(f"Request {self.number} was cancelled.")
+    def reason_to_leave(self, now: float) -> Exception | None:
+        """Why nobody waits any more, if `is_over`."""
+        if self.is_cancelled:
+            return CancelledError(f"Request {self.number} was cancelled.")
+        if self.is_over(now):
+            return DeadlineError(f"Request {self.number} was not done within its {self.job.deadline_s:g} s.")
+        return None

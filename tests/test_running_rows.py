@@ -1,0 +1,304 @@
+"""Rows in flight on `TorchStatic`, here without graphs: every answer is the one of its request alone.
+
+Rows join, leave and are cancelled, in buffers that are re-made larger and smaller around them; beams and drawn rows
+stand beside greedy ones; and rows end in the middle of a run of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import play, run
+from test_torch_static import Replay
+
+from t5accel.backends import torch_static, torch_static_rows
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.torch_static import TorchStatic
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.distribution import Sampling
+from t5accel.decoding.greedy import greedy
+from t5accel.decoding.job import Job
+from t5accel.decoding.rules import NONE, Rules, until_end
+from t5accel.decoding.running import DeviceRunningBatch, Part
+from t5accel.decoding.sampling import sample
+from t5accel.decoding.writers import writers_of
+from t5accel.errors import EngineError, InputError
+from t5accel.serving import scheduler as scheduler_module
+from t5accel.serving.budget import KeyValueBytes, Limits
+from t5accel.serving.scheduler import Scheduler
+
+SMALL = (4, 8, 16, 32)
+ENDING = Rules(eos_token_ids=tuple(range(1, 40)))  # an answer of a tiny model ends after some eight tokens
+RULES = {
+    "none": NONE,
+    "ends": ENDING,
+    "suppresses": replace(ENDING, suppress_tokens=(50, 60, *range(100, 130)), min_new_tokens=3),
+    "forces": replace(ENDING, forced_bos_token_id=250, forced_eos_token_id=1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows() -> Any:
+    """Capacities that a few requests outgrow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_static_rows, "ROWS", (2, 4, 8))
+        patch.setattr("t5accel.decoding.running.PATIENCE", 6)
+        yield
+
+
+@pytest.fixture(scope="module")
+def backends(tiny_t5) -> Callable[[str], tuple[TorchStatic, TorchEager]]:
+    """By the name of rules, the backend under test and transformers' own."""
+    found = {}
+    for name, rules in RULES.items():
+        found[name] = TorchStatic(tiny_t5(), buckets=SMALL), TorchEager(tiny_t5())
+        for backend in found[name]:
+            backend.rules = rules
+    return found.__getitem__
+
+
+def flight(backend: TorchStatic, **limits: Any) -> Scheduler:
+    return Scheduler(backend, Limits(**limits), thread=False)
+
+
+def alone(job: Job, backend: Any) -> list[list[int]]:
+    """The answers of the decoding algorithms to that source alone."""
+    ids, ends = job.input_ids[None], backend.rules.ends(backend.eos_token_id)
+    options = dict(attention_mask=np.ones_like(ids), **job.bounds)
+    if job.sampling:
+        count = job.num_return_sequences
+        found = sample(backend, ids, sampling=job.sampling, seed=job.seed, num_return_sequences=count, **options)
+    elif job.num_beams > 1:
+        found = beam_search(backend, ids, num_beams=job.num_beams, length_penalty=job.length_penalty, **options)
+    else:
+        found = greedy(backend, ids, **options)
+    return [until_end(row, ends) for row in found.sequences.tolist()]
+
+
+def tokens(ticket: Any) -> list[list[int]]:
+    return [answer.tokens for answer in ticket.result(0)]
+
+
+def new_job(number: int, most: int, source: int = 6, **options: Any) -> Job:
+    return Job(np.random.default_rng(number).integers(3, 300, source), max_new_tokens=most, **options)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    most = draw(st.integers(1, 18))
+    options: dict[str, Any] = dict(min_new_tokens=draw(st.sampled_from([None, None, 0, most // 2, most])))
+    match draw(st.sampled_from(["greedy", "greedy", "greedy", "language", "beams", "drawn"])):
+        case "language":
+            options |= dict(forced_bos_token_id=draw(st.integers(200, 202)), decoder_start_token_id=5)
+        case "beams":
+            options |= dict(num_beams=draw(st.integers(2, 3)), length_penalty=draw(st.sampled_from([1.0, 0.0])))
+        case "drawn":
+            options |= dict(sampling=Sampling(temperature=2.0), seed=draw(st.integers(0, 3)),
+                            num_return_sequences=draw(st.integers(1, 2)))  # fmt: skip
+    return new_job(draw(st.integers(0, 99)), most, draw(st.integers(1, 20)), **options)
+
+
+EVENTS = st.lists(
+    st.tuples(st.just("come"), jobs()) | st.tuples(st.just("come"), jobs()) | st.tuples(
+        st.just("cancel"), st.integers(0, 9)) | st.tuples(st.just("rounds"), st.integers(1, 4)),
+    max_size=14)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(events=EVENTS, rows=st.integers(3, 9), name=st.sampled_from([*RULES]), kept=st.sampled_from([0, 2**30]))
+def test_everybody_gets_what_they_would_get_alone(backends, events: Any, rows: int, name: str, kept: int) -> None:
+    backend, eager = backends(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_static_rows, "KEPT_BYTES", kept)
+        scheduler = flight(backend, rows=rows)
+        tickets, cancelled = play(scheduler, events)
+    for number, ticket in enumerate(tickets):
+        assert ticket.is_done
+        if number not in cancelled:
+            assert tokens(ticket) == alone(ticket.job, eager)
+    assert (scheduler.rows, scheduler.running, scheduler.waiting, scheduler.failures) == (0, 0, 0, 0)
+
+
+def test_many_greedy_requests_end_within_runs_of_steps(backends) -> None:
+    backend, eager = backends("ends")
+    scheduler = flight(backend, rows=64)
+    seen: list[tuple[str, float]] = []
+    scheduler._observe = lambda *what: seen.append(what)
+    tickets = [scheduler.submit(new_job(seed, 12, seed % 9 + 1)) for seed in range(40)]
+    assert not scheduler.why_static and run(scheduler) < 12, "several steps in a round"
+    expected = [alone(ticket.job, eager) for ticket in tickets]
+    assert [tokens(ticket) for ticket in tickets] == expected
+    lengths = [len(answer) for (answer,) in expected]
+    assert len({*lengths}) > 5, "they end where they will"
+    assert sum(value for name, value in seen if name == "tokens") == sum(lengths)
+
+
+def test_captured_steps_and_encoders_give_the_same_and_are_warm_before_anybody_comes(
+    tiny_t5, backends, monkeypatch
+) -> None:
+    for module in (torch_static, torch_static_rows):
+        monkeypatch.setattr(module, "captured", torch.inference_mode()(lambda *given: Replay(*given)))
+    backend, (_, eager) = TorchStatic(tiny_t5(), buckets=SMALL), backends("ends")
+    backend.rules, backend.graphs = ENDING, True
+    scheduler = flight(backend, rows=5)
+    device = scheduler._batch.encoder
+    warm = device.captures
+    assert warm == 3 + 4 and device.shape == (8, 4, 4), "three capacities; 1, 2, 4 and 8 sources at a time"
+    tickets = [scheduler.submit(new_job(seed, 3, 3)) for seed in range(9)]
+    run(scheduler)
+    assert device.captures == warm and not scheduler.failures
+    tickets += [scheduler.submit(new_job(seed, 14, 9)) for seed in range(9)]
+    run(scheduler)
+    assert [tokens(ticket) for ticket in tickets] == [alone(ticket.job, eager) for ticket in tickets]
+    monkeypatch.setattr(torch_static_rows, "CAPTURED_BYTES", 0)
+    large = scheduler.submit(new_job(50, 14, 30))
+    captured = device.captures
+    scheduler.round()
+    assert device.captures == captured + 1, "a step for the longer source, and no encoder"
+    run(scheduler)
+    assert tokens(large) == alone(large.job, eager)
+
+
+def test_where_few_run_the_host_looks_at_each_token_where_many_do_after_eight(tiny_t5) -> None:
+    backend = TorchStatic(tiny_t5())
+    for rows, steps in ((1, 1), (7, 1), (8, 2), (40, 8)):
+        batch = DeviceRunningBatch(backend, clock=lambda: 0.0)
+        parts = [Part(writers_of(backend, new_job(seed, 16))[0], seed) for seed in range(rows)]
+        ids = np.stack([new_job(seed, 16).input_ids for seed in range(rows)])
+        batch.join(batch.encoder.encode(ids, np.ones_like(ids)), parts)
+        batch.step()
+        assert (batch.steps, batch.tokens, batch.token_steps) == (steps, rows * steps, steps)
+    slow = iter(range(0, 1000, 1))  # a second for each look at the clock
+    batch._clock = lambda: next(slow)
+    batch.step()
+    batch._step_s = 1.0
+    batch.step()
+    assert batch.steps == 1, "a slow device is asked for one step at a time"
+
+
+def test_rows_are_carried_over_into_larger_buffers_and_back(backends) -> None:
+    backend, eager = backends("none")
+    scheduler = flight(backend, rows=32)
+    shapes = lambda: scheduler._batch.encoder.shape  # noqa: E731
+    first = scheduler.submit(new_job(1, 30, 3, min_new_tokens=30))
+    scheduler.round()
+    assert shapes() == (2, 4, 4)
+    others = [scheduler.submit(new_job(seed, 3, source)) for seed, source in ((2, 9), (3, 2), (4, 4))]
+    scheduler.round()
+    scheduler.round()
+    assert shapes() == (4, 16, 4), "more rows and a longer source"
+    run(scheduler)
+    assert shapes() == (2, 4, 32), "a long answer, and nobody beside it"
+    for ticket in (first, *others):
+        assert tokens(ticket) == alone(ticket.job, eager)
+
+
+def test_a_stream_gets_every_token_and_a_stop_criterion_ends_within_a_run(backends) -> None:
+    backend, eager = backends("none")
+    scheduler = flight(backend, rows=64)
+    stream = scheduler.submit(new_job(1, 20, stream=True))
+    stop = scheduler.submit(new_job(2, 20, stopping_criterion=lambda so_far: len(so_far) == 5))
+    for seed in range(40):
+        scheduler.submit(new_job(seed, 20))
+    run(scheduler)
+    assert stream.tokens == tokens(stream)[0] == alone(stream.job, eager)[0]
+    (answer,) = stop.result(0)
+    assert answer.tokens == alone(replace(stop.job, stopping_criterion=None), eager)[0][:5] and answer.ended
+
+
+@pytest.mark.parametrize("where", ["run", "fit", "encode", "admit", "logits", "branch"])
+def test_what_a_device_fails_at_ends_some_and_the_others_go_on(backends, where: str) -> None:
+    backend, eager = backends("none")
+    scheduler = flight(backend, rows=32)
+    device = scheduler._batch.encoder
+    old = [scheduler.submit(new_job(seed, 20)) for seed in range(3)]
+    scheduler.round()
+    right, failing = getattr(device, where), []
+
+    def fails_once(*arguments: Any) -> Any:
+        if len(failing) < (2 if where in ("encode", "admit", "fit") else 1):  # newcomers are tried again one by one
+            failing.append(1)
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return right(*arguments)
+
+    setattr(device, where, fails_once)
+    new = [scheduler.submit(new_job(9, 6, 12, num_beams=2)), scheduler.submit(new_job(8, 9, 12))]
+    run(scheduler)
+    failed = [ticket for ticket in (*old, *new) if ticket.error]
+    assert failing and 1 <= len(failed) <= 2 and not any(ticket.error for ticket in old[:2])
+    for ticket in (*old, *new):
+        if ticket.error:
+            assert isinstance(ticket.error, EngineError)
+        else:
+            assert tokens(ticket) == alone(ticket.job, eager)
+
+
+def test_equal_sources_are_encoded_once_and_many_in_slices(backends, monkeypatch) -> None:
+    backend, _ = backends("none")
+    rows, calls = backend.in_flight(), []
+    monkeypatch.setattr(torch_static_rows, "ENCODED_AT_ONCE", 16)
+    encode = backend.encode
+    monkeypatch.setattr(
+        backend, "encode", lambda ids, mask, **how: (calls.append(ids.shape), encode(ids, mask, **how))[1]
+    )
+    ids = np.array([[5, 6, 7], [8, 9, 0], [5, 6, 7], [9, 9, 9], [3, 4, 5], [6, 7, 8], [8, 9, 0]])
+    mask = (ids > 0).astype(np.int64)
+    encoded = rows.encode(ids, mask)
+    assert calls == [(4, 3), (1, 3)], "five of seven, and no batch of three: few shapes are captured"
+    rows.fit(rows.shape_for(7, 3, 4), np.empty(0, dtype=np.int64))
+    rows.admit(np.arange(7)[::-1], encoded)
+    plan = np.zeros((3, 8), dtype=np.int64)
+    found = rows.run(plan, 4)[:7][::-1]
+    np.testing.assert_array_equal(found, greedy(backend, ids, mask, max_new_tokens=4).sequences)
+
+
+def test_memory_is_counted_in_the_shapes_that_it_comes_in(backends) -> None:
+    backend, _ = backends("none")
+    counted = KeyValueBytes(backend.in_flight())
+    assert counted(3, 5, 9) == counted(4, 8, 16) > counted(2, 8, 16)
+    scheduler = flight(backend, rows=8, key_value_bytes=counted(4, 8, 16))
+    tickets = [scheduler.submit(new_job(seed, 16)) for seed in range(6)]
+    scheduler.round()
+    assert (scheduler.running, scheduler.waiting) == (4, 2)
+    run(scheduler)
+    assert all(ticket.answers for ticket in tickets)
+    with pytest.raises(InputError, match="bytes of keys"):
+        scheduler.submit(new_job(1, 40))
+
+
+def test_a_captured_encoder_teaches_nothing_about_its_pace(backends, monkeypatch) -> None:
+    backend, _ = backends("none")
+    learned: list[int] = []
+    monkeypatch.setattr(scheduler_module.EncoderPace, "learn", lambda self, length, *_: learned.append(length))
+    scheduler = flight(backend)
+    device = scheduler._batch.encoder
+    right = device.encode
+    device.encode = lambda *batch: (backend._encoders.setdefault((1, 1), None), right(*batch))[1]
+    for length in (5, 6):
+        scheduler.submit(new_job(1, 2, length))
+        run(scheduler)
+    backend._encoders.clear()
+    assert learned == [6]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_on_a_gpu_answers_are_those_of_a_request_alone(precision: str) -> None:
+    from t5accel.checkpoints import in_floats, load_t5
+
+    backend = TorchStatic(in_floats(load_t5("random:t5-small")[0], precision, "cuda"))
+    rng = np.random.default_rng(0)
+    wanted = [Job(rng.integers(3, 32000, rng.integers(1, 100)), max_new_tokens=int(rng.integers(4, 90)))
+              for _ in range(48)]  # fmt: skip
+    with Scheduler(backend, Limits(rows=32)) as scheduler:
+        answers = [ticket.result(120)[0].tokens for ticket in scheduler.submit_all(wanted)]
+    assert scheduler.failures == 0 and [len(answer) for answer in answers] == [job.max_new_tokens for job in wanted]
+    if precision == "float32":
+        assert answers == [alone(job, backend)[0] for job in wanted]
