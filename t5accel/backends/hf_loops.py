@@ -43,12 +43,7 @@ _CHANGES = {
 
 
 class DeviceLoops:
-    """Half of `hf.AcceleratedT5`: its ``_plain_request`` says what the lengths, ends and criteria of a call are.
-
-    >>> DeviceLoops.backend = torch  # which is none
-    >>> DeviceLoops()._draws_on_the_device()
-    False
-    """
+    """Half of `hf.AcceleratedT5`, whose ``_plain_request`` says what the lengths, ends and criteria of a call are."""
 
     backend: Any
 
