@@ -17,6 +17,7 @@ from transformers.generation import (
     ForcedEOSTokenLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -43,12 +44,7 @@ _CHANGES = {
 
 
 class DeviceLoops:
-    """Half of `hf.AcceleratedT5`: its ``_plain_request`` says what the lengths, ends and criteria of a call are.
-
-    >>> DeviceLoops.backend = torch  # which is none
-    >>> DeviceLoops()._draws_on_the_device()
-    False
-    """
+    """Half of `hf.AcceleratedT5`, whose ``_plain_request`` says what the lengths, ends and criteria of a call are."""
 
     backend: Any
 
@@ -121,14 +117,14 @@ def _beams(backend: Any, request: Any, config: Any) -> Beams | None:
 
 
 def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[Rules, list[Any]] | None:
-    """Forced and suppressed tokens, and the processors of other kinds; ``None`` where there is more than one of a kind.
+    """Forced and suppressed tokens, and the processors of other kinds; ``None`` where these rules cannot say it.
 
     >>> rules, others = _rules([ForcedBOSTokenLogitsProcessor(7), SuppressTokensLogitsProcessor([5, 6]), "other"], 9)
     >>> rules.forced_bos_token_id, rules.suppress_tokens, others
     (7, (5, 6), ['other'])
     """
     fields: dict[str, Any] = {}
-    others = []
+    others, never, seen = [], set(), {type(each) for each in processors}
     for each in processors:
         if type(each) is ForcedBOSTokenLogitsProcessor:
             fields["forced_bos_token_id"] = each.bos_token_id
@@ -138,12 +134,19 @@ def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[Rules, list[Any]
                 return None
             fields["forced_eos_token_id"] = ends[0]
         elif type(each) is SuppressTokensLogitsProcessor:
-            fields["suppress_tokens"] = tuple(token for token in each.suppress_tokens.tolist() if token < vocab_size)
+            never.update(token for token in each.suppress_tokens.tolist() if token < vocab_size)
+        elif type(each) is NoBadWordsLogitsProcessor:
+            if any(len(word) > 1 for word in each.sequence_bias):
+                return None
+            never.update(word[0] for word in each.sequence_bias)
         elif type(each) is LogitNormalization:
             fields["renormalize_logits"] = True
         else:
             others.append(each)
-    return (Rules(**fields), others) if len(fields) + len(others) == len(processors) else None
+    named = [*never, *(token for name, token in fields.items() if name.startswith("forced"))]
+    if len(seen) < len(processors) or max(named, default=0) >= vocab_size:  # transformers says what is wrong with those
+        return None
+    return Rules(**fields, suppress_tokens=tuple(sorted(never))), others
 
 
 def _sampling(processors: Sequence[Any]) -> tuple[Sampling, list[Any]] | None:
