@@ -170,7 +170,7 @@ def test_where_few_run_the_host_looks_at_each_token_where_many_do_after_eight(ti
     backend = TorchStatic(tiny_t5())
     for rows, steps in ((1, 1), (7, 1), (8, 2), (40, 8)):
         batch = DeviceRunningBatch(backend, clock=lambda: 0.0)
-        parts = [Part(writers_of(backend, new_job(seed, 16))[0], seed) for seed in range(rows)]
+        parts = [Part(writers_of(backend, new_job(seed, 16, min_new_tokens=16))[0], seed) for seed in range(rows)]
         ids = np.stack([new_job(seed, 16).input_ids for seed in range(rows)])
         batch.join(batch.encoder.encode(ids, np.ones_like(ids)), parts)
         batch.step()
