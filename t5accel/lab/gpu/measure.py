@@ -26,6 +26,7 @@ from t5accel.lab.gpu.systems import (
     FLIGHT,
     GRAPH,
     REFERENCE,
+    SMALL,
     SYSTEMS,
     THEIRS,
     ModelOnDevice,
@@ -46,6 +47,7 @@ LARGEST_ERROR = 1e-4  # in fp32: norm of the difference from transformers' logit
 # With fewer bits every order of sums rounds otherwise, transformers' own among them: at t5-small's size its bf16 is 5%
 # away from its fp32. So ours may be away from fp32 as far as transformers is in the same dtype, and a quarter more.
 TIMES_THEIRS = 1.25
+SEEDS = 4  # of texts
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -78,9 +80,9 @@ def failed(cell: Cell, why: str) -> list[Row]:
     return [_row(name, cell) | {"failed": why} for name in names]
 
 
-def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(cell: Cell, vocab_size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Seeded ids and a mask, both (B, S) int64. For equality rows end at different places, and the rest is padding."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     ids = rng.integers(3, vocab_size, (cell.batch, cell.source_tokens))
     lengths = np.full(cell.batch, cell.source_tokens)
     if cell.shortest_source is not None:
@@ -89,6 +91,24 @@ def batch_of(cell: Cell, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.maximum(cell.source_tokens - 3 * (1 + np.arange(cell.batch) % 8), 1)
     mask = (np.arange(cell.source_tokens) < lengths[:, None]).astype(np.int64)
     return ids * mask, mask
+
+
+def telling_batch(cell: Cell, subject: ModelOnDevice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A batch and what transformers makes of it: the first of some seeds whose output is more than one token.
+
+    A large model whose weights are drawn on the device may repeat a token to one text and not to the next.
+    """
+    for seed in range(SEEDS):
+        ids, mask = batch_of(cell, subject.model.config.vocab_size, seed)
+        expected = subject.generate(REFERENCE, ids, mask, cell.new_tokens, cell.beams)
+        try:
+            assert_varied(expected)
+        except InputError:
+            if seed == SEEDS - 1:
+                raise
+        else:
+            break
+    return ids, mask, expected
 
 
 # Equality
@@ -103,9 +123,7 @@ def equality(cell: Cell, subject: ModelOnDevice) -> list[Row]:
     exact = subject
     if subject.dtype != "float32":
         exact = ModelOnDevice(subject.name, "float32", subject.device, subject.scratch)
-    ids, mask = batch_of(cell, exact.model.config.vocab_size)
-    expected = exact.generate(REFERENCE, ids, mask, cell.new_tokens, cell.beams)
-    assert_varied(expected)
+    ids, mask, expected = telling_batch(cell, exact)
     start = np.full_like(expected[:, :1], exact.model.config.decoder_start_token_id)
     given = np.concatenate([start, expected[:, :7]], axis=1)
     logits = _teacher_forced(exact.model, ids, mask, given)
@@ -202,7 +220,10 @@ def draws(cell: Cell, subject: ModelOnDevice) -> list[Row]:
 
 def speed(cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], seconds: float, rounds: int) -> list[Row]:
     """All systems by the harness: built and compared, which warms them up, then interleaved."""
-    arguments = (*batch_of(cell, subject.model.config.vocab_size), cell.new_tokens, cell.beams)
+    texts = (
+        batch_of(cell, subject.model.config.vocab_size) if subject.name == SMALL else telling_batch(cell, subject)[:2]
+    )
+    arguments = (*texts, cell.new_tokens, cell.beams)
     unable = {name: f"it does not run in {subject.dtype}"
               for name in cell.systems if subject.dtype not in SYSTEMS[name].dtypes} | dict(refused)  # fmt: skip
 
