@@ -306,6 +306,8 @@ def test_a_gpu_that_is_not_there(static) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("runtime", [None, "onnx"])
 def test_tensors_on_the_gpu(tiny_t5, batch, runtime: str | None) -> None:
+    if runtime and "CUDAExecutionProvider" not in pytest.importorskip("onnxruntime").get_available_providers():
+        pytest.skip("needs onnxruntime-gpu")
     own = tiny_t5()
     ours = accelerate(own, device="cuda:0", runtime=runtime, progress=False)
     assert ours.device == torch.device("cuda", 0) and ours.to("cuda") is ours.cuda() is ours
