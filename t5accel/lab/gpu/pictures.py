@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5accel.lab.gpu.cards import bandwidth
 from t5accel.lab.gpu.cells import FAMILIES, LENGTHS, PUBLISHED, PUBLISHED_BATCHES, PUBLISHED_BY
-from t5accel.lab.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE
+from t5accel.lab.gpu.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC
 from t5accel.lab.harness import pairwise
 from t5accel.lab.launches import Prices
 from t5accel.lab.rows import aligned, step_ms
@@ -57,7 +57,7 @@ def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | Non
     shown = {cells: count for cells, count in counts.items() if count}
     heights = [*(0.75 + 0.19 * count * max(len(cards), 1) for count in shown.values()), 2.2]
     figure, axes = pyplot.subplots(
-        len(heights), 1, figsize=(9, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+        len(heights), 1, figsize=(9, sum(heights)), dpi=54, height_ratios=heights, layout="constrained", squeeze=False
     )
     for axis, cells in zip(axes[:, 0], shown, strict=False):
         bars(axis, cards, cells)
@@ -74,8 +74,8 @@ def times_as_fast(cards: Cards, cells: Sequence[str]) -> dict[str, dict[str, flo
             rows = timed(record, cell)
             for system, row in rows.items():
                 theirs = row.get("reference", REFERENCE)
-                if system == theirs or theirs not in rows:
-                    continue
+                if system == theirs or theirs not in rows or (system == STATIC and cell != "t5-small"):
+                    continue  # what launching costs is shown once
                 value = pairwise(rows.values(), system, theirs)  # None where they did not take turns
                 if (value := row.get("ratio") if value is None else value) is not None:
                     found.setdefault(system if len(cells) == 1 else f"{cell}: {system}", {})[card] = value
