@@ -159,7 +159,7 @@ class Book:
 
     def _write(self, rows: list[Row]) -> None:
         if rows:
-            write_rows(self.path, rows, command="t5accel bench --suite gpu --json FILE", **self.about)
+            write_rows(self.path, rows, command="python -m bench.gpu.suite --json FILE", **self.about)
         else:
             self.path.unlink(missing_ok=True)
 
