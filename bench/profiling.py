@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.backends.torch_static import captured
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import decoder_spec, names

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from t5accel.backends.cuda_graphs import captured, side_stream
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_numpy import OrtSource, OrtState
 from t5accel.backends.ort_session import open_session
-from t5accel.backends.torch_static import captured, side_stream
 from t5accel.decoding.backend import Forbidden, right_aligned
 from t5accel.graphs.contract import DECODER
 

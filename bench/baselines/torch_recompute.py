@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static import TorchStatic, captured
+from t5accel.backends.cuda_graphs import captured
+from t5accel.backends.torch_static import TorchStatic
 from t5accel.backends.torch_static_model import Slot
 from t5accel.checks import as_batch, as_count
 

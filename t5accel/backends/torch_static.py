@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from t5accel.backends import torch_static_beams, torch_static_sampling
+from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.torch_static_model import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories
@@ -29,39 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from t5accel.backends.torch_static_rows import TorchStaticRows
-
-
-# Steps captured as CUDA graphs: the host asks once for all of a step's kernels.
-
-
-WARM_UP = 2  # steps before a graph is captured, in which libraries choose their kernels
-
-
-@cache
-def side_stream(device: torch.device) -> Any:
-    """The one side stream: every stream that products run on costs a workspace of tens of megabytes."""
-    return torch.cuda.Stream(device)
-
-
-@torch.inference_mode()
-def captured(step: Callable[[], Any], undo: Callable[[], Any], device: torch.device) -> Any:
-    """A step as a ``torch.cuda.CUDAGraph``, after it ran on the `side_stream` a few times.
-
-    Args:
-        step: touches memory that stays, and nothing that the host has to wait for.
-        undo: brings that memory back to where it was; called after every step that ran.
-        device: a GPU.
-    """
-    side, graph = side_stream(device), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            step()
-            undo()
-    torch.cuda.current_stream(device).wait_stream(side)
-    with torch.cuda.graph(graph, stream=side):
-        step()
-    return graph
 
 
 BUCKETS = (64, 128, 256, 512, 1024)  # of source positions and of places for new ones; beyond, multiples of the last

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static import captured
+from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.torch_static_model import Slot, StaticT5
 from t5accel.decoding.backend import Forbidden
 from t5accel.decoding.beam import LONGEST_RUN

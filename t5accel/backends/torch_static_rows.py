@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static import captured
+from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.torch_static_model import KeysAndValues, Slot
 
 if TYPE_CHECKING:
