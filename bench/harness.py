@@ -21,7 +21,7 @@ import numpy as np
 from bench.results import Row
 from t5accel import machine
 from t5accel.errors import InputError
-from t5accel.parity import assert_varied, parity
+from t5accel.parity import assert_close, assert_varied
 from t5accel.timing import Candidate, Work, compare
 
 FEWEST_ROUNDS = 3  # where time is short
@@ -134,7 +134,7 @@ def _compared(output: Any, expected: Any, work: Work, *, exact: bool, atol: floa
         longest = max(output.shape[1], expected.shape[1])
         output, expected = (np.pad(each, ((0, 0), (0, longest - each.shape[1]))) for each in (output, expected))
     if exact and not first:
-        parity(output, expected, atol=atol)
+        assert_close(output, expected, atol=atol)
     if not tokens:
         return {}
     if output.shape != expected.shape:

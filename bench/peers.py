@@ -96,7 +96,7 @@ class Grid:
     """What is measured: models times cells, by systems.
 
     Attributes:
-        models: names that `checkpoints.load_t5` knows.
+        models: names that `checkpoints.load_model` knows.
         cells: of each model, but for those that a system leaves out.
         quick: a corner of it, for a few minutes.
         groups: of systems by name. Those of one group are loaded and interleaved together, each with the reference in

@@ -36,9 +36,9 @@ def text_quality(
         batch_size: texts that are decoded together.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     text_quality(names=["questions"], limit=4)(f"{folder}/mini").keys()
     dict_keys(['exact_match'])
     """

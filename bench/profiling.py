@@ -269,9 +269,9 @@ def profile_graph(
         InputError: the feeds are not the graph's inputs, or another argument is wrong.
         MissingPackageError: onnxruntime is not installed, or not the one for this device.
 
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     feeds = step_feeds(export_t5("mini", f"{folder}/mini").dims)
+    ...     feeds = step_feeds(export_model("mini", f"{folder}/mini").dims)
     ...     profile = profile_graph(f"{folder}/mini/decoder.onnx", feeds, settings=SessionSettings(threads=1), runs=5)
     >>> list(profile.by_type)[0], sum(operator == "Softmax" for operator, _ in profile.nodes.values())
     ('MatMul', 8)

@@ -24,11 +24,11 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_count
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.export import export_t5, source_hash, t5_weights
+from t5accel.graphs.export import export_model, source_hash, t5_weights
 from t5accel.graphs.manifest import read_manifest
-from t5accel.models.load import BUNDLED, load_t5
+from t5accel.models.load import BUNDLED, load_model
 from t5accel.models.sizes import T5Dims
-from t5accel.parity import assert_varied, parity
+from t5accel.parity import assert_close, assert_varied
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import as_recipe
 from t5accel.roofline import decoder_weights_per_step
@@ -52,7 +52,7 @@ def family_rows(
     greedily, at a forced length.
 
     Args:
-        members: by what the rows call them, names or folders that `checkpoints.load_t5` knows, with tokenizers; the
+        members: by what the rows call them, names or folders that `checkpoints.load_model` knows, with tokenizers; the
             first is what the others are compared with, in the first recipe.
         recipes: some of `recipes.RECIPES`.
         rounds: of the timing; ratios are formed within each.
@@ -78,7 +78,7 @@ def family_rows(
     about: list[Row] = []
     with tempfile.TemporaryDirectory() as root:
         for number, (name, where) in enumerate(members.items()):
-            model, tokenizer = load_t5(where)
+            model, tokenizer = load_model(where)
             if tokenizer is None:
                 raise InputError(f"{name} ({where}) has no tokenizer: save one beside it.")
             if ids is None:
@@ -89,7 +89,7 @@ def family_rows(
                 {"measured": "size", "model": name, **weights, "settings": asdict(dims), "sha256": _hash(model)}
             )
             in_fp32 = Path(root) / f"{number}-fp32"
-            export_t5(model, in_fp32, tokenizer=tokenizer, name=name, step=True)
+            export_model(model, in_fp32, tokenizer=tokenizer, name=name, step=True)
             for recipe in map(as_recipe, recipes):
                 folder = in_fp32 if recipe.name == "fp32" else Path(root) / f"{number}-{recipe.name}"
                 if folder != in_fp32:
@@ -134,13 +134,13 @@ def recorded_family(
     Returns:
         All rows of the file.
     """
-    about = here() | {"whole_sha256": _hash(load_t5(whole)[0])}
+    about = here() | {"whole_sha256": _hash(load_model(whole)[0])}
     libraries = [f"versions.{name}" for name in ("torch", "transformers", "onnxruntime")]
     same = {name: at_path(about, name) for name in ("whole_sha256", "machine.cpu", *libraries)}
     rows: list[Row] = rows_so_far(path, {**same, "command": command})
     for name, where in members.items():
         known = {row["model"]: row["sha256"] for row in rows if row["measured"] == "size"}
-        if known.get(name) == _hash(load_t5(where)[0]):
+        if known.get(name) == _hash(load_model(where)[0]):
             continue
         scored = {name} if whole in known else {whole, name}
         found = family_rows({whole: whole, name: where}, scored=scored, **options)
@@ -186,7 +186,7 @@ def _prove_equal(checkpoint: TorchEager, export: OrtStatic, tokenizer: Any) -> N
     given = {key: found[key] for key in ("input_ids", "attention_mask")}
     expected, same = (greedy(engine, **given, max_new_tokens=16).sequences for engine in (checkpoint, export))
     assert_varied(expected)
-    parity(same, expected, atol=0)
+    assert_close(same, expected, atol=0)
 
 
 # From a way of generating and how many texts it gets at once to its tokens, (N, L) int64, padded with 0. It can be
@@ -317,7 +317,7 @@ def bench(
     Those in other numbers than fp32, and students, do not have to be equal: their rows say how many tokens they share.
 
     Args:
-        model: as `checkpoints.load_t5` knows it.
+        model: as `checkpoints.load_model` knows it.
         job: what all of them do.
         techniques: by default all that there are for this model.
         rounds: of the timing.

@@ -37,9 +37,9 @@ def groups_of(folder: str | os.PathLike[str]) -> list[str]:
     Raises:
         ExportError: there is no export, or it is damaged.
 
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     groups_of(f"{folder}/mini")[:4]
     ['embedding', 'encoder.0.attention', 'encoder.0.feed_forward', 'encoder.0.wo']
     """

@@ -24,7 +24,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import Sampling, sample
-from t5accel.models.load import in_floats, load_t5
+from t5accel.models.load import in_floats, load_model
 from t5accel.serve.limits import Limits
 from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
@@ -45,7 +45,7 @@ class ModelOnDevice:
     """A model of one dtype on one device, and what was built on it: built once, for compilers and captures take long.
 
     Attributes:
-        name: as `checkpoints.load_t5` knows it.
+        name: as `checkpoints.load_model` knows it.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         device: ``"cuda"``, or ``"cpu"`` for tests.
         scratch: a folder for exports.
@@ -63,22 +63,22 @@ class ModelOnDevice:
     def model(self) -> PreTrainedModel:
         """Random weights are drawn on the device, which takes no time, save those of `SMALL`, whose export has them."""
         if self.name == SMALL or not self.name.startswith("random:"):
-            return in_floats(load_t5(self.name)[0], self.dtype, self.device)
+            return in_floats(load_model(self.name)[0], self.dtype, self.device)
         if self.device == "cuda":
             torch.cuda.manual_seed(0)
         with torch.device(self.device):
-            model = load_t5(self.name)[0]
+            model = load_model(self.name)[0]
         return in_floats(model, self.dtype, self.device)
 
     @cached_property
     def export(self) -> Path:
         """The folder of the ONNX export in this dtype, of which there is none in bf16."""
-        from t5accel.graphs.export import export_t5
+        from t5accel.graphs.export import export_model
         from t5accel.precision.convert import convert_export  # which needs onnx
 
         name = self.name.replace(":", "-").replace(os.sep, "-")
         whole, half = self.scratch / f"{name}-fp32", self.scratch / f"{name}-fp16"
-        export_t5(self.name, whole, external_threshold_bytes=0)
+        export_model(self.name, whole, external_threshold_bytes=0)
         if self.dtype == "float32":
             return whole
         convert_export(whole, half, "fp16")

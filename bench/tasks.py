@@ -125,8 +125,8 @@ def sources_of_length(tokenizer: Any, batch: int, source_tokens: int, *, seed: i
     Returns ``batch`` rows of ``source_tokens`` ids: the prefix, reports in an order drawn by ``seed``, cut to the
     length, and the end token. Each row begins with another report.
 
-    >>> from t5accel.models.load import load_t5
-    >>> _, tokenizer = load_t5("mini")
+    >>> from t5accel.models.load import load_model
+    >>> _, tokenizer = load_model("mini")
     >>> first, second = sources_of_length(tokenizer, 2, 300)
     >>> len(first), tokenizer.decode(first)[:11], first[-1], first == second
     (300, 'summarize: ', 1, False)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.errors import InputError
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.precision.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Subject:
     """The model that is measured, in the forms that techniques need; each is made when it is first asked for.
 
     Attributes:
-        name: as `checkpoints.load_t5` knows it.
+        name: as `checkpoints.load_model` knows it.
         seed: of random weights.
         threads: that every technique shall use.
     """
@@ -46,7 +46,7 @@ class Subject:
 
     @cached_property
     def _loaded(self) -> tuple[PreTrainedModel, Any]:
-        return load_t5(self.name, seed=self.seed)
+        return load_model(self.name, seed=self.seed)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -191,7 +191,7 @@ THEIR_LOOP = replace(_BEHIND_GENERATE, name="ONNX Runtime, transformers' loop",
                      build=lambda subject: _behind_generate(subject, return_dict_in_generate=True))  # fmt: skip
 THROUGHPUT = _in("int8-dynamic")
 LOOKUP = replace(_in("int8"), name="ONNX Runtime, lookup, int8", backend="decoding.lookup",
-                 build=lambda subject: _engine(subject, "int8", decode=lookup))  # fmt: skip
+                 build=lambda subject: _engine(subject, "int8", decode=prompt_lookup))  # fmt: skip
 
 
 NAMED = {one.name: one for one in (*TECHNIQUES, THEIR_LOOP, LOOKUP, THROUGHPUT)}  # found by name elsewhere

@@ -24,7 +24,7 @@ from pathlib import Path
 import bench.results, t5accel
 assert Path(t5accel.__file__).parents[1] == Path("t5accel-course").resolve(), t5accel.__file__
 assert bench.results.DATA.is_dir()
-model, tokenizer = t5accel.load_t5("mini")
+model, tokenizer = t5accel.load_model("mini")
 inputs = tokenizer("translate English to French: I am tired.", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=24)[0], skip_special_tokens=True))
 """

@@ -15,7 +15,7 @@ import onnxruntime
 from bench.demo.race import menu
 from bench.results import chosen, recorded
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import Manifest, describe_file
 from t5accel.precision.convert import convert_export
 
@@ -39,7 +39,7 @@ def export(model: str, precision: str, out: Path, id_: str) -> tuple[str, Manife
     """
     with TemporaryDirectory() as temporary:  # an export leaves a lock beside its folder
         made = Path(temporary) / "fp32"
-        manifest = export_t5(model, made, external_threshold_bytes=0)
+        manifest = export_model(model, made, external_threshold_bytes=0)
         if precision != "fp32":
             in_fp32, made = made, Path(temporary) / precision
             manifest = convert_export(in_fp32, made, precision)

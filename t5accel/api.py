@@ -54,7 +54,7 @@ def accelerate(
 
     Args:
         model: ``"mini"``, ``"random:t5-small"``, a hub id, a folder written by ``save_pretrained`` or by
-            `export.export_t5`, or a model object, of a family that `models.registry` has. A hub id may be that of an
+            `export.export_model`, or a model object, of a family that `models.registry` has. A hub id may be that of an
             export, which is downloaded once. What is no export yet is exported once, into the user's cache
             (`graphs.export_cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, a
@@ -244,10 +244,10 @@ def _in_torch(
     from t5accel.backends.hf_generate import AcceleratedT5
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.backends.torch_static import TorchStatic
-    from t5accel.models.load import in_floats, load_t5
+    from t5accel.models.load import in_floats, load_model
 
     if isinstance(model, str | os.PathLike):
-        model, own_tokenizer = load_t5(model)
+        model, own_tokenizer = load_model(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     torch.set_num_threads(settings.threads or machine.cpu_threads())
     moved = in_floats(model, recipe.dtype, settings.device)

@@ -93,7 +93,7 @@ def run(
     from t5accel.backends.model_defaults import by_defaults
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
-    from t5accel.decoding.token_constraints import NONE
+    from t5accel.decoding.token_constraints import NO_CONSTRAINTS
     from t5accel.models.languages import Languages
     from t5accel.models.load import require_tokenizer
     from t5accel.models.prefixes import prefix_hint, prefixes_of
@@ -104,13 +104,13 @@ def run(
         model, precision=precision and precision.value, runtime=runtime and runtime.value, device=device.value,
         threads=threads,
     )  # fmt: skip
-    used = getattr(backend, "rules", NONE).num_beams if beams is None else beams
+    used = getattr(backend, "rules", NO_CONSTRAINTS).num_beams if beams is None else beams
     if stream and used > 1:
         whose = "the model's generation_config sets" if beams is None else "you gave"
         raise InputError(f"--stream is for greedy search, and {whose} {used} beams: give --beams 1.")
     first = Languages(tokenizer).target(backend, tgt_lang, forced_bos)
     bounds: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **first)
-    ends = getattr(backend, "rules", NONE).ends(backend.eos_token_id)
+    ends = getattr(backend, "rules", NO_CONSTRAINTS).eos_tokens(backend.eos_token_id)
     search = None if stream else by_defaults(backend, num_beams=beams, **bounds)
     shown: dict[str, Any] = dict(skip_special_tokens=not keep_special_tokens, ends=ends)
     count = 0
@@ -182,7 +182,7 @@ def export(
     ] = True,
 ) -> None:
     """Write a model as ONNX graphs, with all that is needed to run them without torch."""
-    from t5accel.graphs.export import export_t5
+    from t5accel.graphs.export import export_model
     from t5accel.graphs.export_cache import given_export
     from t5accel.graphs.export_folder import as_target, require_free
     from t5accel.precision.convert import convert_export
@@ -195,10 +195,10 @@ def export(
     options["external_threshold_bytes"] = external_threshold_bytes
     status(f"Loading {model} …")
     if recipe == "fp32":
-        manifest = export_t5(model, out, overwrite=overwrite, **options)
+        manifest = export_model(model, out, overwrite=overwrite, **options)
     else:
         with TemporaryDirectory() as temporary:
-            export_t5(model, Path(temporary) / "fp32", **options)
+            export_model(model, Path(temporary) / "fp32", **options)
             status(f"Converting to {recipe} …")
             manifest = convert_export(Path(temporary) / "fp32", out, recipe, overwrite=overwrite)
     size = f"{manifest.size_bytes / 1e6:.0f} MB in {len(manifest.files)} files"

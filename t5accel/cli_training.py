@@ -202,9 +202,9 @@ def _command() -> str:
 
 def _with_tokenizer(name: str):  # noqa: ANN202
     from t5accel.errors import InputError
-    from t5accel.models.load import load_t5
+    from t5accel.models.load import load_model
 
-    model, tokenizer = load_t5(name)
+    model, tokenizer = load_model(name)
     if tokenizer is None:
         raise InputError(f"{name} has no tokenizer: save one beside it, training reads texts.")
     return model, tokenizer

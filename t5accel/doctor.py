@@ -84,7 +84,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _bundled_model() -> Check:
-    needed_for = "everything offline: load_t5('mini')"
+    needed_for = "everything offline: load_model('mini')"
     try:
         folder = data_folder() / BUNDLED["mini"]
     except T5AccelError as error:

@@ -67,7 +67,7 @@ def assert_varied(sequences: Any, at_least: int = 3, *, ignore: Collection[int] 
         )
 
 
-def parity(actual: ArrayLike, expected: ArrayLike, *, atol: float, rtol: float = 0.0) -> float:
+def assert_close(actual: ArrayLike, expected: ArrayLike, *, atol: float, rtol: float = 0.0) -> float:
     """Check ``|actual - expected| <= atol + rtol * |expected|`` everywhere; return the largest absolute difference.
 
     NaN is never close, not even to NaN; an infinity is close to itself only. Dtypes may differ, shapes may not.
@@ -79,7 +79,7 @@ def parity(actual: ArrayLike, expected: ArrayLike, *, atol: float, rtol: float =
         ParityError: (an AssertionError) with shape, dtypes, max abs, max rel, the worst place and both values there.
         InputError: empty or non-numeric arrays, or a tolerance that is negative or not finite.
 
-    >>> parity([1.0, 2.0], [1.0, 2.5], atol=1.0)
+    >>> assert_close([1.0, 2.0], [1.0, 2.5], atol=1.0)
     0.5
     """
     for name, value in (("atol", atol), ("rtol", rtol)):

@@ -46,7 +46,7 @@ class Roofline:
     bound: str  # "bandwidth" or "compute": which one that is
 
 
-def roofline(
+def step_roofline(
     dims: Any,
     precision: str = "fp32",
     batch: int = 1,
@@ -76,10 +76,10 @@ def roofline(
     >>> from types import SimpleNamespace
     >>> small = SimpleNamespace(d_model=512, d_kv=64, vocab_size=32128, gated=False, tied=True,
     ...                         decoder_heads=(8,) * 6, cross_heads=(8,) * 6, decoder_ff=(2048,) * 6)
-    >>> step = roofline(small, bandwidth=60e9, gemm=214e9)
+    >>> step = step_roofline(small, bandwidth=60e9, gemm=214e9)
     >>> step.weight_bytes, step.bytes_per_step, step.bound, round(step.floor_s * 1000, 1)
     (153917440, 156276736, 'bandwidth', 2.6)
-    >>> roofline(small, bandwidth=60e9, gemm=214e9, shortlist=True).weight_bytes  # 66 MB of head less, 17 MB more
+    >>> step_roofline(small, bandwidth=60e9, gemm=214e9, shortlist=True).weight_bytes  # 66 MB of head less, 17 MB more
     104697344
 
     Raises InputError for an unknown precision, a count below 1, or a rate that is not a finite number above 0.

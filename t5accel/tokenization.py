@@ -360,8 +360,8 @@ def text2text(
         InputError: no texts, no tokenizer, a batch size below 1, a model in training mode, a task that the
             configuration does not name, or options that ask for more than one answer to a text.
 
-    >>> from t5accel.models.load import load_t5
-    >>> model, tokenizer = load_t5("mini")
+    >>> from t5accel.models.load import load_model
+    >>> model, tokenizer = load_model("mini")
     >>> texts = ["I am tired.", "Where is the station?"]
     >>> answers = text2text(model, tokenizer, texts, prefix="translate English to French: ", num_beams=2)
     >>> answers[0] == text2text(model, tokenizer, "translate English to French: I am tired.", num_beams=2)

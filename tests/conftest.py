@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.random_init import random_t5
 
 
@@ -92,15 +92,15 @@ def tiny_t5() -> Tiny:
 def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``exported(kind, seed=…, **sizes)``: the folder with the export of that ``tiny_t5``. Shared: do not write.
 
-    Options of `export_t5` may be among the sizes.
+    Options of `export_model` may be among the sizes.
     """
-    from t5accel.graphs.export import export_t5
+    from t5accel.graphs.export import export_model
 
     @cache
     def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
         options = {name: sizes.pop(name) for name in ("external_threshold_bytes", "shortlist", "step") if name in sizes}
         folder = tmp_path_factory.mktemp(f"export-{kind}")
-        export_t5(tiny_t5(kind, **sizes), folder, **options)
+        export_model(tiny_t5(kind, **sizes), folder, **options)
         return folder
 
     return export
@@ -140,10 +140,10 @@ def opened(tiny_t5: Tiny, exported: Callable[..., Path], laid_out: Callable[...,
 @pytest.fixture(scope="session")
 def exported_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the export of the bundled model and its tokenizer. Shared: do not write there."""
-    from t5accel.graphs.export import export_t5
+    from t5accel.graphs.export import export_model
 
     folder = tmp_path_factory.mktemp("export-mini") / "mini"
-    export_t5("mini", folder)
+    export_model("mini", folder)
     return folder
 
 
@@ -189,7 +189,7 @@ def ending(tiny_t5: Tiny, padded_batch: tuple[np.ndarray, np.ndarray]) -> Callab
 @pytest.fixture(scope="session")
 def mini() -> tuple[Any, Any]:
     """The bundled model and its tokenizer. Shared between tests: change a deep copy only."""
-    return load_t5("mini")
+    return load_model("mini")
 
 
 @pytest.fixture(scope="session")

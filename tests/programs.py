@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from transformers import DynamicCache, EncoderDecoderCache
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.parity import parity
+from t5accel.parity import assert_close
 
 ATOL = 1e-4
 
@@ -74,7 +74,7 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
             flat = [history for source_rows in histories for history in source_rows]
             whole = teacher_forced(model, ids.repeat(rows, 0), mask.repeat(rows, 0), flat)
             expected = np.stack([whole[i, len(h) - last : len(h)] for i, h in enumerate(flat)])
-            parity(logits, expected.reshape(logits.shape), atol=ATOL)
+            assert_close(logits, expected.reshape(logits.shape), atol=ATOL)
         elif name == "trim":
             accepted = rng.integers(0, last + 1, (len(ids), rows))
             backend.trim(state, accepted)
@@ -114,7 +114,7 @@ def check_as_it_was(backend: Any, state: Any, model: Any, padded_batch: tuple[np
     new = np.random.default_rng(6).integers(3, 300, (6, 2, 2))
     whole = np.concatenate([np.full((6, 2, 3), 5), new], axis=2).reshape(12, 5)
     expected = teacher_forced(model, *(array.repeat(2, 0) for array in padded_batch), whole)[:, 3:]
-    parity(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
+    assert_close(backend.step(state, new).reshape(expected.shape), expected, atol=ATOL)
 
 
 def prune_heads(attention: torch.nn.Module, heads: set[int], d_kv: int = 12) -> None:

@@ -13,7 +13,7 @@ import t5accel
 from t5accel.api import _runtime, accelerate
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import list_exports
 from t5accel.parity import assert_varied
 from t5accel.precision.recipes import as_recipe
@@ -41,7 +41,7 @@ def test_the_bundled_model_by_name(mini) -> None:
 def test_a_model_object_a_folder_and_an_export(tiny_t5, kind: str, padded_batch, tmp_path: Path) -> None:
     model, (ids, mask) = tiny_t5(kind), padded_batch
     model.save_pretrained(tmp_path / "model")
-    export_t5(model, tmp_path / "export")
+    export_model(model, tmp_path / "export")
     answers = []
     for given in (model, tmp_path / "model", str(tmp_path / "export")):
         accelerated = accelerate(given, progress=False)
@@ -66,7 +66,7 @@ def test_the_tokenizer_given_is_kept(tiny_t5, mini) -> None:
 def test_the_package_offers_the_function_and_is_light() -> None:
     program = (
         "import t5accel, sys\n"
-        "assert {'accelerate', 'load_t5'} <= {*dir(t5accel)}\n"
+        "assert {'accelerate', 'load_model'} <= {*dir(t5accel)}\n"
         "assert not {'torch', 'onnxruntime', 'transformers', 'numpy'} & sys.modules.keys()\n"
         "from t5accel import accelerate\n"
         "from t5accel.api import accelerate as function\n"
@@ -95,7 +95,7 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(partial(call, runtime="onnx"), "precision", "bf16", match="'bf16' runs on torch, not on onnx")
     refused(partial(call, runtime="torch"), "max_source_tokens", 4)
     assert accelerate(tiny_t5(), runtime="openvino", progress=False).backend.openvino
-    export_t5(tiny_t5(), tmp_path / "export")
+    export_model(tiny_t5(), tmp_path / "export")
     refused(partial(accelerate, tmp_path / "export"), "runtime", "torch", match="this folder is an export")
     (tmp_path / "export" / "decoder.onnx").write_bytes(b"cut")
     damaged = r"decoder\.onnx has 3 bytes.*Export again"

@@ -18,7 +18,7 @@ from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import T5AccelError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.rewriting import contrib_operators, count_nodes
 
 EXAMPLES = 60  # at each entry
@@ -54,7 +54,7 @@ junk = st.one_of(numbers, texts, arrays, tensors, lists, nearly, st.dictionaries
 
 @pytest.fixture(scope="module")
 def folder(tiny_t5, tmp_path_factory) -> Path:
-    export_t5(tiny_t5(), tmp_path_factory.mktemp("bad") / "export")
+    export_model(tiny_t5(), tmp_path_factory.mktemp("bad") / "export")
     return tmp_path_factory.getbasetemp() / "bad0" / "export"
 
 
@@ -78,7 +78,7 @@ def test_opening_an_export(given_folder: Any, options: dict[str, Any]) -> None:
 @given(model=st.one_of(texts, numbers, lists, tensors), options=st.dictionaries(
     st.sampled_from(["external_threshold_bytes", "overwrite", "name", "tokenizer"]), junk, max_size=2))  # fmt: skip
 def test_exporting_what_is_no_model(tmp_path: Path, offline, model: Any, options: dict[str, Any]) -> None:
-    only_ours(export_t5, model, tmp_path / "export", **options)
+    only_ours(export_model, model, tmp_path / "export", **options)
     assert not (tmp_path / "export").exists()
 
 
@@ -88,7 +88,7 @@ def test_exporting_to_what_is_no_folder(tiny_t5, tmp_path: Path, monkeypatch, ta
     monkeypatch.chdir(tmp_path)
     if isinstance(target, str | bytes) and target:
         target = str(tmp_path / "x") + target if isinstance(target, str) else target
-    only_ours(export_t5, tiny_t5(), target)
+    only_ours(export_model, tiny_t5(), target)
 
 
 @often

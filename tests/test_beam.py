@@ -28,9 +28,9 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.beam import START, Answers, Tree, beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.topk import Continuations
-from t5accel.graphs.export import export_t5
-from t5accel.parity import assert_varied, parity
+from t5accel.decoding.topk import BeamTopK
+from t5accel.graphs.export import export_model
+from t5accel.parity import assert_close, assert_varied
 
 Batch = tuple[np.ndarray, np.ndarray]
 LONGEST = 14
@@ -77,7 +77,7 @@ def reference(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> 
 def check_equal(result: Generated, expected: tuple[np.ndarray, np.ndarray]) -> None:
     sequences, scores = expected
     np.testing.assert_array_equal(result.sequences, sequences)
-    parity(result.scores, scores, atol=1e-5, rtol=2e-6)  # with a penalty of -1 they come near -1000
+    assert_close(result.scores, scores, atol=1e-5, rtol=2e-6)  # with a penalty of -1 they come near -1000
     assert result.scores.dtype == np.float32 and result.sequences.dtype == np.int64
 
 
@@ -173,14 +173,14 @@ def test_one_beam_is_greedy_search(ending_t5, padded_batch, name: str, penalty: 
         labels = torch.as_tensor(result.sequences)
         logits = model(input_ids=ids, attention_mask=mask, labels=labels).logits.log_softmax(dim=-1)
     tokens = logits.gather(2, labels[..., None])[..., 0].numpy() * (result.sequences != 0)
-    parity(result.scores, tokens.sum(axis=1) / lengths_of(result.sequences) ** penalty, atol=1e-5)
+    assert_close(result.scores, tokens.sum(axis=1) / lengths_of(result.sequences) ** penalty, atol=1e-5)
 
 
 @pytest.mark.parametrize("runtime", [OrtNumpy, OrtBound])
 @pytest.mark.parametrize("name", ["tied", "umt5"])
 def test_equals_generate_on_onnx_runtime(ending_t5, padded_batch, tmp_path, name: str, runtime: Any) -> None:
     model = ending_t5(name)
-    export_t5(model, tmp_path / "export")
+    export_model(model, tmp_path / "export")
     backend = runtime(tmp_path / "export", settings=SessionSettings(threads=1))
     check_equals_generate(backend, model, *padded_batch, **ALL)
     check_equals_generate(backend, model, *padded_batch, num_beams=3, max_new_tokens=9, min_new_tokens=9)
@@ -209,7 +209,7 @@ def test_an_answer_does_not_depend_on_its_batch(ending_t5, padded_batch) -> None
         width = alone.sequences.shape[1]
         np.testing.assert_array_equal(alone.sequences, together.sequences[here, :width])
         assert not together.sequences[here, width:].any()
-        parity(alone.scores, together.scores[here], atol=1e-5)
+        assert_close(alone.scores, together.scores[here], atol=1e-5)
 
 
 def test_fewer_returned_sequences_are_the_best_of_more(ending_t5, padded_batch) -> None:
@@ -240,31 +240,29 @@ def takes_what_comes_after(self: Answers, *arguments: Any) -> bool:
     return stopped
 
 
-def without_log_softmax(self: Continuations, flat: np.ndarray) -> Any:
+def without_log_softmax(self: BeamTopK, flat: np.ndarray) -> Any:
     maxima, highest, log_total = passes(self, flat)
     return maxima, highest, log_total * 0
 
 
-def loses_the_last_lane(self: Continuations, logits: np.ndarray, *arguments: Any, **options: Any) -> Any:
+def loses_the_last_lane(self: BeamTopK, logits: np.ndarray, *arguments: Any, **options: Any) -> Any:
     logits = logits.copy()
     logits[:, :, -60:] = -30.0
     return best(self, logits, *arguments, **options)
 
 
-def chooses_the_forbidden(self: Continuations, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
+def chooses_the_forbidden(self: BeamTopK, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
     return best(self, *arguments)
 
 
-def renormalises(
-    self: Continuations, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any
-) -> Any:
+def renormalises(self: BeamTopK, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
     if forbidden is not None:
         logits = logits.copy()
         logits[:, :, forbidden] = -np.inf
     return best(self, logits, *arguments)
 
 
-add, close, passes, best = Answers.add, Answers.close, Continuations._passes, Continuations.best
+add, close, passes, best = Answers.add, Answers.close, BeamTopK._passes, BeamTopK.best
 penalty_of, first_init = Answers._penalty, Answers.__init__
 
 
@@ -288,10 +286,10 @@ BROKEN_PARTS: dict[str, tuple[type, str, Any]] = {
     "answers after the stop": (Answers, "close", takes_what_comes_after),
     "always stops at once": (Answers, "__init__", always(True)),
     "never stops at once": (Answers, "__init__", always(False)),
-    "no log-softmax": (Continuations, "_passes", without_log_softmax),
-    "a lane is lost": (Continuations, "best", loses_the_last_lane),
-    "min_new_tokens is ignored": (Continuations, "best", chooses_the_forbidden),
-    "renormalised without the end": (Continuations, "best", renormalises),
+    "no log-softmax": (BeamTopK, "_passes", without_log_softmax),
+    "a lane is lost": (BeamTopK, "best", loses_the_last_lane),
+    "min_new_tokens is ignored": (BeamTopK, "best", chooses_the_forbidden),
+    "renormalised without the end": (BeamTopK, "best", renormalises),
 }
 
 
@@ -424,7 +422,7 @@ def test_the_best_continuations(vocab_size, batch, rows, count, scale, seed, dat
     if forbidden is not None and data.draw(st.booleans()):
         logits[:, :, forbidden] += 3 * scale
     before = logits.copy()
-    found, row, token = Continuations(vocab_size).best(logits, scores, count, forbidden=forbidden)
+    found, row, token = BeamTopK(vocab_size).best(logits, scores, count, forbidden=forbidden)
     np.testing.assert_array_equal(logits, before)
     exact = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=2, keepdims=True) + scores[:, :, None]
     if forbidden is not None:
@@ -432,8 +430,8 @@ def test_the_best_continuations(vocab_size, batch, rows, count, scale, seed, dat
     flat = exact.reshape(batch, -1)
     count = min(count, flat.shape[1])
     assert found.shape == row.shape == token.shape == (batch, count) and found.dtype == np.float32
-    parity(found, -np.sort(-flat, axis=1)[:, :count], atol=2e-5, rtol=2e-6)
-    parity(found, np.take_along_axis(flat, row * vocab_size + token, axis=1), atol=2e-5, rtol=2e-6)
+    assert_close(found, -np.sort(-flat, axis=1)[:, :count], atol=2e-5, rtol=2e-6)
+    assert_close(found, np.take_along_axis(flat, row * vocab_size + token, axis=1), atol=2e-5, rtol=2e-6)
     assert all(len(set(chosen)) == count for chosen in (row * vocab_size + token).tolist()), "none twice"
 
 

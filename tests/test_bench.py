@@ -59,7 +59,7 @@ def lively_seed() -> int:
 def tiny(monkeypatch, lively_seed):
     """The model that bench loads; no tokenizer, as with all random weights."""
     model = random_t5(SIZES, seed=lively_seed)
-    monkeypatch.setattr(module, "load_t5", lambda name, seed: (model, None))
+    monkeypatch.setattr(module, "load_model", lambda name, seed: (model, None))
     return model
 
 

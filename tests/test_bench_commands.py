@@ -78,7 +78,7 @@ def test_what_a_command_refuses_is_said_in_a_sentence_and_nothing_is_written(tmp
 def test_triton_refuses_a_model_without_a_tokenizer_before_it_is_exported(tmp_path, tiny_t5, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_t5().save_pretrained("mute")
-    for name in ("load_t5", "export_t5"):
+    for name in ("load_model", "export_model"):
         monkeypatch.setattr(f"t5accel.graphs.export_cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
     for model in ("random:t5-small", "mute"):
         line = refused("triton", "--out", "models", "--name", "mute", "--model", model)

@@ -15,7 +15,7 @@ from bench.bert.pruning import KINDS, Pruning, attach, close, closing, removed, 
 from bench.bert.spans import torch_run
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
 from t5accel.graphs.rewriting import count_nodes
-from t5accel.parity import ParityError, parity
+from t5accel.parity import ParityError, assert_close
 
 SIZES: dict[str, Any] = dict(
     vocab_size=90, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
@@ -72,10 +72,10 @@ def test_the_graphs_compute_what_the_model_does(model: Any, graph: Path, fused: 
     for path in (graph, fused):
         for run in (fed_run(path), bound_run(path, *shape)):
             for _ in range(2):  # memory that stays is written twice
-                parity(real(run(given), given), expected, atol=1e-4)
+                assert_close(real(run(given), given), expected, atol=1e-4)
     without_mask = {**given, "attention_mask": np.ones_like(given["attention_mask"])}
     with pytest.raises(ParityError):
-        parity(real(fed_run(fused)(without_mask), given), expected, atol=1e-4)
+        assert_close(real(fed_run(fused)(without_mask), given), expected, atol=1e-4)
 
 
 def test_fusions_replace_many_nodes_by_few(model: Any, graph: Path) -> None:
@@ -130,9 +130,9 @@ def test_what_is_left_computes_what_was_masked(model: Any, pruning: Pruning) -> 
     masked, _ = moved(model, pruning)
     small = removed(masked)
     expected = torch_run(masked)(given)
-    parity(np.stack(torch_run(small)(given)), np.stack(expected), atol=1e-5)
+    assert_close(np.stack(torch_run(small)(given)), np.stack(expected), atol=1e-5)
     with pytest.raises(ParityError):
-        parity(np.stack(torch_run(model)(given)), np.stack(expected), atol=1e-3)
+        assert_close(np.stack(torch_run(model)(given)), np.stack(expected), atol=1e-3)
     kept = widths(small)
     if pruning.heads:
         assert sum(kept["heads"]) <= round(12 * (1 - pruning.heads)) + 1
@@ -185,12 +185,12 @@ def test_a_narrow_model_is_saved_loaded_and_exported(model: Any, tmp_path: Path)
     given = inputs()
     expected = np.stack(torch_run(small)(given))
     assert tokenizer is None and widths(loaded) == widths(small)
-    parity(np.stack(torch_run(loaded)(given)), expected, atol=1e-6)
+    assert_close(np.stack(torch_run(loaded)(given)), expected, atol=1e-6)
     path = export_bert(loaded, tmp_path / "narrow.onnx")
     counts = fuse_bert(path, tmp_path / "fused.onnx")
     assert counts["Attention"] == 3
     found = fed_run(tmp_path / "fused.onnx")(given)
-    parity(real(found, given), real(tuple(expected), given), atol=1e-4)
+    assert_close(real(found, given), real(tuple(expected), given), atol=1e-4)
 
 
 def test_widths_and_shares_that_cannot_be_are_refused(model: Any) -> None:

@@ -36,9 +36,9 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.distillation.gates import Gates
 from t5accel.distillation.pruning import remove
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.models import load as checkpoints
-from t5accel.models.load import HUB_ALIASES, data_folder, load_t5
+from t5accel.models.load import HUB_ALIASES, data_folder, load_model
 from t5accel.models.random_init import RANDOM_SIZES, random_t5
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_varied
@@ -80,7 +80,7 @@ def test_every_published_size_is_offered() -> None:
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_published_sizes(size: str) -> None:
     with torch.device("meta"):  # shapes without memory
-        model, tokenizer = load_t5(f"random:{size}")
+        model, tokenizer = load_model(f"random:{size}")
     assert tokenizer is None and sum(p.numel() for p in model.parameters()) == PUBLISHED[size]
     dims, table = T5Dims.of(model), RANDOM_SIZES[size]
     original = size.startswith("t5")
@@ -95,7 +95,7 @@ def test_published_sizes(size: str) -> None:
 
 def test_head_sizes_that_are_often_got_wrong() -> None:
     with torch.device("meta"):
-        models = (load_t5(f"random:{size}")[0] for size in ("t5-small", "flan-t5-small", "mt5-small"))
+        models = (load_model(f"random:{size}")[0] for size in ("t5-small", "flan-t5-small", "mt5-small"))
         small, flan, mt5 = map(T5Dims.of, models)
     assert (small.d_kv, small.encoder_layers, small.tied) == (64, 6, True)
     assert (flan.d_kv, flan.encoder_layers, flan.tied, flan.gated) == (64, 8, False, True)
@@ -105,7 +105,7 @@ def test_head_sizes_that_are_often_got_wrong() -> None:
 
 @pytest.mark.parametrize("size", ["t5-small", "flan-t5-small"])
 def test_published_sizes_are_lively(size: str) -> None:
-    backend = TorchEager(load_t5(f"random:{size}")[0])
+    backend = TorchEager(load_model(f"random:{size}")[0])
     source = np.random.default_rng(1).integers(3, 32000, 12)
     other_tokens, other_order = np.random.default_rng(2).integers(3, 32000, 12), source[::-1]
     batch = np.stack([source, other_tokens, other_order])
@@ -134,7 +134,7 @@ def test_deterministic_per_seed_and_different_across_seeds(tiny_t5, kind: str) -
 def test_seed_reaches_the_weights_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     smaller = dict(RANDOM_SIZES["t5-small"], vocab_size=32, d_model=8, d_ff=8, num_layers=1)
     monkeypatch.setitem(RANDOM_SIZES, "t5-small", smaller)
-    first, other = (load_t5("random:t5-small", seed=seed)[0] for seed in (0, 1))
+    first, other = (load_model("random:t5-small", seed=seed)[0] for seed in (0, 1))
     assert not torch.equal(first.shared.weight, other.shared.weight)
 
 
@@ -153,7 +153,7 @@ def test_tied_or_not_as_asked_and_saved_so(kind: str, tied: bool, tmp_path: Path
     assert T5Dims.of(model).tied == tied
     assert (model.lm_head.weight.data_ptr() == model.shared.weight.data_ptr()) == tied
     model.save_pretrained(tmp_path)
-    loaded, _ = load_t5(tmp_path)
+    loaded, _ = load_model(tmp_path)
     assert T5Dims.of(loaded).tied == tied
     np.testing.assert_allclose(logits_of(loaded), logits_of(model), atol=1e-5)
 
@@ -236,7 +236,7 @@ def test_mini_survives_save_pretrained(mini, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for where in (tmp_path, str(tmp_path)):
-        loaded, loaded_tokenizer = load_t5(where)
+        loaded, loaded_tokenizer = load_model(where)
         assert loaded.dtype == torch.float32 and not loaded.training
         np.testing.assert_array_equal(logits_of(loaded), logits_of(model))
         assert loaded_tokenizer("Il a 12 ans !")["input_ids"] == tokenizer("Il a 12 ans !")["input_ids"]
@@ -250,7 +250,7 @@ def saved(tiny_t5, tmp_path: Path) -> Path:
 
 
 def test_a_folder_without_a_tokenizer(saved: Path, tiny_t5) -> None:
-    model, tokenizer = load_t5(saved)
+    model, tokenizer = load_model(saved)
     assert tokenizer is None and not model.training and '"d_model": 32' in (saved / "config.json").read_text()
     np.testing.assert_array_equal(logits_of(model), logits_of(tiny_t5()))
 
@@ -298,17 +298,17 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(saved: Path, vocabularies
         content = (vocabularies / name).read_bytes() if (vocabularies / name).exists() else b"{}"
         (saved / name).write_bytes(content)
     with pytest.raises(ModelUnavailableError, match="spiece.model" if V5 else "cannot be loaded"):
-        load_t5(saved)
+        load_model(saved)
 
 
 def test_half_precision_folders_load_as_fp32(tiny_t5, tmp_path: Path) -> None:
     copy.deepcopy(tiny_t5()).to(torch.float16).save_pretrained(tmp_path)
-    assert load_t5(tmp_path)[0].dtype == torch.float32
+    assert load_model(tmp_path)[0].dtype == torch.float32
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailableError, match="config.json.*save_pretrained") as caught:
-        load_t5(tmp_path)
+        load_model(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -341,7 +341,7 @@ DAMAGES: dict[str, Callable[[Path], Any] | dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_folder_is_named(saved: Path, name: str) -> None:
-    load_t5(saved)
+    load_model(saved)
     damage = DAMAGES[name]
     if isinstance(damage, dict):
         for file, content in damage.items():
@@ -349,21 +349,21 @@ def test_a_damaged_folder_is_named(saved: Path, name: str) -> None:
     else:
         damage(saved)
     with pytest.raises(ModelUnavailableError) as caught:
-        load_t5(saved)
+        load_model(saved)
     assert str(saved) in str(caught.value) and isinstance(caught.value, OSError)
 
 
 def test_missing_weights_are_not_filled_with_random_ones(saved: Path) -> None:
     drop_a_layer(saved)
     with pytest.raises(ModelUnavailableError, match=r"lacks \d+ weights, such as decoder\.block\.2"):
-        load_t5(saved)
+        load_model(saved)
 
 
 def test_weights_that_the_model_does_not_have_are_not_dropped(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors") | {"encoder.block.0.adapter.down.weight": torch.ones(2, 2)}
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelUnavailableError, match=r"1 weights .* such as encoder\.block\.0\.adapter\.down"):
-        load_t5(saved)
+        load_model(saved)
 
 
 # Code beside weights
@@ -435,10 +435,10 @@ CODE: dict[str, Callable[[Path, Path], None]] = {
     "templates": with_templates,
 }  # fmt: skip
 DOORS: dict[str, Callable[[Path, Path], Any]] = {
-    "load_t5": lambda folder, _: load_t5(folder),
+    "load_model": lambda folder, _: load_model(folder),
     "accelerate": lambda folder, _: accelerate(folder, progress=False).generate(
         torch.tensor([[5, 6, 1]]), attention_mask=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2),
-    "export": lambda folder, above: export_t5(folder, above / "export"),
+    "export": lambda folder, above: export_model(folder, above / "export"),
     "tokenizer_of": lambda folder, _: tokenizer_of(folder),
 }  # fmt: skip
 
@@ -464,14 +464,14 @@ def test_nothing_that_lies_beside_weights_runs_and_nobody_is_asked(
 def test_a_folder_that_needs_its_own_code_is_refused_without_advice_to_trust_it(saved: Path, tmp_path: Path) -> None:
     CODE["a class for a configuration of no known type"](saved, tmp_path / "ran")
     with pytest.raises(ModelUnavailableError, match="without running Python code that comes with it") as caught:
-        load_t5(saved)
+        load_model(saved)
     assert "trust_remote_code" not in str(caught.value)
 
 
 def test_a_folder_with_custom_generate_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     with_custom_generate(saved, tmp_path / "ran")
     with pytest.raises(ModelUnavailableError, match="holds custom_generate"):
-        load_t5(saved)
+        load_model(saved)
 
 
 def flip_bytes(folder: Path, rng: random.Random) -> None:
@@ -528,7 +528,7 @@ def test_malicious_and_damaged_folders_for_a_hundred_seconds(tiny_t5, mini, tmp_
                     CODE[damage](folder, marker) if isinstance(damage, str) else damage(folder, rng)
             signal.alarm(60)
             try:
-                load_t5(folder)
+                load_model(folder)
                 tried["loaded"] += 1
             except T5AccelError:
                 tried["refused"] += 1
@@ -551,7 +551,7 @@ def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(saved: Path, mini, nam
     (saved / name).unlink(missing_ok=True)
     os.mkfifo(saved / name)
     with pytest.raises(ModelUnavailableError, match=rf"{name} must be a regular file, got a named pipe"):
-        load_t5(saved)
+        load_model(saved)
     (saved / "tokenizer.json").unlink()
     with pytest.raises(ModelUnavailableError, match="must be a regular file"):
         tokenizer_of(saved)
@@ -596,7 +596,7 @@ CLASSES = {
 DOORS_FOR_OBJECTS: dict[str, Callable[[Any, Path], Any]] = {
     "accelerate": lambda model, folder: accelerate(model, progress=False),
     "accelerate in torch": lambda model, folder: accelerate(model, precision="bf16"),
-    "export": lambda model, folder: export_t5(model, folder / "export"),
+    "export": lambda model, folder: export_model(model, folder / "export"),
     "torch": lambda model, folder: TorchEager(model),
 }
 
@@ -609,7 +609,7 @@ def test_a_class_that_cannot_generate_is_refused_by_the_one_that_can(tmp_path: P
             door(model, tmp_path)
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(NotT5Error, match=rf"{tmp_path}.*{CLASSES[kind]}"):
-        load_t5(tmp_path / "model")
+        load_model(tmp_path / "model")
 
 
 WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -651,7 +651,7 @@ def test_an_adapter_is_refused_also_beside_weights(saved: Path, tmp_path: Path, 
     (saved / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     if not whole:
         (saved / "config.json").unlink()
-    for door in (load_t5, accelerate):
+    for door in (load_model, accelerate):
         with pytest.raises(ModelUnavailableError, match=r"holds an adapter: .*merge_and_unload\(\)"):
             door(saved)
 
@@ -670,7 +670,7 @@ def test_an_adapter_on_the_hub_is_refused_as_one(offline: None, asked: list[Any]
     refs.mkdir(parents=True)
     (refs / "main").write_text("1" * 40)  # the hub has answered that there is no config.json
     with pytest.raises(ModelUnavailableError, match="nobody/adapter holds an adapter"):
-        load_t5("nobody/adapter")
+        load_model("nobody/adapter")
 
 
 def test_a_folder_of_another_kind(tmp_path: Path) -> None:
@@ -679,7 +679,7 @@ def test_a_folder_of_another_kind(tmp_path: Path) -> None:
     config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     BertModel(config).save_pretrained(tmp_path)
     with pytest.raises(NotT5Error, match="'bert'.*t5, mt5, umt5") as caught:
-        load_t5(tmp_path)
+        load_model(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -690,7 +690,7 @@ def test_data_folder_holds_model_and_sets() -> None:
 def test_without_a_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkpoints, "__file__", str(tmp_path / "copied" / "checkpoints.py"))
     with pytest.raises(ModelUnavailableError, match="wheel"):
-        load_t5("mini")
+        load_model("mini")
 
 
 # Names
@@ -704,7 +704,7 @@ def test_without_a_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 )  # fmt: skip
 def test_unknown_names_list_what_is_allowed(name: Any) -> None:
     with pytest.raises(UnknownModelError) as caught:
-        load_t5(name)
+        load_model(name)
     for allowed in ("'mini'", *(f"'random:{size}'" for size in RANDOM_SIZES), "folder", "hub id"):
         assert allowed in str(caught.value)
 
@@ -715,16 +715,16 @@ def test_names_raise_our_errors_at_most(name: Any) -> None:
     if name == "mini" or (isinstance(name, str) and Path(name).is_dir() and name):
         return
     with pytest.raises(T5AccelError):
-        load_t5(name)
+        load_model(name)
 
 
 @pytest.mark.parametrize("name", ["nobody/has-this-model", "nobody/x--y", "nobody/x.git", "nobody/" + "x" * 200])
 def test_without_a_network_one_sentence_names_the_alternative(offline: None, name: str) -> None:
     with pytest.raises(ModelUnavailableError) as caught:
-        load_t5(name)
+        load_model(name)
     message = str(caught.value)
     assert "\n" not in message and "Traceback" not in message
-    for part in (repr(name), "no network", "load_t5('mini')", "load_t5('random:t5-small')", "folder"):
+    for part in (repr(name), "no network", "load_model('mini')", "load_model('random:t5-small')", "folder"):
         assert part in message
 
 
@@ -746,7 +746,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
 def test_short_names_ask_for_the_originals(offline: None, asked: list[Any]) -> None:
     for name, hub_id in HUB_ALIASES.items():
         with pytest.raises(ModelUnavailableError, match=hub_id):
-            load_t5(name)
+            load_model(name)
         # Offline, only files that are there already.
         assert asked[-1] == (hub_id, {"local_files_only": True, "trust_remote_code": False})
 
@@ -757,8 +757,8 @@ def test_a_hub_that_fails_although_it_resolves(offline: None, asked: list[Any], 
         monkeypatch.setattr(checkpoints.socket, "getaddrinfo", lambda *_: [])
     else:
         monkeypatch.setenv("https_proxy", "http://proxy.invalid:3128")
-    with pytest.raises(ModelUnavailableError, match=r"load_t5\('mini'\)") as caught:
-        load_t5("google/flan-t5-small")
+    with pytest.raises(ModelUnavailableError, match=r"load_model\('mini'\)") as caught:
+        load_model("google/flan-t5-small")
     assert "\n" not in str(caught.value) and isinstance(caught.value.__cause__, OSError)
     assert asked == [("google/flan-t5-small", {"local_files_only": False, "trust_remote_code": False})]
 
@@ -766,7 +766,7 @@ def test_a_hub_that_fails_although_it_resolves(offline: None, asked: list[Any], 
 @pytest.mark.parametrize("asked", [ValueError("unknown type"), RuntimeError("size mismatch")], indirect=True)
 def test_a_hub_model_that_cannot_be_read(offline: None, asked: list[Any]) -> None:
     with pytest.raises(ModelUnavailableError, match="google/flan-t5-small.*(unknown type|size mismatch)"):
-        load_t5("google/flan-t5-small")
+        load_model("google/flan-t5-small")
 
 
 def test_a_hub_model_of_another_kind(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -774,4 +774,4 @@ def test_a_hub_model_of_another_kind(offline: None, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: transformers.BertConfig())
     with pytest.raises(NotT5Error, match="google-bert/bert-base-uncased is of type 'bert'"):
-        load_t5("google-bert/bert-base-uncased")
+        load_model("google-bert/bert-base-uncased")

@@ -232,7 +232,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, 
     Path("texts.txt").write_text(TEXT)
     Path("rows.jsonl").write_text(json.dumps({"source": TEXT, "target": "x"}))
     tiny_t5().save_pretrained("mute")
-    for name in ("load_t5", "export_t5"):
+    for name in ("load_model", "export_model"):
         monkeypatch.setattr(f"t5accel.graphs.export_cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
     for model in ("random:t5-small", "mute"):
         assert f"{model} has " in refused(*command, model) and "no tokenizer" in refused(*command, model)
@@ -390,7 +390,7 @@ def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
 def test_export_refuses_before_it_loads(tmp_path, monkeypatch, exported_mini):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "letter.txt").write_text("a letter")
-    monkeypatch.setattr("t5accel.graphs.export.load_t5", lambda name: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr("t5accel.graphs.export.load_model", lambda name: pytest.fail("loaded for nothing"))
     for precision in ("fp32", "int8"):
         options = ("export", "--model", "mini-d1", "--precision", precision, "--out")
         assert "so it is kept" in refused(*options, tmp_path / "letters", "--overwrite")

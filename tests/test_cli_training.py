@@ -23,7 +23,7 @@ import t5accel.distillation.student as module
 import t5accel.distillation.teacher_outputs as texts
 from t5accel.distillation.student import DistillConfig
 from t5accel.distillation.teacher_outputs import read_teacher_texts
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE
 from t5accel.models.pruned import widths
 from t5accel.models.random_init import random_t5
@@ -58,7 +58,7 @@ def dev(tmp_path: Path) -> Path:
 @pytest.fixture
 def stranger(tmp_path: Path, teacher: Path) -> Path:
     """The folder of a model with fewer words than the others."""
-    load_t5(teacher)[1].save_pretrained(tmp_path / "stranger")
+    load_model(teacher)[1].save_pretrained(tmp_path / "stranger")
     random_t5({**SIZES, "vocab_size": 600}).save_pretrained(tmp_path / "stranger")
     return tmp_path / "stranger"
 
@@ -69,7 +69,7 @@ SMALL = ("--threads", 1, "--batch-tokens", 120)
 def written(result: Any, folder: Path) -> Any:
     """The model in the folder that the command says it wrote."""
     assert (result.exit_code, result.stdout.splitlines()[0]) == (0, f"Wrote {folder}"), result.output
-    model, tokenizer = load_t5(folder)
+    model, tokenizer = load_model(folder)
     assert tokenizer is not None
     return model
 
@@ -152,7 +152,7 @@ def test_the_teacher_may_write_as_long_texts_as_the_rows_have(teacher: Path, tmp
         ),
     )
     data = rows_file(tmp_path / "long.jsonl", [("Go!", "Va ! " * 40)])
-    count = len(load_t5(teacher)[1]("Va ! " * 40)["input_ids"])
+    count = len(load_model(teacher)[1]("Va ! " * 40)["input_ids"])
     options = ("distill", "--data", data, "--teacher", teacher, "--threads", 1, "--loss", "sequence", "--steps", 1)
     for name, longest in (("free", 512), ("bounded", count + 1)):
         assert call(*options, "--out", tmp_path / name, "--longest", longest).exit_code == 0
@@ -197,7 +197,7 @@ def test_data_models_and_tokenizers_that_are_missing_are_named(command: str, tea
     assert "broken.jsonl, line 61" in refused(command, "--data", broken, "--out", out, name, teacher)
     assert "broken.jsonl, line 61" in refused(command, "--data", data, "--eval", broken, "--out", out, name, teacher)
     assert "'nope'" in refused(command, "--data", data, "--out", out, name, "nope")
-    load_t5(teacher)[0].save_pretrained(tmp_path / "mute")
+    load_model(teacher)[0].save_pretrained(tmp_path / "mute")
     assert "mute has no tokenizer" in refused(command, "--data", data, "--out", out, name, tmp_path / "mute")
     assert call(command, "--data", data).exit_code == 2 and not out.exists()
 
@@ -218,7 +218,9 @@ def test_prune_writes_a_narrow_model_that_loads(teacher, data: Path, tmp_path, i
     neurons = [width for kind in found if kind.endswith("ff") for width in found[kind]]
     assert sum(neurons) < 5 * 128 - 100 and all(width % 32 == 0 for width in neurons)
     card = (out / "model" / "README.md").read_text(encoding="utf-8")
-    assert "load_t5(folder)" in card and f"- importance: {importance}" in card and "| neurons of the decoder |" in card
+    assert (
+        "load_model(folder)" in card and f"- importance: {importance}" in card and "| neurons of the decoder |" in card
+    )
     assert (out / "checkpoint.pt").exists() == (steps > 0)
 
 

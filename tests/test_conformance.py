@@ -42,15 +42,15 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.graphs.export import export_t5
-from t5accel.parity import parity
+from t5accel.graphs.export import export_model
+from t5accel.parity import assert_close
 
 ONE_THREAD = SessionSettings(threads=1)
 Make = Callable[[Any, Path], Any]  # from a model and an empty folder to a backend
 
 
 def of_export(runtime: type[OrtNumpy], model: Any, folder: Path) -> OrtNumpy:
-    export_t5(model, folder, step=runtime is OrtStatic, check_logits=False)
+    export_model(model, folder, step=runtime is OrtStatic, check_logits=False)
     return runtime(folder, settings=ONE_THREAD)
 
 
@@ -122,7 +122,7 @@ def test_chunks_give_the_logits_of_the_whole(opened, name: str, tiny_t5, kind: s
     chunks = [backend.step(state, chunk) for chunk in np.split(new, [3, 4], axis=2)]
     assert [chunk.shape for chunk in chunks] == [(6, rows, n, 300) for n in (3, 1, 5)]
     assert all(isinstance(chunk, np.ndarray) and chunk.dtype == np.float32 for chunk in chunks)
-    parity(np.concatenate(chunks, axis=2), expected, atol=ATOL)
+    assert_close(np.concatenate(chunks, axis=2), expected, atol=ATOL)
 
 
 def test_a_step_of_several_tokens_is_causal(opened, name: str, kind: str, padded_batch) -> None:
@@ -130,7 +130,7 @@ def test_a_step_of_several_tokens_is_causal(opened, name: str, kind: str, padded
     source, new = backend.encode(*padded_batch), histories_of(6, 1, 5)
     other = np.concatenate([new[:, :, :3], 302 - new[:, :, 3:]], axis=2)
     logits, changed = (backend.step(backend.start(source), tokens) for tokens in (new, other))
-    parity(changed[:, :, :3], logits[:, :, :3], atol=ATOL)
+    assert_close(changed[:, :, :3], logits[:, :, :3], atol=ATOL)
     assert (np.abs(changed - logits)[:, :, 3:].max(axis=-1) > 0.01).all(), "later positions should depend on them"
 
 
@@ -140,7 +140,7 @@ def test_a_source_can_be_started_twice(opened, name: str, padded_batch) -> None:
     first, second = backend.start(source), backend.start(source)
     backend.step(first, tokens[:, :, :2])
     backend.keep(first, np.array([5, 1]))
-    parity(backend.step(second, tokens), backend.step(backend.start(source), tokens), atol=ATOL)
+    assert_close(backend.step(second, tokens), backend.step(backend.start(source), tokens), atol=ATOL)
 
 
 def test_takes_views_and_keeps_none_of_the_tokens(opened, name: str, padded_batch) -> None:
@@ -161,8 +161,8 @@ def test_takes_views_and_keeps_none_of_the_tokens(opened, name: str, padded_batc
     lent = tokens.copy()
     first = backend.step(state, lent[:, :, :2])
     lent[:, :, :2] = 7
-    parity(first, expected[:, :, :2], atol=ATOL)
-    parity(backend.step(state, lent[:, :, 2:]), expected[:, :, 2:], atol=ATOL)
+    assert_close(first, expected[:, :, :2], atol=ATOL)
+    assert_close(backend.step(state, lent[:, :, 2:]), expected[:, :, 2:], atol=ATOL)
 
 
 def test_who_writes_to_logits_changes_nothing(opened, name: str, padded_batch) -> None:
@@ -198,7 +198,7 @@ def test_everything_rejected_at_first(opened, name: str, tiny_t5, padded_batch) 
     backend.step(state, tokens[:, :, ::-1])
     backend.trim(state, np.zeros((6, 1), dtype=np.int64))
     backend.reorder(state, np.zeros((6, 1), dtype=np.int64))
-    parity(backend.step(state, tokens)[:, 0], teacher_forced(tiny_t5(), ids, mask, tokens[:, 0]), atol=ATOL)
+    assert_close(backend.step(state, tokens)[:, 0], teacher_forced(tiny_t5(), ids, mask, tokens[:, 0]), atol=ATOL)
 
 
 def test_an_empty_state_can_be_reordered_trimmed_and_kept(opened, name: str, padded_batch) -> None:
@@ -208,7 +208,7 @@ def test_an_empty_state_can_be_reordered_trimmed_and_kept(opened, name: str, pad
     backend.trim(state, np.zeros((6, 2), dtype=np.int64))
     backend.keep(state, np.array([5, 0, 5]))
     expected = backend.step(backend.start(backend.encode(*padded_batch), 2), new)
-    parity(backend.step(state, new[[5, 0, 5]]), expected[[5, 0, 5]], atol=ATOL)
+    assert_close(backend.step(state, new[[5, 0, 5]]), expected[[5, 0, 5]], atol=ATOL)
 
 
 PRUNED = {"encoder.block.1.layer.0.SelfAttention": {3}, "decoder.block.1.layer.0.SelfAttention": {0, 2},
@@ -264,7 +264,7 @@ def test_what_is_not_real_does_not_matter(opened, name: str, padded_batch) -> No
             with torch.inference_mode():
                 array[where] = 9 if tokens else 1e4
         logits.append(backend.step(state, new[:, :, :1]))
-    parity(logits[1], logits[0], atol=ATOL)
+    assert_close(logits[1], logits[0], atol=ATOL)
     assert np.abs(logits[2] - logits[0]).max() > 0.1
 
 

@@ -1,7 +1,7 @@
 """Copying a helper must work: a module and what it imports, alone in an empty folder, and its examples still run.
 
 The package's ``__init__`` files are emptied on the way, as for someone who copies single files: an example therefore
-imports from the module that defines a name (``from t5accel.models.load import load_t5``), not from the package.
+imports from the module that defines a name (``from t5accel.models.load import load_model``), not from the package.
 """
 
 import ast

@@ -43,8 +43,8 @@ from t5accel.distillation.optimizer import PooledDropout, optimiser_step
 from t5accel.distillation.student import DistillConfig, distill, shrink_decoder, train_student
 from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, JobError
-from t5accel.graphs.export import export_t5
-from t5accel.models.load import load_t5
+from t5accel.graphs.export import export_model
+from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_varied
@@ -303,7 +303,7 @@ def test_a_narrow_student_is_trained_as_it_is(tiny_t5, tmp_path: Path, padded_ba
     changed = [name for name, value in trained.state_dict().items() if not torch.equal(value, before[name])]
     assert trained is student and set(changed) == set(before)
     student.save_pretrained(tmp_path / "model")
-    loaded, _ = load_t5(tmp_path / "model")
+    loaded, _ = load_model(tmp_path / "model")
     same_logits(teacher_forced(loaded, *padded_batch, NEW), teacher_forced(student, *padded_batch, NEW))
 
 
@@ -353,7 +353,7 @@ def kept(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 def test_the_student_is_an_ordinary_checkpoint_in_16_bits(kept: tuple[Any, Path], padded_batch) -> None:
     student, folder = kept
     assert next(student.parameters()).dtype == torch.float32
-    loaded, tokenizer = load_t5(folder)
+    loaded, tokenizer = load_model(folder)
     assert tokenizer(PAIRS[0][0]).input_ids == toy_tokenizer()(PAIRS[0][0]).input_ids
     plain = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     expected = teacher_forced(copy.deepcopy(student).half().float(), *padded_batch, NEW)
@@ -375,8 +375,8 @@ def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path], ti
     facts = dict(teacher_name="a teacher", how="pruned", command="c", settings={})
     other = save_student(narrow, toy_tokenizer(), tmp_path / "narrow", teacher=student, **facts)
     text = (other / "README.md").read_text(encoding="utf-8")
-    assert "load_t5(folder)" in text and "| neurons of the decoder | 64 | 24, 64, 5 |" in text
-    assert T5Dims.of(load_t5(other)[0]) == T5Dims.of(narrow)
+    assert "load_model(folder)" in text and "| neurons of the decoder | 64 | 24, 64, 5 |" in text
+    assert T5Dims.of(load_model(other)[0]) == T5Dims.of(narrow)
 
 
 def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: Path, monkeypatch) -> None:
@@ -390,7 +390,7 @@ def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: 
     monkeypatch.setattr(toy_tokenizer(), "save_pretrained", lambda folder: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(ExportError, match="Nothing was left behind"):
         save("model", "third")
-    assert (tmp_path / "model" / "README.md").read_text(encoding="utf-8") == card and load_t5(tmp_path / "model")
+    assert (tmp_path / "model" / "README.md").read_text(encoding="utf-8") == card and load_model(tmp_path / "model")
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "README.md").write_text("a letter")
     with pytest.raises(InputError, match="holds something else than a student of ours"):
@@ -399,8 +399,8 @@ def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: 
 
 
 def test_its_export_gives_its_tokens(kept: tuple[Any, Path], padded_batch, tmp_path: Path) -> None:
-    model, _ = load_t5(kept[1])
-    manifest = export_t5(kept[1], tmp_path / "export")
+    model, _ = load_model(kept[1])
+    manifest = export_model(kept[1], tmp_path / "export")
     assert manifest.dims == T5Dims.of(model) and manifest.dims.decoder_layers == 1
     options = dict(min_new_tokens=8, max_new_tokens=8)
     expected = greedy(TorchEager(model), *padded_batch, **options).sequences
@@ -445,7 +445,7 @@ def test_a_student_of_the_comparison_is_trained_once(script: Any, tiny_t5, tmp_p
         calls.append(arguments)
         return shrink_decoder(tiny_t5(), 1)
 
-    monkeypatch.setattr(script, "load_t5", lambda name: (tiny_t5(), toy_tokenizer()))
+    monkeypatch.setattr(script, "load_model", lambda name: (tiny_t5(), toy_tokenizer()))
     monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, []))
     monkeypatch.setattr(script, "validation", lambda held_out, tokenizer: None)
     monkeypatch.setattr(script, "distill", made)
@@ -454,4 +454,4 @@ def test_a_student_of_the_comparison_is_trained_once(script: Any, tiny_t5, tmp_p
         script.train(first, tmp_path / "pairs.tsv", tmp_path)
     ((_, _, mixture, folder, config),) = calls
     assert mixture is MIXTURE and config == first.config and folder == tmp_path / "1-layer-labels"
-    assert T5Dims.of(load_t5(folder / "model")[0]).decoder_layers == 1
+    assert T5Dims.of(load_model(folder / "model")[0]).decoder_layers == 1

@@ -15,7 +15,7 @@ from refused import refused
 from t5accel.decoding import sampling as distribution
 from t5accel.decoding.sampling import Sampling, as_sampling, draw, probabilities
 from t5accel.errors import InputError
-from t5accel.parity import ParityError, parity
+from t5accel.parity import ParityError, assert_close
 
 ALL = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
 EACH: dict[str, Sampling] = {
@@ -56,7 +56,7 @@ def example(seed: int, rows: int = 6, vocab_size: int = 300, spread: float = 3.0
 
 
 def check(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> None:
-    parity(probabilities(logits, history, sampling), reference(logits, history, sampling), atol=2e-6)
+    assert_close(probabilities(logits, history, sampling), reference(logits, history, sampling), atol=2e-6)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -167,11 +167,11 @@ def test_the_order_matters() -> None:
     logits, history = example(0)
     cooled = probabilities(logits / 0.7, history, Sampling(1.0, ALL.top_k, ALL.top_p, ALL.min_p, 1.4))
     with pytest.raises(ParityError, match="not close"):
-        parity(np.roll(cooled, 1, axis=1), reference(logits, history, ALL), atol=2e-6)
+        assert_close(np.roll(cooled, 1, axis=1), reference(logits, history, ALL), atol=2e-6)
     late = probabilities(np.log(probabilities(logits, history, Sampling(0.7, 20, 0.9, 0.05)) + 1e-300), history,
                          Sampling(repetition_penalty=1.4))  # fmt: skip
     with pytest.raises(ParityError, match="not close"):
-        parity(late, reference(logits, history, ALL), atol=2e-6)
+        assert_close(late, reference(logits, history, ALL), atol=2e-6)
 
 
 # Draws

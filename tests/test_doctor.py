@@ -104,7 +104,11 @@ def test_a_bundled_model_with_files_missing_or_none_at_all_is_wrong(tmp_path, mo
 
     monkeypatch.setattr(doctor, "data_folder", nowhere)
     assert doctor._bundled_model() == Check(
-        "bundled model", False, "missing", "everything offline: load_t5('mini')", "No data folder: install the wheel."
+        "bundled model",
+        False,
+        "missing",
+        "everything offline: load_model('mini')",
+        "No data folder: install the wheel.",
     )
 
 

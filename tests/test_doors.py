@@ -17,7 +17,7 @@ from transformers import T5Config
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
@@ -36,7 +36,7 @@ def speculating(backend: Any, *arguments: Any, **options: Any) -> Any:
 
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
-    "greedy": greedy, "beam_search": beam_search, "sample": sample, "lookup": lookup, "speculative": speculating,
+    "greedy": greedy, "beam_search": beam_search, "sample": sample, "prompt_lookup": prompt_lookup, "speculative": speculating,
     "stream": streamed,
 }  # fmt: skip
 OPTIONS = {"beam_search": dict(num_beams=3), "sample": dict(num_return_sequences=2)}
@@ -124,7 +124,7 @@ def test_what_reaches_a_backend_keeps_the_protocol(data: st.DataObject) -> None:
         options["num_beams"] = data.draw(st.integers(1, 5))
     if name == "sample":
         options["num_return_sequences"] = data.draw(st.integers(1, 3))
-    if name in ("lookup", "speculative"):
+    if name in ("prompt_lookup", "speculative"):
         options["max_draft"] = data.draw(st.integers(1, 5))
     backend, ids = kind(), rng.integers(1, 12, (batch, length))[:, ::-1]
     ids.setflags(write=False)
@@ -136,7 +136,7 @@ def test_what_reaches_a_backend_keeps_the_protocol(data: st.DataObject) -> None:
 OWN = {
     "beam_search": ("num_beams", "num_return_sequences", "length_penalty", "early_stopping"),
     "sample": ("seed", "temperature", "num_return_sequences"),
-    "lookup": ("max_ngram", "max_draft"),
+    "prompt_lookup": ("max_ngram", "max_draft"),
     "speculative": ("max_draft", "seed", "sampling"),
 }
 

@@ -17,10 +17,10 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import drafting as drafts_module
 from t5accel.decoding.backend import Backend, Generated, Histories
-from t5accel.decoding.drafting import Drafts, Likeliest, verified
+from t5accel.decoding.drafting import Drafts, GreedyVerifier, verify_drafts
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.request import Request, Steps
-from t5accel.decoding.speculation import LONGEST_PAUSE, DraftLength
+from t5accel.decoding.request import GenerationInputs, StepStream
+from t5accel.decoding.speculation import MAX_PAUSE, AdaptiveDraftLength
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -116,7 +116,7 @@ class Oracle:
         self.random, self.at = np.random.default_rng(seed), [0] * len(answers)
         self.highest = int(answers.max())
 
-    def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+    def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
         drafts = []
         for row, room in zip(rows, rooms, strict=True):
             count = min(int(self.random.integers(0, self.most + 1)), room)
@@ -126,7 +126,7 @@ class Oracle:
             drafts.append(draft.tolist())
         return drafts
 
-    def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
+    def update(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
         for row, answer in zip(rows, found, strict=True):
             self.at[row] += len(answer)
 
@@ -135,9 +135,9 @@ class Oracle:
 
 
 def by_drafts(backend: Backend, ids: np.ndarray, mask: np.ndarray, drafter: Any, **options: Any) -> Generated:
-    request = Request.checked(backend, ids, mask, **options)
-    steps = verified(backend, request, drafter, Likeliest(backend))
-    return Steps(request.prefix[:, 1:], backend.pad_token_id, steps).generated()
+    request = GenerationInputs.checked(backend, ids, mask, **options)
+    steps = verify_drafts(backend, request, drafter, GreedyVerifier(backend))
+    return StepStream(request.prefix[:, 1:], backend.pad_token_id, steps).generated()
 
 
 def check_equals_greedy(
@@ -186,7 +186,7 @@ def test_the_end_inside_a_draft_ends_a_row() -> None:
             return np.eye(12)[answers[source[0] - 2, len(past) - 1]]
 
     class All(Oracle):
-        def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+        def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
             return [answers[row, self.at[row] :][:room].tolist() for row, room in zip(rows, rooms, strict=True)]
 
     machine = Fixed()
@@ -262,10 +262,10 @@ def keeps_as_many_of_all(self: Any, state: Any, accepted: np.ndarray) -> None:
     trim(self, state, np.full_like(accepted, accepted.max()))
 
 
-agreed, trim, mask_of, trimmed = drafts_module._agreed, TorchEager.trim, Histories.mask, Histories.trimmed
+agreed, trim, mask_of, trimmed = drafts_module._accepted_prefix, TorchEager.trim, Histories.mask, Histories.trimmed
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "accepts a guess too many": (drafts_module, "_agreed", accepts_one_more),
-    "the token after a wrong guess is the guess": (drafts_module, "_agreed", keeps_the_wrong_guess),
+    "accepts a guess too many": (drafts_module, "_accepted_prefix", accepts_one_more),
+    "the token after a wrong guess is the guess": (drafts_module, "_accepted_prefix", keeps_the_wrong_guess),
     "nothing is cut": (TorchEager, "trim", keeps_all),
     "one too many is cut": (TorchEager, "trim", keeps_one_less),
     "all rows keep as many": (TorchEager, "trim", keeps_as_many_of_all),
@@ -304,28 +304,28 @@ def test_a_broken_verification_is_caught(tiny_t5, padded_batch, monkeypatch, bro
 @settings(max_examples=200)
 @given(st.integers(1, 40), st.lists(st.floats(0, 1), max_size=60))
 def test_the_length_stays_within_its_bounds(most: int, rights: list[float]) -> None:
-    length, paused = DraftLength(most), 0
+    length, paused = AdaptiveDraftLength(most), 0
     for right in rights:
         count = length.next()
         assert 0 <= count <= most
         paused = 0 if count else paused + 1
-        assert paused <= LONGEST_PAUSE
+        assert paused <= MAX_PAUSE
         if count:
-            length.learn(count, int(right * count))
+            length.update(count, int(right * count))
 
 
 def test_what_cannot_be_guessed_is_hardly_guessed_at() -> None:
-    length, tries, guesses = DraftLength(16), 0, 0
+    length, tries, guesses = AdaptiveDraftLength(16), 0, 0
     for _ in range(64):
         if count := length.next():
             tries, guesses = tries + 1, guesses + count
-            length.learn(count, 0)
+            length.update(count, 0)
     assert tries <= 7 and guesses <= 10
     drafts = 0
-    for _ in range(LONGEST_PAUSE + 8):  # and then all of it is right
+    for _ in range(MAX_PAUSE + 8):  # and then all of it is right
         if count := length.next():
             drafts = count
-            length.learn(count, count)
+            length.update(count, count)
     assert drafts == 16
 
 
@@ -333,16 +333,16 @@ def test_backends_without_next_tokens_and_with_it_agree(tiny_t5, exported, padde
     backend = OrtNumpy(exported(), settings=ONE_THREAD)
     asked: list[int] = []
 
-    class Counted(Likeliest):
+    class Counted(GreedyVerifier):
         def __init__(self, backend: Any):
             super().__init__(backend)
             first = self._next_tokens
             self._next_tokens = lambda *a, **o: (asked.append(1), first(*a, **o))[1]
 
     expected = greedy(backend, *padded_batch, max_new_tokens=12).sequences
-    request = Request.checked(backend, *padded_batch, max_new_tokens=12)
+    request = GenerationInputs.checked(backend, *padded_batch, max_new_tokens=12)
     silent = Oracle(expected, most=0)
-    steps = verified(backend, request, silent, Counted(backend))
-    found = Steps(request.prefix[:, 1:], 0, steps).generated()
+    steps = verify_drafts(backend, request, silent, Counted(backend))
+    found = StepStream(request.prefix[:, 1:], 0, steps).generated()
     np.testing.assert_array_equal(found.sequences, expected)
     assert len(asked) == found.decoder_calls == 12 and found.drafted == 0

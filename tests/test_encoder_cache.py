@@ -25,7 +25,7 @@ from t5accel.decoding.backend import Backend
 from t5accel.decoding.encoder_cache import EncoderCache, row_keys
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.parity import assert_varied, parity
+from t5accel.parity import assert_close, assert_varied
 
 ATOL_HIDDEN = 2e-5  # float32, values up to about 3: sums of other shapes are rounded in another order
 ATOL_LOGITS = 1e-4
@@ -141,7 +141,7 @@ def check(cache: Any, plain: Any, batches: Sequence[Batch]) -> None:
     sequences = [tokens_of(plain, batch) for batch in batches]
     assert_varied(max(sequences, key=lambda tokens: len(np.unique(tokens))))
     for batch, logits, tokens in zip(batches, expected, sequences, strict=True):
-        parity(logits_of(cache, batch), logits, atol=ATOL_LOGITS)
+        assert_close(logits_of(cache, batch), logits, atol=ATOL_LOGITS)
         np.testing.assert_array_equal(tokens_of(cache, batch), tokens)
 
 
@@ -254,10 +254,10 @@ def test_any_sequence_of_batches_and_changes(tiny_t5, events: list[Any], max_byt
                              left=left, right=right)  # fmt: skip
             expected, source = plain.encode(*batch), cache.encode(*batch)
             for one, other in zip(plain.split(expected), plain.split(source), strict=True):
-                parity(other.hidden, one.hidden, atol=ATOL_HIDDEN)
+                assert_close(other.hidden, one.hidden, atol=ATOL_HIDDEN)
             tokens = new[: len(chosen)]
             logits = cache.step(cache.start(source), tokens)
-            parity(logits, plain.step(plain.start(expected), tokens), atol=ATOL_LOGITS)
+            assert_close(logits, plain.step(plain.start(expected), tokens), atol=ATOL_LOGITS)
             rows_so_far += len(chosen)
         assert 0 <= cache.size_bytes <= max_bytes and cache.hits + cache.misses == rows_so_far
 
@@ -269,8 +269,8 @@ def test_a_row_alone_left_padded_or_in_a_batch(tiny_t5, kind: str, padded_batch)
         text = ids[mask == 1]
         alone = backend.encode(*batch_of(text))
         assert alone.hidden.shape == row.hidden.shape == (1, len(text), 32)
-        parity(row.hidden, alone.hidden, atol=ATOL_HIDDEN)
-        parity(backend.split(backend.encode(*batch_of(text, left=5)))[0].hidden, alone.hidden, atol=ATOL_HIDDEN)
+        assert_close(row.hidden, alone.hidden, atol=ATOL_HIDDEN)
+        assert_close(backend.split(backend.encode(*batch_of(text, left=5)))[0].hidden, alone.hidden, atol=ATOL_HIDDEN)
     assert (rows[0].hidden[0, :2] - rows[4].hidden[0]).abs().max() > 0.1, "another text should be far away"
 
 
@@ -340,7 +340,7 @@ def check_change(cache: EncoderCache, plain: TorchEager, batch: Batch, change: C
     change()
     stale, fresh = (plain.step(plain.start(s), np.full((6, 1, 1), 0)) for s in (kept, plain.encode(*batch)))
     assert np.abs(stale - fresh).max() > 0.01, "what was encoded before should be wrong now"
-    parity(cache.step(cache.start(cache.encode(*batch)), np.full((6, 1, 1), 0)), fresh, atol=ATOL_LOGITS)
+    assert_close(cache.step(cache.start(cache.encode(*batch)), np.full((6, 1, 1), 0)), fresh, atol=ATOL_LOGITS)
     np.testing.assert_array_equal(tokens_of(cache, batch), tokens_of(plain, batch))
 
 
@@ -366,7 +366,7 @@ def test_another_dtype_empties_it(tiny_t5, padded_batch) -> None:
     assert cache.misses == 18
     rounded = backend.encode(*padded_batch)
     for row, (one, two) in enumerate(zip(backend.split(rounded), backend.split(sources[2]), strict=True)):
-        parity(two.hidden, one.hidden, atol=ATOL_HIDDEN)
+        assert_close(two.hidden, one.hidden, atol=ATOL_HIDDEN)
         assert (backend.split(sources[0])[row].hidden - one.hidden).abs().max() > 1e-3, "bfloat16 should have rounded"
 
 
@@ -454,7 +454,7 @@ def test_hidden_writes_need_clear(tiny_t5, padded_batch) -> None:
         cache.clear()
         assert cache.size_bytes == 0
         fresh = cache.encode(*padded_batch)
-        parity(backend.join(backend.split(backend.encode(*padded_batch))).hidden, fresh.hidden, atol=ATOL_HIDDEN)
+        assert_close(backend.join(backend.split(backend.encode(*padded_batch))).hidden, fresh.hidden, atol=ATOL_HIDDEN)
         assert (fresh.hidden - before.hidden).abs().max() > 0.1
         before = fresh
 
@@ -577,7 +577,7 @@ def test_every_operation_of_the_state_is_the_wrapped_one(tiny_t5, padded_batch) 
     new = np.random.default_rng(1).integers(3, 300, (6, 2, 3))
     backends = TorchEager(tiny_t5()), EncoderCache(EncoderCache(TorchEager(tiny_t5())))
     logits = [logits_after_all(backend, *padded_batch, new) for backend in backends]
-    parity(logits[1], logits[0], atol=ATOL_LOGITS)
+    assert_close(logits[1], logits[0], atol=ATOL_LOGITS)
 
 
 def test_split_and_join(tiny_t5, padded_batch) -> None:

@@ -47,7 +47,7 @@ from t5accel.errors import (
 )
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec, names
-from t5accel.graphs.export import export_t5, source_hash, t5_weights
+from t5accel.graphs.export import export_model, source_hash, t5_weights
 from t5accel.graphs.export_folder import LARGEST_INSIDE
 from t5accel.graphs.layers import LOWEST, decoder_graph, encoder_graph
 from t5accel.graphs.logit_check import backend_logits, check_logits
@@ -57,7 +57,7 @@ from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
 from t5accel.models.sizes import T5Dims
 from t5accel.models.t5_math import logit_scale, relative_position_bucket
-from t5accel.parity import ParityError, assert_varied, parity
+from t5accel.parity import ParityError, assert_close, assert_varied
 from t5accel.tokenization import text_to_text, tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -168,7 +168,7 @@ def teacher_forced(model: Any, ids: np.ndarray, mask: np.ndarray, new: np.ndarra
 
 def same_logits(actual: np.ndarray, expected: np.ndarray) -> None:
     """Within 1e-4, or more where the logits themselves are larger than 1, as those of an untied head are here."""
-    parity(actual, expected, atol=1e-4 * max(1.0, float(expected.std())))
+    assert_close(actual, expected, atol=1e-4 * max(1.0, float(expected.std())))
 
 
 def histories(batch: int, rows: int, length: int) -> np.ndarray:
@@ -231,7 +231,7 @@ def test_distances_beyond_the_reach(tiny_t5, exported, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_models_in_16_bits_become_fp32(tiny_t5, padded_batch, tmp_path, dtype: torch.dtype) -> None:
     half = copy.deepcopy(tiny_t5(d_model=40)).to(dtype)  # 40 ** -0.5 is far from what bfloat16 has
-    manifest = export_t5(half, tmp_path / "half")
+    manifest = export_model(half, tmp_path / "half")
     assert {tensor.dtype for tensor in manifest.graphs[ENCODER].outputs} == {"float32"}
     new = histories(6, 2, 5)
     expected = teacher_forced(copy.deepcopy(half).float(), *padded_batch, new)
@@ -241,7 +241,7 @@ def test_models_in_16_bits_become_fp32(tiny_t5, padded_batch, tmp_path, dtype: t
 
 def test_a_model_in_training_is_exported_without_dropout(tiny_t5, padded_batch, tmp_path) -> None:
     model = copy.deepcopy(tiny_t5(dropout_rate=0.5)).train()
-    export_t5(model, tmp_path / "training")
+    export_model(model, tmp_path / "training")
     assert model.training and model.decoder.training, "and goes on training"
     new = histories(6, 1, 5)
     expected = teacher_forced(model.eval(), *padded_batch, new)
@@ -345,7 +345,7 @@ PRUNED = {  # layer 0 keeps the table of biases for all
 @pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
 def test_pruned_heads(tiny_t5, padded_batch, tmp_path, kind: str) -> None:
     pruned, silenced = pruned_and_silenced(tiny_t5(kind), PRUNED)
-    dims = export_t5(pruned, tmp_path / "pruned", check_logits=False).dims  # pruned by hand, torch cannot run it
+    dims = export_model(pruned, tmp_path / "pruned", check_logits=False).dims  # pruned by hand, torch cannot run it
     assert (dims.encoder_heads, dims.decoder_heads, dims.cross_heads) == ((3, 2), (3, 4, 1), (4, 2, 4))
     graphs, new = graphs_in(tmp_path / "pruned"), histories(6, 3, 9)
     assert declared(graphs.decoder)[3] == ("past_key_0", "float32", ("B", "K", 3, "P", 12))
@@ -407,7 +407,7 @@ def test_weights_that_no_graph_reads_are_refused_by_name(tiny_t5, tmp_path, kind
     model = copy.deepcopy(tiny_t5()) if kind == "t5" else tiny_bart()
     change(model)
     with pytest.raises(NotT5Error, match=name):
-        export_t5(model, tmp_path / "export", check_logits=False)
+        export_model(model, tmp_path / "export", check_logits=False)
     assert not (tmp_path / "export").exists()
 
 
@@ -437,23 +437,23 @@ def test_hooks_and_overridden_forwards_are_found_by_the_logits(tiny_t5, tmp_path
     model = copy.deepcopy(tiny_t5()) if kind == "t5" else tiny_bart()
     change(model if kind == "t5" or change is scale_the_head else model.model)
     with pytest.raises(ExportError, match="other logits than the model itself.*check_logits=False"):
-        export_t5(model, tmp_path / "export")
+        export_model(model, tmp_path / "export")
     assert not [*tmp_path.iterdir()] or [path.name for path in tmp_path.iterdir()] == [".export.lock"]
-    assert export_t5(model, tmp_path / "export", check_logits=False).files
+    assert export_model(model, tmp_path / "export", check_logits=False).files
 
 
 def test_a_model_that_cannot_be_run_is_said_to(tiny_t5, tmp_path) -> None:
     model = copy.deepcopy(tiny_t5())
     fail(model)
     with pytest.raises(ExportError, match="cannot be run.*division by zero"):
-        export_t5(model, tmp_path / "export")
+        export_model(model, tmp_path / "export")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_model_in_training_or_in_other_floats_is_compared_and_left_as_it_was(tiny_t5, tmp_path, dtype) -> None:
     model = copy.deepcopy(tiny_t5()).to(dtype).train()
     model.encoder.eval()
-    assert export_t5(model, tmp_path / "export").files
+    assert export_model(model, tmp_path / "export").files
     assert model.training and not model.encoder.training and model.shared.weight.dtype == dtype
 
 
@@ -481,7 +481,7 @@ WRONG_HEADS: dict[str, Callable[[Any], Any]] = {  # three heads of 12, where the
 def test_wrong_heads_are_refused(tiny_t5, tmp_path, stack: str, wrong: str) -> None:
     model = copy.deepcopy(tiny_t5())
     WRONG_HEADS[wrong](getattr(model, stack).block[1].layer[0].SelfAttention)
-    refused(lambda model: export_t5(model, tmp_path / "wrong"), "model", model, match="heads", error=NotT5Error)
+    refused(lambda model: export_model(model, tmp_path / "wrong"), "model", model, match="heads", error=NotT5Error)
     assert not list(tmp_path.iterdir())
 
 
@@ -630,7 +630,7 @@ def test_the_threshold_is_the_size_of_the_larger_graph(tiny_t5, tmp_path) -> Non
     model = tiny_t5()
     weights = t5_weights(model)
     largest = max(graph.size_bytes for graph in (encoder_graph(weights), decoder_graph(weights)))
-    at, below = (export_t5(model, tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
+    at, below = (export_model(model, tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
     assert WEIGHTS not in at.files and WEIGHTS in below.files
     assert at.source == below.source and at.size_bytes < at.size_bytes + largest
 
@@ -641,9 +641,9 @@ def test_the_threshold_is_the_size_of_the_larger_graph(tiny_t5, tmp_path) -> Non
 @pytest.mark.parametrize("kind", ["deeper-decoder", "mt5", "umt5"])
 def test_nothing_is_said_unasked(tiny_t5, kind: str, padded_batch, tmp_path, capfd) -> None:
     with quiet():
-        export_t5(tiny_t5(kind), tmp_path / "tiny")
-        export_t5(tiny_t5(kind), tmp_path / "tiny")
-        export_t5(tiny_t5(kind), tmp_path / "outside", external_threshold_bytes=0)
+        export_model(tiny_t5(kind), tmp_path / "tiny")
+        export_model(tiny_t5(kind), tmp_path / "tiny")
+        export_model(tiny_t5(kind), tmp_path / "outside", external_threshold_bytes=0)
         for folder in (tmp_path / "tiny", tmp_path / "outside"):
             Graphs(folder / ENCODER, folder / DECODER).chunks(*padded_batch, histories(6, 1, 5))
             OrtNumpy(folder)
@@ -653,9 +653,9 @@ def test_nothing_is_said_unasked(tiny_t5, kind: str, padded_batch, tmp_path, cap
 def test_the_bundled_model_and_its_tokenizer(mini, tmp_path, capfd) -> None:
     model, tokenizer = mini
     with quiet():
-        by_name = export_t5("mini", tmp_path / "by name")
+        by_name = export_model("mini", tmp_path / "by name")
         tokenizer(["a long text", "a"], padding=True, truncation=True, max_length=2)  # leaves no trace
-        by_value = export_t5(model, tmp_path / "by value", tokenizer=tokenizer, name="mini")
+        by_value = export_model(model, tmp_path / "by value", tokenizer=tokenizer, name="mini")
     assert capfd.readouterr() == ("", "")
     assert by_name == by_value and by_name.source["name"] == "mini"
     assert {"tokenizer.json", "tokenizer_config.json"} <= by_name.files.keys()
@@ -674,7 +674,7 @@ def test_settings_of_published_models_neither_warn_nor_stop_it(tiny_t5, tmp_path
     model.config.num_beams = 4  # belongs into the other file: transformers 4 warns of it and 5 refuses to save it
     model.generation_config.temperature = 0.5  # without do_sample: both refuse to save it
     with quiet():
-        manifest = export_t5(model, tmp_path / "x")
+        manifest = export_model(model, tmp_path / "x")
     assert capfd.readouterr() == ("", "")
     assert {"config.json", "generation_config.json"} <= manifest.files.keys()
     assert json.loads((tmp_path / "x" / "generation_config.json").read_text())["temperature"] == 0.5
@@ -683,10 +683,10 @@ def test_settings_of_published_models_neither_warn_nor_stop_it(tiny_t5, tmp_path
 @pytest.mark.parametrize("threshold", [0, LARGEST_INSIDE])
 def test_progress_goes_to_standard_error(tiny_t5, tmp_path, monkeypatch, capfd, threshold: int) -> None:
     with quiet():
-        export_t5(tiny_t5(), tmp_path / "file", name="tiny", progress=True, external_threshold_bytes=threshold)
+        export_model(tiny_t5(), tmp_path / "file", name="tiny", progress=True, external_threshold_bytes=threshold)
         assert capfd.readouterr() == ("", ""), "a bar is for a terminal"
         monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
-        export_t5(tiny_t5(), tmp_path / "x", name="tiny", progress=True, external_threshold_bytes=threshold)
+        export_model(tiny_t5(), tmp_path / "x", name="tiny", progress=True, external_threshold_bytes=threshold)
     out, err = capfd.readouterr()
     assert out == "" and "exporting tiny" in err and "100%" in err
 
@@ -716,7 +716,7 @@ def test_what_is_no_t5_and_wrong_options(tiny_t5, tmp_path, offline) -> None:
     bert = transformers.BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
 
     def call(model: Any = t5, **options: Any) -> Any:
-        return export_t5(model, tmp_path / "new" / "folder", **options)
+        return export_model(model, tmp_path / "new" / "folder", **options)
 
     def configured(name: str, value: Any) -> Any:
         model = copy.deepcopy(t5)
@@ -887,7 +887,7 @@ def test_a_model_with_tokens_outside_its_vocabulary_is_not_exported(tiny_t5, tmp
     model = copy.deepcopy(tiny_t5())
     model.generation_config.forced_eos_token_id = 10**9
     with pytest.raises(ExportError, match="forced_eos_token_id is 1000000000"):
-        export_t5(model, tmp_path / "x")
+        export_model(model, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -946,7 +946,7 @@ def any_value(folder: Path, rng: random.Random) -> None:
 def test_any_damage_ends_in_the_right_answer_or_an_error_of_ours(tmp_path: Path) -> None:
     """For 100 seconds. A manifest with its right hash may be of another model, which answers otherwise."""
     text = "translate English to French: I am tired."
-    export_t5("mini", tmp_path / "whole", external_threshold_bytes=0, step=True)
+    export_model("mini", tmp_path / "whole", external_threshold_bytes=0, step=True)
 
     def answer(folder: Path) -> list[str]:
         backend, tokenizer = OrtStatic(folder, settings=SessionSettings(threads=1)), tokenizer_of(folder)

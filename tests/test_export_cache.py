@@ -20,7 +20,7 @@ import t5accel.models.load as checkpoints
 from t5accel.api import accelerate, open_backend
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import (
     cache_folder,
     cached_export,
@@ -30,7 +30,7 @@ from t5accel.graphs.export_cache import (
     list_exports,
 )
 from t5accel.graphs.manifest import read_manifest, write_manifest
-from t5accel.models.load import hub_snapshot, load_t5
+from t5accel.models.load import hub_snapshot, load_model
 from t5accel.tokenization import text_to_text
 
 
@@ -74,8 +74,8 @@ def test_both_graphs_share_one_file_of_weights(tiny_t5) -> None:
 def test_a_named_model_is_not_loaded_again(folder: Path, monkeypatch) -> None:
     first = cached_export(folder)
     assert first.name.startswith("model-fp32-")
-    monkeypatch.setattr(module, "load_t5", lambda name: pytest.fail("loaded"))
-    monkeypatch.setattr(module, "export_t5", lambda *_, **__: pytest.fail("exported"))
+    monkeypatch.setattr(module, "load_model", lambda name: pytest.fail("loaded"))
+    monkeypatch.setattr(module, "export_model", lambda *_, **__: pytest.fail("exported"))
     assert cached_export(str(folder)) == first
 
 
@@ -206,7 +206,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("load_t5", "export_t5", "convert_export"):
+    for name in ("load_model", "export_model", "convert_export"):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("done again"))
 
 
@@ -259,11 +259,11 @@ def copied(file: Path, content: bytes) -> Path:
 def test_a_folder_that_changes_while_it_is_read_is_refused(folder: Path, monkeypatch) -> None:
 
     def disturbed(name: str) -> Any:
-        loaded = load_t5(name)
+        loaded = load_model(name)
         (folder / "config.json").open("a").write("\n")
         return loaded
 
-    monkeypatch.setattr(module, "load_t5", disturbed)
+    monkeypatch.setattr(module, "load_model", disturbed)
     with pytest.raises(ExportError, match="model changed while it was read"):
         cached_export(str(folder))
     assert not list_exports()
@@ -299,9 +299,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def load(name: str) -> Any:  # as from the hub, whose client has its folder fixed when it is imported
-        return load_t5(hub_snapshot(name) or name)
+        return load_model(hub_snapshot(name) or name)
 
-    monkeypatch.setattr(module, "load_t5", load)
+    monkeypatch.setattr(module, "load_model", load)
     return tmp_path / "hub"
 
 
@@ -395,7 +395,7 @@ class FakeHub:
 
 @pytest.fixture
 def exported(mini, tmp_path: Path) -> Path:
-    export_t5(mini[0], tmp_path / "own", tokenizer=mini[1], step=True, check_logits=False)
+    export_model(mini[0], tmp_path / "own", tokenizer=mini[1], step=True, check_logits=False)
     return tmp_path / "own"
 
 
@@ -483,7 +483,7 @@ def test_an_export_is_no_model_to_load_and_says_so(exported: Path, hub: Path, mo
     monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: 1 / 0)
     for name in (str(exported), "me/my-export"):
         with pytest.raises(ModelUnavailableError, match=f"{name} is an export"):
-            checkpoints.load_t5(name)
+            checkpoints.load_model(name)
 
 
 def test_the_bundled_model_brings_its_tokenizer() -> None:

@@ -34,17 +34,17 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
-from t5accel.decoding.token_constraints import Rules, special_tokens
+from t5accel.decoding.token_constraints import TokenConstraints, special_tokens
 from t5accel.distillation.pruning import PruneConfig, prune
 from t5accel.distillation.student import shrink_decoder
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
-from t5accel.graphs.export import export_t5, model_weights
+from t5accel.graphs.export import export_model, model_weights
 from t5accel.graphs.manifest import write_manifest
 from t5accel.models.families import Family
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5, SIZES, family_of
 from t5accel.precision.convert import convert_export
@@ -158,7 +158,7 @@ def lively(kind: str, seed: int = 0) -> Any:
 @pytest.fixture(scope="module", params=KINDS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     model, folder = lively(request.param), tmp_path_factory.mktemp("family")
-    export_t5(model, folder / "fp32", step=True)
+    export_model(model, folder / "fp32", step=True)
     return Built(model, folder, *ids_of(model))
 
 
@@ -271,19 +271,19 @@ def test_tokens_are_those_of_transformers(built: Built, num_beams: int) -> None:
 def test_what_a_checkpoint_demands_matters(built: Built) -> None:
     """Without its rules there are other tokens: a forced end, and in Marian a pad that may not be said."""
     rules, family = built.open().rules, family_of(built.model.config, "")
-    assert rules == Rules(
+    assert rules == TokenConstraints(
         forced_eos_token_id=built.end if family.generation else None,
         suppress_tokens=(VOCABULARY - 1,) if family.model_type == "marian" else (),
     )
     if not family.generation:
         return
     free = OrtNumpy(built.folder / "fp32", settings=ONE_THREAD)
-    free.rules = Rules()
+    free.rules = TokenConstraints()
     assert greedy(free, built.ids, built.mask, max_new_tokens=3).sequences[0, -1] != built.end
     obeying = greedy(built.open(), built.ids, built.mask, max_new_tokens=3).sequences
     assert [row[-1] for row in texts(obeying, built.end)] == [built.end] * 4
     likely = int(greedy(free, built.ids, built.mask, max_new_tokens=1).sequences[0, 0])
-    free.rules = Rules(suppress_tokens=(likely, 7))
+    free.rules = TokenConstraints(suppress_tokens=(likely, 7))
     never = {**dict(suppress_tokens=[likely, 7]), "forced_eos_token_id": None, "bad_words_ids": None}
     for num_beams in (1, 4):
         expected = texts(reference(built.model, built.ids, built.mask, num_beams=num_beams, **never), built.end)
@@ -334,7 +334,7 @@ def test_drafts_and_draws(built: Built, engine: type) -> None:
     for language in (None, 11 if built.end != 11 else 12):
         shape["forced_bos_token_id"] = language
         expected = greedy(built.open(), built.ids, built.mask, **shape).sequences
-        found = lookup(backend, built.ids, built.mask, max_ngram=1, **shape)
+        found = prompt_lookup(backend, built.ids, built.mask, max_ngram=1, **shape)
         np.testing.assert_array_equal(found.sequences, expected)
         guessed = speculative(backend, built.open(OrtNumpy, "int4"), built.ids, built.mask, **shape)
         np.testing.assert_array_equal(guessed.sequences, expected)
@@ -378,7 +378,7 @@ def test_an_encoded_text_serves_again(built: Built) -> None:
 
 
 def test_the_other_ways_of_running_the_portable_graph(built: Built, tmp_path: Path) -> None:
-    export_t5(built.model, tmp_path / "plain")
+    export_model(built.model, tmp_path / "plain")
     optimize_export(tmp_path / "plain", tmp_path / "optimized")
     engines = [engine(built.folder / "fp32", settings=ONE_THREAD) for engine in (OrtBound, OrtPointers, OrtCaptured)]
     for backend in (*engines, OrtNumpy(tmp_path / "optimized", settings=ONE_THREAD)):
@@ -417,9 +417,9 @@ def test_the_shortlist(built: Built, tmp_path: Path) -> None:
     """With a bias of the logits and without; what may not be said is no candidate."""
     if model_weights(built.model).head_bias:
         with pytest.raises(InputError, match="A bias of 332 bytes"):  # a larger one has a test of its own
-            export_t5(built.model, tmp_path / "short", shortlist=True)
+            export_model(built.model, tmp_path / "short", shortlist=True)
         return
-    export_t5(built.model, tmp_path / "short", shortlist=True, step=True)
+    export_model(built.model, tmp_path / "short", shortlist=True, step=True)
     for engine in ENGINES:
         backend = engine(tmp_path / "short", settings=ONE_THREAD)
         backend.rules = replace(backend.rules, suppress_tokens=(5, 6))
@@ -439,7 +439,7 @@ def test_the_shortlist_of_a_head_with_a_bias(tmp_path: Path) -> None:
     shape = dict(max_new_tokens=30, min_new_tokens=30)
     expected = reference(model, ids, mask, **shape)
     assert len(np.unique(expected)) > 10
-    manifest = export_t5(model, tmp_path / "short", shortlist=True, step=True)
+    manifest = export_model(model, tmp_path / "short", shortlist=True, step=True)
     assert manifest.shortlist["bias"]["shape"] == [1100]
     for engine in ENGINES:
         backend = engine(tmp_path / "short", settings=ONE_THREAD)
@@ -466,7 +466,7 @@ def test_the_shortlist_of_a_head_with_a_bias(tmp_path: Path) -> None:
 def test_from_a_folder_by_the_one_liner(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
     built.model.save_pretrained(tmp_path / "saved")
-    loaded, tokenizer = load_t5(tmp_path / "saved")
+    loaded, tokenizer = load_model(tmp_path / "saved")
     assert tokenizer is None and type(loaded) is type(built.model)
     model = accelerate(tmp_path / "saved", threads=1, progress=False)
     for num_beams in (1, 4):
@@ -502,7 +502,7 @@ def test_published_sizes(size: str) -> None:
         "nllb-200-distilled-600M": 615.1, "m2m100_418M": 483.9, "pegasus-large": 570.8, "pegasus-xsum": 569.7,
     }  # fmt: skip
     with torch.device("meta"):  # shapes without memory
-        model, tokenizer = load_t5(f"random:{size}")
+        model, tokenizer = load_model(f"random:{size}")
     assert tokenizer is None and round(model.num_parameters() / 1e6, 1) == millions[size]
 
 
@@ -514,12 +514,12 @@ def test_what_is_no_family_is_refused_with_what_is(tmp_path: Path) -> None:
     for config in (whisper, transformers.GPT2Config()):
         config.save_pretrained(tmp_path / config.model_type)
         with pytest.raises(NotT5Error, match=f"'{config.model_type}', an? .*; t5accel handles .*t5, .*bart, .*NLLB"):
-            load_t5(tmp_path / config.model_type)
+            load_model(tmp_path / config.model_type)
     with pytest.raises(NotT5Error, match="whisper"):
-        export_t5(transformers.WhisperForConditionalGeneration(whisper), tmp_path / "out")
+        export_model(transformers.WhisperForConditionalGeneration(whisper), tmp_path / "out")
     headless = lively("bart").model
     with pytest.raises(NotT5Error, match="BartModel cannot generate text: give a BartForConditionalGeneration"):
-        export_t5(headless, tmp_path / "out")
+        export_model(headless, tmp_path / "out")
 
 
 def test_what_is_for_t5s_says_so(tmp_path: Path) -> None:
@@ -552,7 +552,7 @@ def test_marian_s_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
     count = len(vocabulary)
     sizes = odd_sizes("marian") | dict(vocab_size=count, pad_token_id=count - 1, decoder_start_token_id=count - 1)
     model = random_model(BEYOND_T5["marian"], sizes)
-    export_t5(model, tmp_path / "export", tokenizer=tokenizer)
+    export_model(model, tmp_path / "export", tokenizer=tokenizer)
     with pytest.raises(ModelUnavailableError, match="Marian's tokenizer"):
         TokenizerFile(tmp_path / "export")
     backend = OrtNumpy(tmp_path / "export", settings=ONE_THREAD)

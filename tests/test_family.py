@@ -19,7 +19,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.distillation.gates import Gates
 from t5accel.distillation.pruning import remove
 from t5accel.distillation.student import shrink_decoder
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError
@@ -102,7 +102,7 @@ def test_too_few_members_and_one_without_a_tokenizer_are_refused(tiny: tuple[Pat
     one = {"mini": "mini"}
     refused(partial(family_rows, recipes=["fp32", "int8"]), "members", {}, match="two members")
     refused(partial(family_rows, one), "recipes", ["fp32"], [], ["fp32", "fp32"], match="two members")
-    load_t5(tiny[0])[0].save_pretrained(tmp_path)
+    load_model(tiny[0])[0].save_pretrained(tmp_path)
     members = {"whole": tiny[0], "mute": tmp_path}
     call = partial(family_rows, limit=0, **QUICK)
     refused(partial(call, recipes=["fp32"]), "members", members, match=r"mute \(.*\) has no tokenizer")
@@ -139,7 +139,7 @@ def test_a_recorded_family_grows_and_nothing_is_measured_twice(tmp_path: Path, m
         return [{"measured": "training", "model": name, "steps": 3}, *(row | {"made_from": "whole"} for row in rows)]
 
     monkeypatch.setattr(module, "family_rows", measured)
-    monkeypatch.setattr(module, "load_t5", lambda where: (where, None))
+    monkeypatch.setattr(module, "load_model", lambda where: (where, None))
     monkeypatch.setattr(module, "_hash", lambda where: f"hash of {where}")
     path, of = tmp_path / "family.json", dict(command="python scripts/x.py", told=told)
     recorded_family(path, "whole", {"a": "there"}, **of)
@@ -163,7 +163,7 @@ def test_of_another_model_or_command_the_file_is_another(tmp_path: Path, monkeyp
     of = dict(command="python scripts/x.py", told=lambda name, rows: rows)
     monkeypatch.setattr(module, "family_rows", lambda members, **_: [
         {"measured": "size", "model": name, "sha256": "1"} for name in members])  # fmt: skip
-    monkeypatch.setattr(module, "load_t5", lambda where: (where, None))
+    monkeypatch.setattr(module, "load_model", lambda where: (where, None))
     monkeypatch.setattr(module, "_hash", lambda where: "1")
     recorded_family(tmp_path / "f.json", "whole", {"a": "there"}, **of)
     if change == "weights":

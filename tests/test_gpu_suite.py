@@ -547,8 +547,8 @@ assert t5accel.__file__.startswith({str(bundle)!r}), t5accel.__file__
 from bench.gpu.cells import Cell, RUNTIMES
 from bench.systems import GRAPH, RECOMPUTE, REFERENCE, STATIC
 from bench.gpu.suite import run_suite
-from t5accel.models.load import load_t5
-assert load_t5("random:flan-t5-small")[0].config.d_model == 512  # as the suite's own cells are named
+from t5accel.models.load import load_model
+assert load_model("random:flan-t5-small")[0].config.d_model == 512  # as the suite's own cells are named
 sizes = dict(model={toy!r}, dtype="float32", batch=2, source_tokens=9, new_tokens=5, least_s=0.0)
 systems = (REFERENCE, STATIC, GRAPH, RECOMPUTE, *RUNTIMES)
 kinds = ("equality", "speed", "floor")

@@ -36,8 +36,8 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, T5AccelError
-from t5accel.graphs.export import export_t5
-from t5accel.parity import assert_varied, parity
+from t5accel.graphs.export import export_model
+from t5accel.parity import assert_close, assert_varied
 from t5accel.tokenization import text2text, tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -50,7 +50,7 @@ EXPORTS = tempfile.TemporaryDirectory()  # gone when the process ends
 def on_onnx(own: Any) -> OrtBound:
     """An ONNX Runtime backend with the weights that the model has now."""
     folder = Path(EXPORTS.name) / uuid4().hex
-    export_t5(own, folder)
+    export_model(own, folder)
     return OrtBound(folder, settings=SessionSettings(threads=1), verify=False)
 
 
@@ -271,15 +271,15 @@ def test_scores(pair, batch, options: dict[str, Any]) -> None:
     assert torch.equal(actual.sequences, expected.sequences)
     for name in ("scores", "logits"):
         assert len(actual[name]) == len(expected[name]) == 10
-        parity(torch.stack(actual[name]), torch.stack(expected[name]), atol=ATOL)
+        assert_close(torch.stack(actual[name]), torch.stack(expected[name]), atol=ATOL)
     assert actual.keys() - {"past_key_values"} == expected.keys() - {"past_key_values"}
     if "num_beams" in options:
-        parity(actual.sequences_scores, expected.sequences_scores, atol=ATOL)
+        assert_close(actual.sequences_scores, expected.sequences_scores, atol=ATOL)
         assert torch.equal(actual.beam_indices, expected.beam_indices)
     indices = expected.get("beam_indices")
     transitions = [m.compute_transition_scores(expected.sequences, out.scores, indices, normalize_logits=True)
                    for m, out in ((ours, actual), (own, expected))]  # fmt: skip
-    parity(*transitions, atol=ATOL)
+    assert_close(*transitions, atol=ATOL)
 
 
 class Listed(BaseStreamer):
@@ -377,7 +377,7 @@ def test_without_a_mask_as_transformers_own(pair, batch) -> None:
     expected = check(own, ours, ids, num_beams=2, **SHORT)
     assert torch.equal(expected, reference(own, batch, num_beams=2, **SHORT)) != V5
     with torch.no_grad():
-        parity(*(model(**ids, decoder_input_ids=decoder_ids(6, 3)).logits for model in (ours, own)), atol=ATOL)
+        assert_close(*(model(**ids, decoder_input_ids=decoder_ids(6, 3)).logits for model in (ours, own)), atol=ATOL)
 
 
 # ------------------------------------------------------------------------------------------------------- guessing ahead
@@ -438,11 +438,13 @@ def test_forward_gives_the_logits(tiny_t5, kind: str, build, batch) -> None:
     assert len(expected.argmax(-1).unique()) > 8
     whole = ours(**batch, decoder_input_ids=tokens, use_cache=False)
     assert whole.past_key_values is None and whole.loss is None and whole.logits.dtype == torch.float32
-    parity(whole.logits, expected, atol=ATOL)
+    assert_close(whole.logits, expected, atol=ATOL)
     first = ours(encoder_outputs=ours.encoder(**batch), decoder_input_ids=tokens[:, :3])
     second = ours(past_key_values=first.past_key_values, decoder_input_ids=tokens[:, 3:6].to(torch.int32))
     third = ours(past_key_values=second.past_key_values, decoder_input_ids=tokens[:, 6:])
-    parity(torch.cat([first.logits, second.logits, third.logits], 1), expected, atol=ATOL)  # none was written over
+    assert_close(
+        torch.cat([first.logits, second.logits, third.logits], 1), expected, atol=ATOL
+    )  # none was written over
     assert third.past_key_values.get_seq_length() == 7
 
 
@@ -452,8 +454,8 @@ def test_labels(pair, batch) -> None:
     labels = decoder_ids(6, 5)
     labels[1, 3:] = labels[4, 2:] = -100
     expected, actual = own(**batch, labels=labels), ours(**batch, labels=labels)
-    parity(actual.loss, expected.loss, atol=1e-5)
-    parity(actual.logits, expected.logits, atol=ATOL)
+    assert_close(actual.loss, expected.loss, atol=1e-5)
+    assert_close(actual.logits, expected.logits, atol=ATOL)
     other = ours(**batch, labels=labels.roll(1, 0)).loss
     assert abs(other - expected.loss) > 1e-3
     shifted = own.prepare_decoder_input_ids_from_labels(labels)
@@ -475,7 +477,7 @@ def test_prefixes_of_unequal_length(pair, batch, num_beams: int) -> None:
     both = dict(decoder_input_ids=prefix, decoder_attention_mask=mask)
     expected, actual = own(**batch, **both).logits, ours(**batch, **both).logits
     real = mask.bool()
-    parity(actual[real], expected[real], atol=ATOL)
+    assert_close(actual[real], expected[real], atol=ATOL)
     sequences = check(own, ours, {**batch, **both}, num_beams=num_beams, **SHORT)
     assert torch.equal(sequences[:, :5], prefix)
     unmasked = reference(own, {**batch, "decoder_input_ids": prefix}, num_beams=num_beams, **SHORT)
@@ -509,7 +511,7 @@ def check_program(own: Any, ours: Any, batch: dict[str, torch.Tensor], program: 
             tokens = torch.cat([tokens, decoder_ids(len(tokens), 1 + seed % 3, seed)], 1)
             given = ours.prepare_inputs_for_generation(tokens, past_key_values=cache)
             expected = own(**source, decoder_input_ids=tokens).logits[:, cache.length :]
-            parity(ours(**given).logits, expected, atol=ATOL)
+            assert_close(ours(**given).logits, expected, atol=ATOL)
         elif name == "crop":
             count = seed % (tokens.shape[1] + 1)
             if cache.history is None or cache.history.shape[1] < tokens.shape[1]:
@@ -893,7 +895,7 @@ def test_a_copy_answers_alike_and_there_are_no_weights_to_save(exported, batch) 
 def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
     """Its manifest knows the hashes of what was written anew: it is checked before anything is loaded."""
     own = tiny_t5()
-    export_t5(own, tmp_path / "export")
+    export_model(own, tmp_path / "export")
     expected = reference(own, batch, max_length=9, num_beams=2)
     assert_varied(expected)
     ours = AcceleratedT5.from_pretrained(tmp_path / "export")
@@ -909,7 +911,7 @@ def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
 
 def test_changed_defaults_are_saved_for_every_loop(tiny_t5, tmp_path: Path) -> None:
     own = copy.deepcopy(tiny_t5("shallower-decoder"))
-    export_t5(own, tmp_path / "export")
+    export_model(own, tmp_path / "export")
     ours, ids = AcceleratedT5.from_pretrained(tmp_path / "export"), torch.tensor([[5, 17, 44, 8, 1]])
     second_end = int(greedy(ours.backend, ids, max_new_tokens=6).sequences[0, 2])
     for model in (own, ours):
@@ -921,7 +923,7 @@ def test_changed_defaults_are_saved_for_every_loop(tiny_t5, tmp_path: Path) -> N
 
 
 def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(tiny_t5, tmp_path: Path) -> None:
-    export_t5(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
+    export_model(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
     ours = AcceleratedT5.from_pretrained(tmp_path / "export")
     weights = tmp_path / "export" / "weights.data"
     content = bytearray(weights.read_bytes())
@@ -937,7 +939,7 @@ def test_the_tokenizer_comes_with_the_folder_whatever_its_files_are(tiny_t5, min
     own = transformers.ByT5Tokenizer()
     for tokenizer in (mini[1], own, None):
         folder = tmp_path / type(tokenizer).__name__
-        export_t5(tiny_t5(), folder, tokenizer=tokenizer)
+        export_model(tiny_t5(), folder, tokenizer=tokenizer)
         model = AcceleratedT5.from_pretrained(folder)
         if tokenizer is None:
             assert model.tokenizer is None and AcceleratedT5.from_pretrained(folder, tokenizer=own).tokenizer is own

@@ -27,7 +27,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
-from t5accel.parity import assert_varied, parity
+from t5accel.parity import assert_close, assert_varied
 
 SIZES = dict(
     d_model=32, vocab_size=300, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -141,13 +141,13 @@ def test_a_prediction_step_of_trainer(tiny_t5, batch, generates: bool) -> None:
         given["decoder_attention_mask"] = torch.ones_like(given["labels"])
         found.append(trainer.prediction_step(model, given, prediction_loss_only=False))
     (loss, predicted, labels), (our_loss, ours, our_labels) = found
-    parity(our_loss, loss, atol=1e-5)
+    assert_close(our_loss, loss, atol=1e-5)
     assert torch.equal(our_labels, labels)
     if generates:
         assert_varied(predicted)
         assert torch.equal(ours, predicted)
     else:
-        parity(ours, predicted[0], atol=1e-4)
+        assert_close(ours, predicted[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("generates", [True, False])
@@ -167,7 +167,7 @@ def test_trainer_predicts_and_does_not_train(tiny_t5, mini, batch, tmp_path: Pat
     (expected, loss), (ours, our_loss) = found
     assert abs(loss - our_loss) < 1e-4 and abs(expected.metrics["test_loss"] - ours.metrics["test_loss"]) < 1e-4
     theirs = expected.predictions if generates else expected.predictions[0]
-    parity(torch.tensor(ours.predictions), torch.tensor(theirs), atol=1e-4)
+    assert_close(torch.tensor(ours.predictions), torch.tensor(theirs), atol=1e-4)
     with pytest.raises(InputError, match="inference only"):
         trainer.train()
 
@@ -188,7 +188,7 @@ def test_masks_of_each_type(tiny_t5, static, batch, dtype: torch.dtype) -> None:
     tokens = decoder_ids(6, 3)
     prefix = dict(decoder_input_ids=tokens, decoder_attention_mask=torch.ones(6, 3, dtype=dtype))
     with torch.no_grad():
-        parity(static(**given, **prefix).logits, tiny_t5()(**batch, decoder_input_ids=tokens).logits, atol=1e-4)
+        assert_close(static(**given, **prefix).logits, tiny_t5()(**batch, decoder_input_ids=tokens).logits, atol=1e-4)
     check(tiny_t5(), static, given, num_beams=2, **SHORT)
     halves = torch.full((6, 9), 0.5)
     refused(partial(static.generate, batch["input_ids"]), "attention_mask", halves, halves * torch.nan)
@@ -229,8 +229,8 @@ def test_forward_without_decoder_ids(batch, name: str) -> None:
     ids = batch["input_ids"].clone()
     ids[:, -1] = 2  # mBART takes the last token that is no padding for the language
     if name in ("bart", "mbart"):
-        parity(ours(ids, batch["attention_mask"]).logits, own(ids, batch["attention_mask"]).logits, atol=1e-4)
-        parity(ours(ids, labels=ids).loss, own(ids, labels=ids).loss, atol=1e-4)
+        assert_close(ours(ids, batch["attention_mask"]).logits, own(ids, batch["attention_mask"]).logits, atol=1e-4)
+        assert_close(ours(ids, labels=ids).loss, own(ids, labels=ids).loss, atol=1e-4)
     else:
         with pytest.raises(ValueError):
             own(ids)
@@ -275,9 +275,9 @@ def test_the_count_of_parameters_in_other_families(name: str) -> None:
 
 
 def test_the_count_of_parameters_of_a_pruned_model() -> None:
-    from t5accel.models.load import load_t5
+    from t5accel.models.load import load_model
 
-    own = load_t5("mini-d1p")[0]
+    own = load_model("mini-d1p")[0]
     ours = behind(on_onnx(own), own)
     assert ours.config.layer_widths and ours.num_parameters() == own.num_parameters()
 
@@ -319,7 +319,7 @@ def test_tensors_on_the_gpu(tiny_t5, batch, runtime: str | None) -> None:
         assert torch.equal(ours.generate(encoder_outputs=encoded, **SHORT, **options).cpu(), found.cpu())
     labels = decoder_ids(6, 3)
     loss = ours(**there, labels=labels.to(ours.device)).loss
-    parity(loss.cpu(), own(**batch, labels=labels).loss.detach(), atol=1e-3)
+    assert_close(loss.cpu(), own(**batch, labels=labels).loss.detach(), atol=1e-3)
     refused(ours.to, "device", "cpu", match="holds no weights to move")
 
 

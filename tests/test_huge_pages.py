@@ -15,7 +15,7 @@ from t5accel.backends.ort_memory import huge_bytes, huge_pages
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.models.random_init import random_t5
 
 SIZE = 64 << 20
@@ -89,7 +89,7 @@ def test_only_what_is_new(before: list[tuple[int, int]], new: list[tuple[int, in
 def test_the_same_tokens_with_and_without(tmp_path: Path):
     """24 MB of weights in the head alone, so that there is something to move."""
     model = random_t5(dict(d_model=64, d_kv=16, d_ff=64, num_heads=4, num_layers=1, vocab_size=100_000))
-    export_t5(model, tmp_path / "export")
+    export_model(model, tmp_path / "export")
     tokens = [
         greedy(OrtNumpy(tmp_path / "export", settings=SessionSettings(huge_pages=on)), [[5, 8, 1]],
                min_new_tokens=8, max_new_tokens=8).sequences

@@ -20,7 +20,7 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.contract import ENCODER
-from t5accel.parity import parity
+from t5accel.parity import assert_close
 
 ONE_THREAD = SessionSettings(threads=1)
 
@@ -51,7 +51,7 @@ def test_a_smaller_type_gives_float32_logits(tiny_t5, padded_batch, tmp_path: Pa
     backend = HybridOnnxT5(tmp_path / "small", model, settings=ONE_THREAD)
     logits = logits_of(backend, padded_batch)
     assert logits.dtype == np.float32 and backend.encode(*padded_batch).hidden.dtype == dtype
-    parity(logits, logits_of(TorchEager(tiny_t5()), padded_batch), atol=0.2)  # their standard deviation is 1
+    assert_close(logits, logits_of(TorchEager(tiny_t5()), padded_batch), atol=0.2)  # their standard deviation is 1
 
 
 def test_what_runs_where(own, padded_batch, monkeypatch) -> None:

@@ -30,7 +30,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import Sampling, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream_text
@@ -255,7 +255,11 @@ def test_every_loop_writes_the_language_as_transformers_does(make, kind: str) ->
         assert first == made.first(language)
         expected, _ = made.answers(language)
         answers.append(expected)
-        for algorithm in (greedy, lookup, lambda one, *given, **options: speculative(one, backend, *given, **options)):
+        for algorithm in (
+            greedy,
+            prompt_lookup,
+            lambda one, *given, **options: speculative(one, backend, *given, **options),
+        ):
             assert ended(algorithm(backend, *given, max_new_tokens=LONGEST, **first).sequences, made.model) == expected
         assert ended(by_defaults(backend, max_new_tokens=LONGEST, num_beams=1, **first)(*map(np.asarray, given)),
                      made.model) == expected  # fmt: skip

@@ -26,7 +26,7 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
-from t5accel.graphs.export import export_t5, t5_weights
+from t5accel.graphs.export import export_model, t5_weights
 from t5accel.models.random_init import random_t5
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -249,7 +249,7 @@ def test_the_files_differ_by_the_decoder(tmp_path: Path) -> None:
 
 
 def test_of_each_layout_what_a_table_shows(laid_out, exported, tiny_t5, tmp_path: Path) -> None:
-    export_t5(tiny_t5(), tmp_path / "shared", external_threshold_bytes=0)
+    export_model(tiny_t5(), tmp_path / "shared", external_threshold_bytes=0)
     folders = {name: laid_out(name) for name in LAYOUTS} | {"two": exported(), "shared": tmp_path / "shared"}
     sizes = {name: layout_sizes(folder) for name, folder in folders.items()}
     graphs = {"whole": 1, "onnxt5": 2, "fastt5": 3, "merged": 2, "two": 2, "shared": 2}

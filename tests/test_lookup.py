@@ -23,8 +23,8 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import FIXED, VERIFYING, Copier, Text, best_length, lookup
-from t5accel.decoding.request import Request
+from t5accel.decoding.ngram_lookup import FIXED, VERIFYING, NgramDrafter, NgramIndex, best_length, prompt_lookup
+from t5accel.decoding.request import GenerationInputs
 from t5accel.parity import assert_varied, token_agreement
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import Recipe, Scheme
@@ -46,7 +46,7 @@ def test_the_tokens_are_greedy_searchs(seed: int, batch, copies, ends, longest, 
     ids, mask = sources(seed, batch)
     backend = Machine(copies, ends, seed)
     expected = greedy(backend, ids, mask, **options)
-    found = lookup(backend, ids, mask, max_ngram=ngram, max_draft=most, **options)
+    found = prompt_lookup(backend, ids, mask, max_ngram=ngram, max_draft=most, **options)
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert found.decoder_calls <= expected.decoder_calls
     assert 0 <= found.accepted <= found.drafted
@@ -63,7 +63,7 @@ def test_copied_text_takes_few_calls() -> None:
             return np.eye(400)[source[here] if here < 50 else 1]
 
     expected = greedy(Copies(), [source], max_new_tokens=60)
-    found = lookup(Copies(), [source], max_new_tokens=60)
+    found = prompt_lookup(Copies(), [source], max_new_tokens=60)
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert_varied(found.sequences)
     assert expected.decoder_calls == 41 and found.decoder_calls < 10
@@ -82,7 +82,7 @@ def test_text_that_does_not_copy_is_hardly_guessed_at() -> None:
 
     for row in ids:
         machine = Writes()
-        found = lookup(machine, row[None], max_new_tokens=60, min_new_tokens=60)
+        found = prompt_lookup(machine, row[None], max_new_tokens=60, min_new_tokens=60)
         wasted = sum(count - 1 for _, count in machine.shapes)
         assert wasted <= 8 and sum(count > 1 for _, count in machine.shapes) <= 3
         assert found.decoder_calls >= 58
@@ -117,9 +117,9 @@ def test_what_keeps_failing_is_no_longer_guessed() -> None:
             return np.eye(400)[source[len(past)] if len(past) % 3 else 3 + len(past)]
 
     source = random.Random(0).sample(range(100, 400), 90)
-    found = lookup(Almost(), [source], max_new_tokens=80)
+    found = prompt_lookup(Almost(), [source], max_new_tokens=80)
     assert found.accepted < 10 and found.drafted < 30 and found.decoder_calls > 70
-    always = lookup(Machine(copies=1.0, ends=0.0), *sources(2, 1), max_new_tokens=64)
+    always = prompt_lookup(Machine(copies=1.0, ends=0.0), *sources(2, 1), max_new_tokens=64)
     assert always.drafted > 30
 
 
@@ -128,7 +128,7 @@ def test_its_own_output_is_searched_too() -> None:
         def next(self, source: list[int], past: list[int]) -> np.ndarray:
             return np.eye(12)[2 + len(past) % 7]
 
-    found = lookup(Circles(), [[11]], max_new_tokens=42)
+    found = prompt_lookup(Circles(), [[11]], max_new_tokens=42)
     assert found.accepted > 15 and found.decoder_calls < 25
     np.testing.assert_array_equal(found.sequences, greedy(Circles(), [[11]], max_new_tokens=42).sequences)
 
@@ -136,9 +136,9 @@ def test_its_own_output_is_searched_too() -> None:
 def test_padding_is_not_searched() -> None:
     machine = Machine(copies=0.0)
     ids, mask = np.array([[0, 5, 0, 5, 0, 5], [3, 4, 5, 6, 7, 8]]), np.array([[0, 0, 0, 0, 0, 1], [1] * 6])
-    lookup(machine, ids, mask, max_new_tokens=1)
+    prompt_lookup(machine, ids, mask, max_new_tokens=1)
     first = Machine(copies=0.0)
-    lookup(first, ids, mask, max_new_tokens=12)
+    prompt_lookup(first, ids, mask, max_new_tokens=12)
     assert first.shapes[0] == (2, 1), "the start token is a padding token, and nothing follows it in a source"
 
 
@@ -151,7 +151,7 @@ def test_padding_is_not_searched() -> None:
     st.integers(1, 4),
 )  # fmt: skip
 def test_a_match_is_where_the_longest_ngram_came_last(begin: list[int], more: list[list[int]], ngram: int) -> None:
-    text, tokens = Text(list(begin), ngram), list(begin)
+    text, tokens = NgramIndex(list(begin), ngram), list(begin)
     for part in [[], *more]:
         text.extend(part)
         tokens += part
@@ -192,7 +192,7 @@ def test_equals_greedy_on_runtimes(opened, kind: str, padded_batch, runtime: Any
         bounds_only = {key: value for key, value in options.items() if key != "max_ngram"}
         expected = greedy(backend, ids[rows], mask[rows], **bounds_only)
         assert_varied(expected.sequences)
-        found = lookup(backend, ids[rows], mask[rows], **options)
+        found = prompt_lookup(backend, ids[rows], mask[rows], **options)
         np.testing.assert_array_equal(found.sequences, expected.sequences)
         drafted, accepted = drafted + found.drafted, accepted + found.accepted
     assert 0 < accepted < drafted, "guesses should be accepted and rejected"
@@ -224,7 +224,7 @@ def compared(folder: Path, runtime: type = OrtNumpy) -> Iterator[tuple[str, Gene
         texts = [tasks.source_text(name, row) for row in tasks.rows(name)[:8]]
         for batch in (texts[:1], texts[1:2], texts[2:]):
             ids, mask = tokenizer(batch).values()
-            yield name, greedy(backend, ids, mask), lookup(backend, ids, mask)
+            yield name, greedy(backend, ids, mask), prompt_lookup(backend, ids, mask)
 
 
 def check_lossless(folder: Path, runtime: type = OrtNumpy) -> None:
@@ -269,7 +269,7 @@ def test_the_bundled_model_by_torch(mini) -> None:
     backend = TorchEager(model)
     texts = [tasks.source_text("summaries", row) for row in tasks.rows("summaries")[:3]]
     ids, mask = (tokenizer(texts, return_tensors="np", padding=True)[name] for name in ("input_ids", "attention_mask"))
-    expected, found = greedy(backend, ids, mask), lookup(backend, ids, mask)
+    expected, found = greedy(backend, ids, mask), prompt_lookup(backend, ids, mask)
     assert_varied(expected.sequences)
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert found.decoder_calls < expected.decoder_calls / 1.5 and found.accepted > 20
@@ -279,7 +279,7 @@ def test_the_bundled_model_by_torch(mini) -> None:
 
 
 def test_no_options() -> None:
-    call = partial(lookup, Machine(), [[3]])
+    call = partial(prompt_lookup, Machine(), [[3]])
     refused(call, "max_ngram", 0, 2.0, 10**9)
     refused(call, "max_draft", 0, None)
     refused(call, "max_new_tokens", 0)
@@ -289,10 +289,10 @@ def test_no_options() -> None:
 
 def test_an_answer_does_not_depend_on_its_batch() -> None:
     ids, mask = sources(4, 6)
-    together = lookup(Machine(ends=0.1), ids, mask, max_new_tokens=25).sequences
+    together = prompt_lookup(Machine(ends=0.1), ids, mask, max_new_tokens=25).sequences
     assert_varied(together)
     for row, (source, real) in enumerate(zip(ids, mask, strict=True)):
-        alone = lookup(Machine(ends=0.1), source[None, : real.sum()], max_new_tokens=25).sequences[0]
+        alone = prompt_lookup(Machine(ends=0.1), source[None, : real.sum()], max_new_tokens=25).sequences[0]
         np.testing.assert_array_equal(alone, together[row, : len(alone)])
         assert not together[row, len(alone) :].any()
 
@@ -302,26 +302,26 @@ def test_an_answer_does_not_depend_on_its_batch() -> None:
 
 def test_a_batch_that_finds_nothing_looks_less_often_and_one_row_always(monkeypatch) -> None:
     looks: list[int] = []
-    look = Copier._guess
-    monkeypatch.setattr(Copier, "_guess", lambda self, row, most: (looks.append(row), look(self, row, most))[1])
+    look = NgramDrafter._guess
+    monkeypatch.setattr(NgramDrafter, "_guess", lambda self, row, most: (looks.append(row), look(self, row, most))[1])
     for rows, expected in ((1, 30), (2, 15), (8, 8)):
-        request = Request.checked(Machine(0.0, 0.0, 0), np.full((rows, 1), 7), max_new_tokens=64)
-        copier, looks[:] = Copier(request, 3, 12), []
+        request = GenerationInputs.checked(Machine(0.0, 0.0, 0), np.full((rows, 1), 7), max_new_tokens=64)
+        copier, looks[:] = NgramDrafter(request, 3, 12), []
         for call in range(30):
-            drafts = copier.guess(range(rows), [60] * rows, [0] * rows)
+            drafts = copier.propose(range(rows), [60] * rows, [0] * rows)
             assert not any(drafts)
-            copier.learn(range(rows), drafts, [[100 + 40 * row + call] for row in range(rows)])
+            copier.update(range(rows), drafts, [[100 + 40 * row + call] for row in range(rows)])
         assert len(looks) == pytest.approx(expected * rows, abs=2 * rows)
 
 
 def test_what_came_while_it_rested_is_looked_up_later() -> None:
     rows = 8
-    request = Request.checked(Machine(0.0, 0.0, 0), np.full((rows, 1), 7), max_new_tokens=64)
-    copier, drafts = Copier(request, 3, 12), []
+    request = GenerationInputs.checked(Machine(0.0, 0.0, 0), np.full((rows, 1), 7), max_new_tokens=64)
+    copier, drafts = NgramDrafter(request, 3, 12), []
     text = [*range(20, 36)] * 3  # nothing comes twice in the first sixteen calls
     for token in text:
-        drafts.append(copier.guess(range(rows), [60] * rows, [0] * rows))
-        copier.learn(range(rows), drafts[-1], [[token]] * rows)
+        drafts.append(copier.propose(range(rows), [60] * rows, [0] * rows))
+        copier.update(range(rows), drafts[-1], [[token]] * rows)
     assert not any(map(any, drafts[:17])) and any(map(any, drafts[17:]))
     for call, found in enumerate(drafts):
         for draft in filter(None, found):

@@ -17,7 +17,7 @@ from refused import refused
 
 from t5accel import machine
 from t5accel.machine import cpu_threads, memory_bytes
-from t5accel.roofline import decoder_weights_per_step, roofline
+from t5accel.roofline import decoder_weights_per_step, step_roofline
 
 LINUX = sys.platform.startswith("linux")
 
@@ -210,11 +210,11 @@ def test_bad_values_say_what_was_given():
     refused(partial(machine.read_rates, 1 << 20), "passes", 0)
     refused(machine.gemm_flops_per_s, "n", 0, match="n is 0")
     refused(partial(machine.gemm_flops_per_s, 8), "dtype", "int8", match="dtype is 'int8'; choose from float32")
-    call = partial(roofline, dims(), bandwidth=1, gemm=1)
+    call = partial(step_roofline, dims(), bandwidth=1, gemm=1)
     refused(call, "precision", "fp8", match="precision is 'fp8'; choose from fp32")
     for name, value in (("batch", 0), ("position", 1.5), ("bandwidth", 0), ("gemm", math.nan)):
         refused(call, name, value, match=f"{name} is {value}")
-    refused(partial(roofline, bandwidth=1, gemm=1), "dims", dims(cross_heads=(8,)), match="one value per layer")
+    refused(partial(step_roofline, bandwidth=1, gemm=1), "dims", dims(cross_heads=(8,)), match="one value per layer")
 
 
 # --- roofline ---------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_bad_values_say_what_was_given():
 def test_t5_small_by_hand():
     layer = 4 * 512 * 512 + 2 * 512 * 512 + 2 * 512 * 2048 + 3 * 512
     assert decoder_weights_per_step(dims()) == 6 * layer + 512 + 32128 * 512
-    step = roofline(dims(), bandwidth=60e9, gemm=214e9, source_tokens=64, position=32)
+    step = step_roofline(dims(), bandwidth=60e9, gemm=214e9, source_tokens=64, position=32)
     assert step.weight_bytes == pytest.approx(154e6, rel=1e-3)
     assert step.bytes_per_step - step.weight_bytes == 6 * 2 * 8 * 64 * (64 + 32) * 4
     assert step.flops_per_step == 2 * (6 * layer + 512 + 32128 * 512) + 6 * 8 * (64 + 32) * (2 * 64 + 2 * 64)
@@ -259,14 +259,16 @@ def test_pruned_layers_count_what_they_kept():
 
 
 def test_a_batch_shares_the_weights_and_turns_compute_bound():
-    one, many = (roofline(dims(), batch=batch, bandwidth=60e9, gemm=214e9) for batch in (1, 64))
+    one, many = (step_roofline(dims(), batch=batch, bandwidth=60e9, gemm=214e9) for batch in (1, 64))
     assert many.weight_bytes == one.weight_bytes and many.flops_per_step == 64 * one.flops_per_step
     assert (one.bound, many.bound) == ("bandwidth", "compute")
     assert many.floor_s == many.compute_s > many.read_s
 
 
 def test_precision_changes_the_bytes_and_not_the_operations():
-    steps = {name: roofline(dims(), name, bandwidth=1, gemm=1) for name in ("fp32", "fp16", "bf16", "int8", "int4")}
+    steps = {
+        name: step_roofline(dims(), name, bandwidth=1, gemm=1) for name in ("fp32", "fp16", "bf16", "int8", "int4")
+    }
     weights = decoder_weights_per_step(dims())
     per_weight = {name: step.weight_bytes / weights for name, step in steps.items()}
     assert per_weight == {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5}
@@ -278,7 +280,7 @@ def test_precision_changes_the_bytes_and_not_the_operations():
 @pytest.mark.parametrize(("precision", "head"), [("fp32", 4.0), ("bf16", 2.0), ("int8", 1.0), ("int4", 0.5)])
 def test_a_shortlist_reads_its_copy_of_the_head_in_8_bits(precision: str, head: float) -> None:
     whole, shortlist = (
-        roofline(dims(), precision, bandwidth=1, gemm=1, shortlist=wanted).weight_bytes for wanted in (False, True)
+        step_roofline(dims(), precision, bandwidth=1, gemm=1, shortlist=wanted).weight_bytes for wanted in (False, True)
     )
     saved = max(0, 32128 * 512 * (head - 1) - 4 * 32128)
     assert whole - shortlist == saved and (saved > 0) == (head > 1)
@@ -297,7 +299,7 @@ def test_the_floor_is_the_longer_bound_and_more_work_never_lowers_it(
 ):
     def floor(**changes):
         options = {"batch": batch, "source_tokens": source_tokens, "position": position} | changes
-        return roofline(dims(), precision, bandwidth=bandwidth, gemm=gemm, **options)
+        return step_roofline(dims(), precision, bandwidth=bandwidth, gemm=gemm, **options)
 
     step = floor()
     assert step.floor_s == max(step.read_s, step.compute_s) > 0

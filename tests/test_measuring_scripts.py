@@ -15,7 +15,7 @@ import pytest
 
 from bench.results import checked
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.precision.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
@@ -26,7 +26,7 @@ def test_drafts_are_timed_beside_greedy_search_with_and_without_the_encoder() ->
     backend, texts = script.engine("mini", "fp32"), ["translate English to French: I am tired.", "summarize: Rain."]
     tokenizer = script.TokenizerFile(backend.folder)
     runs = {"greedy": lambda own, batch: greedy(own, *batch, max_new_tokens=8),
-            "lookup": lambda own, batch: lookup(own, *batch, max_new_tokens=8)}  # fmt: skip
+            "lookup": lambda own, batch: prompt_lookup(own, *batch, max_new_tokens=8)}  # fmt: skip
     given = script.batches(tokenizer, texts, 1)
     rows = [checked(row) for row in script.rows_of("summaries", "fp32", backend, runs, given, 2)]
     assert [(row["encoder"], row["system"]) for row in rows] == [

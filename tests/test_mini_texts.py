@@ -26,7 +26,7 @@ from made_up import CORPUS, PAIRS
 from bench import tasks
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
 from training import curriculum as mixture
 from training import exercises as practice
@@ -408,7 +408,7 @@ def test_the_forty_sentences_are_five_of_each_topic_and_none_is_an_evaluation_se
 
 def test_what_was_judged_is_what_the_bundled_model_writes_and_what_its_card_shows() -> None:
     rows = [json.loads(line) for line in FORTY.read_text(encoding="utf-8").splitlines()]
-    model, tokenizer = load_t5("mini")
+    model, tokenizer = load_model("mini")
     texts = tokenizer([TRANSLATE + row["source"] for row in rows], return_tensors="pt", padding=True)
     written = tokenizer.batch_decode(model.generate(**texts, max_new_tokens=80), skip_special_tokens=True)
     same = sum(french == row["french"] for french, row in zip(written, rows, strict=True))
@@ -666,7 +666,7 @@ def test_the_frozen_sets_are_forbidden_with_their_prefixes():
 
 
 def test_the_word_after_what_is_asked_is_one_token_in_every_exercise():
-    _, tokenizer = load_t5("mini")
+    _, tokenizer = load_model("mini")
     marker = tokenizer.convert_tokens_to_ids(CONTEXT)
     assert marker != tokenizer.unk_token_id
     examples = mini_examples(tuple((f"{a} {b}", c) for a, b, c in product(MANY_WORDS[::40], repeat=3)))

@@ -18,7 +18,7 @@ from test_export import histories, same_logits, teacher_forced
 from transformers import DynamicCache, EncoderDecoderCache
 
 from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.pruned import KINDS, parts, resize, widths
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_varied
@@ -63,7 +63,7 @@ def test_a_narrow_model_is_saved_and_loaded(tiny_t5, padded_batch, tmp_path: Pat
     for folder in (at, tmp_path / "twice"):
         model.save_pretrained(folder)
         with quiet() if kind == "deeper-decoder" else nullcontext():  # of untied heads transformers 5 always speaks
-            model, tokenizer = load_t5(folder)
+            model, tokenizer = load_model(folder)
         assert tokenizer is None and type(model) is type(whole) and not model.training
         assert widths(model) == SIZES == model.config.layer_widths
         np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), expected)
@@ -163,7 +163,7 @@ def test_a_missing_weight_is_not_made_up(saved: Path, name: str) -> None:
     del weights[name]
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelUnavailableError, match=f"incomplete: it lacks 1 weights, such as {name}"):
-        load_t5(saved)
+        load_model(saved)
 
 
 def test_widths_that_are_not_those_of_the_weights_are_refused(saved: Path) -> None:
@@ -175,7 +175,7 @@ def test_widths_that_are_not_those_of_the_weights_are_refused(saved: Path) -> No
         changed = {**config, "layer_widths": {**config["layer_widths"], kind: sizes}}
         (saved / "config.json").write_text(json.dumps(changed))
         with pytest.raises(error, match="narrow cannot be loaded|layer_widths"):
-            load_t5(saved)
+            load_model(saved)
 
 
 def test_transformers_alone_does_not_take_it_for_an_ordinary_model(saved: Path, tiny_t5) -> None:

@@ -41,7 +41,7 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs import ort_levels as portability
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.ort_levels import LEVELS, require_runnable_here, this_machine
 from t5accel.graphs.rewriting import contrib_operators, count_nodes, reread
@@ -465,13 +465,13 @@ def test_a_portable_export_is_another_one(workplace: Path, tiny_t5) -> None:
     optimize_export(workplace / "portable", workplace / "optimized")
     before = snapshot(workplace)
     with pytest.raises(ExportError, match="overwrite=True"):
-        export_t5(tiny_t5(), workplace / "optimized", external_threshold_bytes=0)
-    export_t5(tiny_t5(), workplace / "other", external_threshold_bytes=0)
+        export_model(tiny_t5(), workplace / "optimized", external_threshold_bytes=0)
+    export_model(tiny_t5(), workplace / "other", external_threshold_bytes=0)
     with pytest.raises(ExportError, match="overwrite=True"):
         optimize_export(workplace / "portable", workplace / "other")
     shutil.rmtree(workplace / "other")
     assert snapshot(workplace) == before
-    assert export_t5(tiny_t5(), workplace / "optimized", external_threshold_bytes=0, overwrite=True).optimized == {}
+    assert export_model(tiny_t5(), workplace / "optimized", external_threshold_bytes=0, overwrite=True).optimized == {}
 
 
 def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:

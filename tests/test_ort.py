@@ -37,9 +37,9 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.models.sizes import T5Dims
-from t5accel.parity import parity
+from t5accel.parity import assert_close
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_THREAD = SessionSettings(threads=1)
@@ -220,7 +220,7 @@ def test_settings_change_no_number(runtime, exported, opened, padded_batch, opti
     backend = runtime(
         exported("deeper-decoder"), settings=SessionSettings(**{"threads": 2, **options}) if options else None
     )
-    parity(logits_of(backend, padded_batch), logits_of(opened(runtime), padded_batch), atol=ATOL)
+    assert_close(logits_of(backend, padded_batch), logits_of(opened(runtime), padded_batch), atol=ATOL)
 
 
 def test_a_damaged_graph_is_no_graph_and_nothing_is_printed(tmp_path: Path, capfd) -> None:
@@ -383,7 +383,7 @@ def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
             rows = slice(2 * number - 2, 2 * number)
             source = shared if number == 0 else backend.encode(ids[rows], mask[rows])
             for one, other in zip(decode(source, new if number == 0 else new[:2]), expected[number], strict=True):
-                parity(one, other, atol=1e-5)
+                assert_close(one, other, atol=1e-5)
 
     in_threads(*(lambda number=number: work(number) for number in range(4)))
 
@@ -710,7 +710,7 @@ def test_a_copy_opens_the_folder_again(runtime, exported, padded_batch, copied, 
 def test_a_pickle_is_of_the_export_that_was_there(exported, tiny_t5, tmp_path: Path) -> None:
     shutil.copytree(exported(), tmp_path / "export")
     pickled = pickle.dumps(OrtNumpy(tmp_path / "export", settings=ONE_THREAD))
-    export_t5(tiny_t5(seed=2), tmp_path / "export", overwrite=True)
+    export_model(tiny_t5(seed=2), tmp_path / "export", overwrite=True)
     with pytest.raises(ExportError, match="holds another export than when the backend was pickled"):
         pickle.loads(pickled)
     shutil.rmtree(tmp_path / "export")
@@ -770,8 +770,8 @@ def test_a_fork_in_the_middle_of_a_run_is_refused_and_does_not_hang(exported) ->
 
 def test_both_sessions_read_one_embedding(tiny_t5, padded_batch, tmp_path: Path) -> None:
     """Of an export with a file of weights; that it is this one which is read shows when it is another."""
-    export_t5(tiny_t5(), tmp_path / "inside")
-    export_t5(tiny_t5(), tmp_path / "beside", external_threshold_bytes=0)
+    export_model(tiny_t5(), tmp_path / "inside")
+    export_model(tiny_t5(), tmp_path / "beside", external_threshold_bytes=0)
     inside, beside = (OrtNumpy(tmp_path / name, settings=ONE_THREAD) for name in ("inside", "beside"))
     assert inside._weights == {} and list(beside._weights) == ["shared.weight"]
     tokens = np.random.default_rng(1).integers(3, 300, (6, 1, 4))

@@ -22,12 +22,12 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import COLUMNS, OrtStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import STEP
-from t5accel.graphs.export import export_t5, t5_weights
+from t5accel.graphs.export import export_model, t5_weights
 from t5accel.graphs.fused_step import step_graph
-from t5accel.parity import parity
+from t5accel.parity import assert_close
 from t5accel.precision.convert import convert_export
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -38,7 +38,7 @@ PRECISIONS = ("fp32", "int8", "int4")
 def folder_of(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """By precision, exports with a step, of one tiny model that does not end."""
     root = tmp_path_factory.mktemp("static")
-    export_t5(tiny_t5(eos_token_id=299), root / "fp32", step=True)
+    export_model(tiny_t5(eos_token_id=299), root / "fp32", step=True)
     for precision in PRECISIONS[1:]:
         convert_export(root / "fp32", root / precision, precision)
     return root.joinpath
@@ -205,7 +205,7 @@ def test_the_portable_graph_is_opened_when_it_is_needed(own, folder_of, padded_b
         backend.step(state, new[:, :, :1])
         logits.append(backend.step(state, new[:, :, 1:]))
     assert own._portable is not None
-    parity(*logits, atol=1e-4)
+    assert_close(*logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision, reason", [("fp32", "has no"), ("fp16", "float32")])
@@ -216,7 +216,7 @@ def test_without_a_step_it_says_why(exported, tmp_path: Path, padded_batch, prec
         folder = tmp_path / "fp16"
     backend = OrtStatic(folder, settings=ONE_THREAD)
     assert reason in backend.why_portable
-    for search in (greedy, beam_search, lookup):
+    for search in (greedy, beam_search, prompt_lookup):
         found, expected = (search(b, *padded_batch, max_new_tokens=5) for b in (backend, OrtNumpy(folder)))
         np.testing.assert_array_equal(found.sequences, expected.sequences)
 
@@ -236,7 +236,7 @@ def test_a_damaged_step_is_no_reason_to_go_on_without(folder_of, tmp_path: Path)
 
 
 def test_a_shortlist_chooses_the_same_tokens(tiny_t5, tmp_path: Path, padded_batch) -> None:
-    export_t5(tiny_t5(eos_token_id=299), tmp_path / "both", shortlist=True, step=True)
+    export_model(tiny_t5(eos_token_id=299), tmp_path / "both", shortlist=True, step=True)
     near = OrtStatic(tmp_path / "both", settings=ONE_THREAD)
     exact = OrtStatic(tmp_path / "both", settings=SessionSettings(threads=1, shortlist=False))
     found, expected = (greedy(b, *padded_batch, max_new_tokens=20, min_new_tokens=20) for b in (near, exact))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from refused import refused
 
 from t5accel.errors import InputError, T5AccelError
-from t5accel.parity import ParityError, assert_varied, parity, token_agreement
+from t5accel.parity import ParityError, assert_close, assert_varied, token_agreement
 
 # the machine may be busy with other work: a slow example is no failure
 unhurried = settings(deadline=None, max_examples=60)
@@ -64,10 +64,10 @@ def test_what_is_refused() -> None:
     refused(lambda pair: token_agreement(*pair, 0), "pair", *same, match="")
     refused(assert_varied, "sequences", [], np.zeros((0, 4), int), [[0.5, 1.5, 2.5]], [[1, 2], [3]], 5, match="")
     refused(partial(assert_varied, [[5, 6, 7]]), "at_least", 0)
-    refused(partial(parity, [1.0], [1.0]), "atol", -1.0, np.nan, np.inf)
-    refused(partial(parity, [1.0], [1.0], atol=0.0), "rtol", -1.0)
+    refused(partial(assert_close, [1.0], [1.0]), "atol", -1.0, np.nan, np.inf)
+    refused(partial(assert_close, [1.0], [1.0], atol=0.0), "rtol", -1.0)
     pairs = (([], []), (["a"], ["a"]), ([[1.0], []], [1.0]), (None, [1.0]))
-    refused(lambda pair: parity(*pair, atol=1.0), "pair", *pairs, match="")
+    refused(lambda pair: assert_close(*pair, atol=1.0), "pair", *pairs, match="")
 
 
 def test_assert_varied_refuses_degenerate_outputs() -> None:
@@ -85,11 +85,11 @@ def test_parity_returns_the_largest_difference() -> None:
     a = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
     b = a.copy()
     b[1, 2, 3] += 1e-3
-    assert parity(a, b, atol=1e-2) == pytest.approx(1e-3, rel=1e-3)
-    assert parity(a, a.astype(np.float16), atol=1e-3) <= 1e-3
-    assert parity([True, False], [True, False], atol=0) == 0
-    assert parity(1.5, 1.0, atol=0, rtol=0.5) == 0.5
-    assert parity([-np.inf, 1], [-np.inf, 1], atol=0) == 0  # masked logits
+    assert assert_close(a, b, atol=1e-2) == pytest.approx(1e-3, rel=1e-3)
+    assert assert_close(a, a.astype(np.float16), atol=1e-3) <= 1e-3
+    assert assert_close([True, False], [True, False], atol=0) == 0
+    assert assert_close(1.5, 1.0, atol=0, rtol=0.5) == 0.5
+    assert assert_close([-np.inf, 1], [-np.inf, 1], atol=0) == 0  # masked logits
 
 
 def test_parity_error_informs() -> None:
@@ -97,7 +97,7 @@ def test_parity_error_informs() -> None:
     actual = expected.astype(np.float64)
     actual[1, 2], actual[0, 1] = 2.5, 2.001
     with pytest.raises(ParityError) as caught:
-        parity(actual, expected, atol=1e-4)
+        assert_close(actual, expected, atol=1e-4)
     for fact in ("2 of 6", "shape (2, 3)", "float64 against float32", "max abs 0.5", "max rel 0.25", "worst at (1, 2)",
                  "actual 2.5", "expected 2.0", "atol=0.0001"):  # fmt: skip
         assert fact in str(caught.value)
@@ -111,12 +111,12 @@ def test_parity_error_informs() -> None:
 ])  # fmt: skip
 def test_parity_never_accepts_nan_or_a_lone_infinity(actual, expected, where: str) -> None:
     with pytest.raises(ParityError, match=where):
-        parity(actual, expected, atol=0.5, rtol=0.5)
+        assert_close(actual, expected, atol=0.5, rtol=0.5)
 
 
 def test_parity_does_not_broadcast() -> None:
     with pytest.raises(ParityError, match=r"shapes differ: actual \(2, 1\).*expected \(2, 3\)"):
-        parity(np.ones((2, 1)), np.ones((2, 3)), atol=1)
+        assert_close(np.ones((2, 1)), np.ones((2, 3)), atol=1)
 
 
 @unhurried
@@ -124,7 +124,7 @@ def test_parity_does_not_broadcast() -> None:
 def test_parity_agrees_with_numpy(expected, atol, data) -> None:
     actual = [x + data.draw(st.floats(-12, 12)) for x in expected]
     if np.allclose(actual, expected, atol=atol, rtol=0):
-        assert parity(actual, expected, atol=atol) == np.abs(np.subtract(actual, expected)).max()
+        assert assert_close(actual, expected, atol=atol) == np.abs(np.subtract(actual, expected)).max()
     else:
         with pytest.raises(ParityError):
-            parity(actual, expected, atol=atol)
+            assert_close(actual, expected, atol=atol)

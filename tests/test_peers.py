@@ -251,7 +251,7 @@ def test_families_are_measured_as_they_are_published(script: Any, tmp_path: Path
         decoder_attention_heads=2, eos_token_id=0, decoder_start_token_id=89, scale_embedding=True, encoder_ffn_dim=32,
         decoder_ffn_dim=32,
     )  # fmt: skip
-    monkeypatch.setattr(script, "load_t5", lambda name: (random_model(BEYOND_T5["marian"], sizes), None))
+    monkeypatch.setattr(script, "load_model", lambda name: (random_model(BEYOND_T5["marian"], sizes), None))
     script.save_model("random:tiny", tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
     assert (config["normalize_before"], config["normalize_embedding"]) == (False, False)

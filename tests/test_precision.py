@@ -28,7 +28,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, NotT5Error
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.rewriting import reread
@@ -297,7 +297,7 @@ def test_the_manifest_names_what_stayed(exported, half) -> None:
 
 
 def test_bytes_halve(tiny_t5, tmp_path: Path) -> None:
-    export_t5(tiny_t5(vocab_size=3000), tmp_path / "fp32", external_threshold_bytes=0)
+    export_model(tiny_t5(vocab_size=3000), tmp_path / "fp32", external_threshold_bytes=0)
     half_export(tmp_path / "fp32", tmp_path / "fp16")
     before, after = (read_manifest(tmp_path / name) for name in ("fp32", "fp16"))
     assert after.files[WEIGHTS]["size_bytes"] < 0.55 * before.files[WEIGHTS]["size_bytes"], "in whole pages"
@@ -509,7 +509,7 @@ def enormous(tiny_t5, tmp_path_factory) -> Callable[[str], Path]:
     @cache
     def export(kind: str) -> Path:
         folder = tmp_path_factory.mktemp("enormous") / kind
-        export_t5(rescaled(tiny_t5(kind), FACTOR), folder)
+        export_model(rescaled(tiny_t5(kind), FACTOR), folder)
         return folder
 
     return export
@@ -541,7 +541,7 @@ def test_the_list_of_a_probe_mends_what_a_general_converter_breaks(
 def test_a_text_that_fp16_loses_and_gets_back(mini, tmp_path: Path) -> None:
     """The bundled model with numbers 256 times as large, given the tokens that it says in fp32."""
     model, tokenizer = mini
-    export_t5(rescaled(model), tmp_path / "fp32", tokenizer=tokenizer)
+    export_model(rescaled(model), tmp_path / "fp32", tokenizer=tokenizer)
     tokens = TokenizerFile(tmp_path / "fp32")
     batch = tokens([f"translate English to French: {text}" for text in (
         "Where is my bag?", "I am tired.", "She lost her red umbrella.", "The house is small.")])  # fmt: skip

@@ -44,12 +44,12 @@ from t5accel.distillation.pruning import PruneConfig, prune, remove
 from t5accel.distillation.student import distill, shrink_decoder
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.export import export_t5, t5_weights
+from t5accel.graphs.export import export_model, t5_weights
 from t5accel.graphs.layers import decoder_graph, encoder_graph
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.pruned import parts, widths
 from t5accel.models.sizes import T5Dims
-from t5accel.parity import ParityError, assert_varied, parity
+from t5accel.parity import ParityError, assert_close, assert_varied
 from t5accel.precision.convert import convert_export
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.usefixtures("random_state_put_back")
 
 def equal(actual: np.ndarray, expected: np.ndarray) -> None:
     """Within 1e-5, or more where the logits themselves are larger than 1."""
-    parity(actual, expected, atol=1e-5 * max(1.0, float(expected.std())))
+    assert_close(actual, expected, atol=1e-5 * max(1.0, float(expected.std())))
 
 
 def masked(model: Any, kept: Kept, batch: Any) -> np.ndarray:
@@ -190,7 +190,7 @@ def test_all_that_is_kept_is_an_equal_model(tiny_t5, padded_batch) -> None:
 def test_pruned_models_are_pruned_and_shrunk_again(tiny_t5, padded_batch, tmp_path: Path) -> None:
     model = narrowed(tiny_t5())
     model.save_pretrained(tmp_path)
-    for start in (model, load_t5(tmp_path)[0], shrink_decoder(tiny_t5(), [1, 2]), shrink_decoder(model, [0, 2])):
+    for start in (model, load_model(tmp_path)[0], shrink_decoder(tiny_t5(), [1, 2]), shrink_decoder(model, [0, 2])):
         kept = some_kept(Gates(start), 2, at_least=1)
         small = remove(start, kept)
         expected = masked(start, kept, padded_batch)
@@ -228,7 +228,7 @@ def pruned(request: pytest.FixtureRequest, tiny_t5, tmp_path_factory) -> tuple[A
     small = remove(model, some_kept(Gates(model), 4, at_least=1))
     assert len(set(map(tuple, widths(small).values()))) == 5
     folder = tmp_path_factory.mktemp("pruned") / request.param
-    export_t5(small, folder)
+    export_model(small, folder)
     return small, folder
 
 

@@ -33,11 +33,11 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export, list_exports
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.rewriting import check_external_data, contrib_operators, count_nodes
-from t5accel.parity import ParityError, parity, token_agreement
+from t5accel.parity import ParityError, assert_close, token_agreement
 from t5accel.precision import integer_graphs
 from t5accel.precision.calibration import Example, probe, ranges
 from t5accel.precision.convert import convert_export
@@ -177,10 +177,10 @@ def alone(folder: Path, batch: Any, new: np.ndarray) -> np.ndarray:
 def test_weights_alone_do_not_mind_what_else_is_in_the_batch(quantized, padded_batch, model: str) -> None:
     folder, new = quantized(WEIGHTS_ALONE, model), histories(6, 1, 9)
     together = forced(folder, padded_batch, new)
-    parity(together, alone(folder, padded_batch, new), atol=1e-4 * max(1.0, float(together.std())))
+    assert_close(together, alone(folder, padded_batch, new), atol=1e-4 * max(1.0, float(together.std())))
     blind = [padded_batch[0], np.ones_like(padded_batch[1])]
     with pytest.raises(ParityError):
-        parity(forced(folder, blind, new), together, atol=1e-2)
+        assert_close(forced(folder, blind, new), together, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4"])
@@ -331,7 +331,7 @@ def test_groups_that_are_left_in_floats(fp32, tmp_path: Path) -> None:
 def test_what_both_graphs_read_is_stored_once(tiny_t5, exported, padded_batch, tmp_path: Path, name: str) -> None:
     sizes = dict(vocab_size=3000)
     inside, beside = exported("deeper-decoder", **sizes), tmp_path / "beside"
-    export_t5(tiny_t5(**sizes), beside, external_threshold_bytes=0)
+    export_model(tiny_t5(**sizes), beside, external_threshold_bytes=0)
     for source, out in ((inside, "int inside"), (beside, "int beside")):
         quantize_export(source, tmp_path / out, name)
     manifest, block = read_manifest(tmp_path / "int beside"), RECIPES[name].embedding.block_size
@@ -355,7 +355,7 @@ def test_what_both_graphs_read_is_stored_once(tiny_t5, exported, padded_batch, t
 
 
 def test_a_shortlist_does_not_come_along(tiny_t5, padded_batch, tmp_path: Path) -> None:
-    export_t5(tiny_t5(), tmp_path / "fp32", shortlist=True)
+    export_model(tiny_t5(), tmp_path / "fp32", shortlist=True)
     manifest = quantize_export(tmp_path / "fp32", tmp_path / "int8", "int8")
     assert read_manifest(tmp_path / "fp32").shortlist and not manifest.shortlist
     assert not [name for name in manifest.files if "shortlist" in name]
@@ -389,7 +389,7 @@ def test_weights_that_are_not_finite(tiny_t5, tmp_path: Path, name: str, value: 
     model = copy.deepcopy(tiny_t5())
     with torch.no_grad():
         model.decoder.block[1].layer[2].DenseReluDense.wo.weight[3, 5] = value
-    export_t5(model, tmp_path / "fp32")
+    export_model(model, tmp_path / "fp32")
     with pytest.raises(InputError, match="finite numbers"):
         quantize_export(tmp_path / "fp32", tmp_path / "new", name)
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["fp32"]
@@ -764,7 +764,7 @@ def test_what_torch_does_not_do_is_refused(threads_put_back, tiny_t5, fp32) -> N
 @pytest.mark.long
 def test_bytes_at_the_size_of_t5_small(tmp_path: Path) -> None:
     """The decoder with its weights inside, as an export has it by default."""
-    before = export_t5("random:t5-small", tmp_path / "fp32").files
+    before = export_model("random:t5-small", tmp_path / "fp32").files
     assert WEIGHTS not in before and before[DECODER]["size_bytes"] > 150e6
     for name, most in (("int8", 0.28), ("int4", 0.22)):
         after = quantize_export(tmp_path / "fp32", tmp_path / name, name).files

@@ -31,15 +31,21 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import Sampling, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
-from t5accel.decoding.token_constraints import NONE, Rules, rules_of, special_tokens, until_end
+from t5accel.decoding.token_constraints import (
+    NO_CONSTRAINTS,
+    TokenConstraints,
+    constraints_from_config,
+    special_tokens,
+    truncate_at_eos,
+)
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.export import export_t5, source_hash, t5_weights
+from t5accel.graphs.export import export_model, source_hash, t5_weights
 from t5accel.graphs.manifest import read_manifest, write_manifest
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.serve.batch.generate import Answerer
 from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
@@ -69,7 +75,7 @@ def several_ends(tiny_t5, padded_batch: Batch) -> list[int]:
     seen = own_generate(tiny_t5(), *padded_batch, **options)[:, 1:].tolist()
     tokens = sorted({token for row in seen for token in row[3:11]} - {0, 1}, reverse=True)
     for pair in ([one, other] for one in tokens for other in tokens if one > other):
-        cut = [until_end(row, tuple(pair)) for row in seen]
+        cut = [truncate_at_eos(row, tuple(pair)) for row in seen]
         ends, lengths = {row[-1] for row in cut if len(row) < LONGEST}, {len(row) for row in cut}
         if ends == {*pair} and len(lengths) >= 4 and min(lengths) > 2 and max(lengths) == LONGEST:
             return pair
@@ -80,12 +86,12 @@ def expected_of(model: Any, batch: Batch, ends: Sequence[int], **options: Any) -
     """The new tokens of transformers' own answers, each up to its end: beams of transformers pad with an end."""
     beams = model.generation_config.num_beams or 1
     found = own_generate(model, *batch, max_new_tokens=LONGEST, **{"num_beams": beams, **options})[:, 1:].tolist()
-    return [until_end(row, tuple(ends)) for row in found]
+    return [truncate_at_eos(row, tuple(ends)) for row in found]
 
 
 def answers(sequences: np.ndarray, ends: Sequence[int]) -> list[list[int]]:
     """The same of ours, whose padding is checked."""
-    found = [until_end(row, tuple(ends)) for row in sequences.tolist()]
+    found = [truncate_at_eos(row, tuple(ends)) for row in sequences.tolist()]
     for row, kept in zip(sequences.tolist(), found, strict=True):
         assert not any(row[len(kept) :])
     return found
@@ -107,7 +113,7 @@ def served(backend: Any, ids: np.ndarray, mask: np.ndarray, *, max_new_tokens: i
         jobs = [Job(row[real == 1], max_new_tokens=max_new_tokens, **options)
                 for row, real in zip(ids, mask, strict=True)]  # fmt: skip
         found = [ticket.result(60)[0] for ticket in scheduler.submit_all(jobs)]
-    ends = backend.rules.ends(backend.eos_token_id)
+    ends = backend.rules.eos_tokens(backend.eos_token_id)
     assert [one.ended for one in found] == [one.tokens[-1] in ends for one in found]
     sequences = np.zeros((len(found), max_new_tokens), dtype=np.int64)
     for place, one in zip(sequences, found, strict=True):
@@ -123,7 +129,7 @@ LIKELIEST = Sampling(top_k=1)
 LOOPS: dict[str, Callable[..., Any]] = {
     "greedy": greedy,
     "one beam": lambda *a, **o: beam_search(*a, num_beams=1, **o),
-    "lookup": lookup,
+    "prompt_lookup": prompt_lookup,
     "sample": drawn,
     "stream": streamed,
     "stream of draws": lambda *a, **o: streamed(*a, algorithm="sample", sampling=LIKELIEST, **o),
@@ -164,7 +170,7 @@ def test_each_runtime_stops_at_any_end(tiny_t5, padded_batch, several_ends, tmp_
     elif runtime == "uncached":
         backend = TorchEager(model, use_cache=False)
     else:
-        export = export_layout if runtime is ThreeGraphs else export_t5
+        export = export_layout if runtime is ThreeGraphs else export_model
         export(model, tmp_path / "export", **({"layout": "fastt5"} if runtime is ThreeGraphs else {}))
         backend = runtime(tmp_path / "export", settings=ONE)
     expected = expected_of(model, padded_batch, several_ends)
@@ -211,7 +217,7 @@ def test_scores_and_further_sequences_with_several_ends(tiny_t5, padded_batch, s
         model, *padded_batch, max_new_tokens=LONGEST, return_dict_in_generate=True, output_scores=True, **options
     )
     found = beam_search(TorchEager(model), *padded_batch, max_new_tokens=LONGEST, **options)
-    theirs = [until_end(row, tuple(several_ends)) for row in expected.sequences[:, 1:].tolist()]
+    theirs = [truncate_at_eos(row, tuple(several_ends)) for row in expected.sequences[:, 1:].tolist()]
     assert answers(found.sequences, several_ends) == theirs
     np.testing.assert_allclose(found.scores, expected.sequences_scores.numpy(), atol=1e-4)
 
@@ -244,7 +250,7 @@ def test_generate_runs_our_loop_or_transformers(tiny_t5, padded_batch, several_e
     ours = AcceleratedT5(TorchEager(model), model.config, model.generation_config)
     found = ours.generate(**source, max_new_tokens=LONGEST)[:, 1:].tolist()
     expected = expected_of(model, padded_batch, several_ends)
-    assert [until_end(row, tuple(several_ends)) for row in found] == expected
+    assert [truncate_at_eos(row, tuple(several_ends)) for row in found] == expected
 
 
 # ------------------------------------------------------------------------------------------------ what a model asks for
@@ -252,8 +258,8 @@ def test_generate_runs_our_loop_or_transformers(tiny_t5, padded_batch, several_e
 
 def test_usual_models_ask_for_nothing(tiny_t5, mini) -> None:
     """So their manifests and hashes are what they were."""
-    for model in (mini[0], tiny_t5("mt5"), load_t5("random:t5-small")[0]):
-        assert rules_of(model) == NONE and not rules_of(model).to_json()
+    for model in (mini[0], tiny_t5("mt5"), load_model("random:t5-small")[0]):
+        assert constraints_from_config(model) == NO_CONSTRAINTS and not constraints_from_config(model).to_json()
 
 
 CHANGED: dict[str, Any] = dict(
@@ -270,7 +276,7 @@ CHANGED: dict[str, Any] = dict(
 def test_what_no_loop_applies_is_refused_by_name(tiny_t5, padded_batch, name: str) -> None:
     backend = TorchEager(asking(tiny_t5(), **{name: CHANGED[name]}))
     plain = TorchEager(tiny_t5())
-    loops = [greedy, beam_search, sample, lookup, stream, lambda *a: speculative(a[0], plain, *a[1:]),
+    loops = [greedy, beam_search, sample, prompt_lookup, stream, lambda *a: speculative(a[0], plain, *a[1:]),
              lambda *a: Scheduler(a[0], thread=False)]  # fmt: skip
     for loop in loops:
         with pytest.raises(InputError, match=f"sets {name}=.*own decoding loops do not apply"):
@@ -285,9 +291,9 @@ def test_each_field_of_transformers_is_applied_refused_or_known_to_be_harmless(t
         if not name.startswith("_"):
             model = asking(tiny_t5(), **{name: CHANGED.get(name, [7])})
             if name in rules._HARMLESS:
-                assert rules_of(model) == NONE
+                assert constraints_from_config(model) == NO_CONSTRAINTS
             elif name not in rules._APPLIED:
-                assert any(text.startswith(f"{name}=") for text in rules_of(model).unsupported), name
+                assert any(text.startswith(f"{name}=") for text in constraints_from_config(model).unsupported), name
 
 
 def test_neutral_values_are_not_refused(tiny_t5) -> None:
@@ -297,9 +303,11 @@ def test_neutral_values_are_not_refused(tiny_t5) -> None:
         temperature=0.3, top_k=5, max_length=200, num_return_sequences=2,
         forced_eos_token_id=None, early_stopping=None, num_beams=None,
     )  # fmt: skip
-    assert rules_of(asking(tiny_t5(), **neutral)) == NONE
-    found = rules_of(asking(tiny_t5(), forced_eos_token_id=[1], suppress_tokens=[-1, 7, 900], bad_words_ids=[[1], [9]]))
-    assert found == Rules(forced_eos_token_id=1, suppress_tokens=(7, 9))
+    assert constraints_from_config(asking(tiny_t5(), **neutral)) == NO_CONSTRAINTS
+    found = constraints_from_config(
+        asking(tiny_t5(), forced_eos_token_id=[1], suppress_tokens=[-1, 7, 900], bad_words_ids=[[1], [9]])
+    )
+    assert found == TokenConstraints(forced_eos_token_id=1, suppress_tokens=(7, 9))
 
 
 @pytest.mark.parametrize(
@@ -342,9 +350,9 @@ def test_an_export_tells_all_rules(tiny_t5, tmp_path: Path) -> None:
         no_repeat_ngram_size=3, suppress_tokens=[8], forced_eos_token_id=1, renormalize_logits=True,
     )  # fmt: skip
     model = asking(tiny_t5(), **fields)
-    export_t5(model, tmp_path / "export", step=False, shortlist=False)
+    export_model(model, tmp_path / "export", step=False, shortlist=False)
     backend = OrtNumpy(tmp_path / "export", settings=ONE)
-    assert backend.rules == rules_of(model) == Rules(
+    assert backend.rules == constraints_from_config(model) == TokenConstraints(
         forced_eos_token_id=1, suppress_tokens=(8,), eos_token_ids=(1, 9), min_length=4, min_new_tokens=2, num_beams=3,
         length_penalty=2.0, early_stopping="never", renormalize_logits=True, unsupported=("no_repeat_ngram_size=3",),
     )  # fmt: skip
@@ -420,7 +428,7 @@ def test_serve_refuses_before_it_listens(mini, saved, threads_put_back) -> None:
 
 
 def test_requests_take_the_model_s_beams_where_they_name_none() -> None:
-    rules = Rules(num_beams=3, length_penalty=0.5, early_stopping=True)
+    rules = TokenConstraints(num_beams=3, length_penalty=0.5, early_stopping=True)
 
     def job(asked: Generate) -> Job:
         return asked.job([5, 1], seed=0, deadline_s=None, rules=rules)

@@ -24,7 +24,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import Sampling, sample
-from t5accel.decoding.token_constraints import NONE, Rules, until_end
+from t5accel.decoding.token_constraints import NONE, TokenConstraints, truncate_at_eos
 from t5accel.errors import EngineError, InputError
 from t5accel.serve import scheduler as scheduler_module
 from t5accel.serve.limits import KeyValueBytes, Limits
@@ -33,7 +33,7 @@ from t5accel.serve.running_batch import DeviceRunningBatch, Part, writers_of
 from t5accel.serve.scheduler import Scheduler
 
 SMALL = (4, 8, 16, 32)
-ENDING = Rules(eos_token_ids=tuple(range(1, 40)))  # an answer of a tiny model ends after some eight tokens
+ENDING = TokenConstraints(eos_token_ids=tuple(range(1, 40)))  # an answer of a tiny model ends after some eight tokens
 RULES = {
     "none": NONE,
     "ends": ENDING,
@@ -68,7 +68,7 @@ def flight(backend: TorchStatic, **limits: Any) -> Scheduler:
 
 def alone(job: Job, backend: Any) -> list[list[int]]:
     """The answers of the decoding algorithms to that source alone."""
-    ids, ends = job.input_ids[None], backend.rules.ends(backend.eos_token_id)
+    ids, ends = job.input_ids[None], backend.rules.eos_tokens(backend.eos_token_id)
     options = dict(attention_mask=np.ones_like(ids), **job.bounds)
     if job.sampling:
         count = job.num_return_sequences
@@ -77,7 +77,7 @@ def alone(job: Job, backend: Any) -> list[list[int]]:
         found = beam_search(backend, ids, num_beams=job.num_beams, length_penalty=job.length_penalty, **options)
     else:
         found = greedy(backend, ids, **options)
-    return [until_end(row, ends) for row in found.sequences.tolist()]
+    return [truncate_at_eos(row, ends) for row in found.sequences.tolist()]
 
 
 def tokens(ticket: Any) -> list[list[int]]:
@@ -289,9 +289,9 @@ def test_a_captured_encoder_teaches_nothing_about_its_pace(backends, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_on_a_gpu_answers_are_those_of_a_request_alone(precision: str) -> None:
-    from t5accel.models.load import in_floats, load_t5
+    from t5accel.models.load import in_floats, load_model
 
-    backend = TorchStatic(in_floats(load_t5("random:t5-small")[0], precision, "cuda"))
+    backend = TorchStatic(in_floats(load_model("random:t5-small")[0], precision, "cuda"))
     rng = np.random.default_rng(0)
     wanted = [Job(rng.integers(3, 32000, rng.integers(1, 100)), max_new_tokens=int(rng.integers(4, 90)))
               for _ in range(48)]  # fmt: skip

@@ -21,7 +21,7 @@ from test_repository import loaded_by
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import Sampling, sample
-from t5accel.decoding.token_constraints import NONE, Rules
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import (
     CancelledError,
     DeadlineError,
@@ -161,10 +161,10 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[Ticket], set[i
 @settings(max_examples=60, deadline=None)
 @given(
     events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone]), cache=st.sampled_from([0, 10**6]),
-    rules=st.sampled_from([NONE, NONE, Rules(4, 1, (5, 6)), Rules(forced_eos_token_id=1), Rules(suppress_tokens=(3,))]),
+    rules=st.sampled_from([NO_CONSTRAINTS, NO_CONSTRAINTS, TokenConstraints(4, 1, (5, 6)), TokenConstraints(forced_eos_token_id=1), TokenConstraints(suppress_tokens=(3,))]),
 )  # fmt: skip
 def test_everybody_gets_what_they_would_get_alone(
-    events: list[Event], rows: int, kind: type[Machine], cache: int, rules: Rules
+    events: list[Event], rows: int, kind: type[Machine], cache: int, rules: TokenConstraints
 ) -> None:
     backend = kind()
     backend.rules = rules

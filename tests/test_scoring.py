@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_export import export_t5, histories
+from test_export import export_model, histories
 from test_export import teacher_forced as torch_logits
 
 from bench import evaluation as quality
@@ -69,7 +69,7 @@ def test_agreement_as_numpy_has_it(tiny_t5, exported, examples, tmp_path: Path, 
         wo += 0.05 * torch.randn(wo.shape, generator=torch.Generator().manual_seed(0))
 
     other = changed(tiny_t5(kind), blur)
-    export_t5(other, tmp_path / "other")
+    export_model(other, tmp_path / "other")
     expected = by_numpy(tiny_t5(kind), other, examples)
     assert 20 < expected["agreement"] < 100 and expected["closeness"] < -1e-4
     actual = agreement(exported(kind), examples, threads=1)(tmp_path / "other")
@@ -84,7 +84,7 @@ def test_closeness_moves_before_a_token_does(tiny_t5, exported, examples, tmp_pa
         def warm(model: Any, size: float = size) -> None:
             model.decoder.final_layer_norm.weight *= 1 - size
 
-        export_t5(changed(tiny_t5(), warm), tmp_path / str(number))
+        export_model(changed(tiny_t5(), warm), tmp_path / str(number))
         scores.append(agreement(exported(), examples, threads=1)(tmp_path / str(number)))
     assert [score["agreement"] for score in scores] == [100, 100, 100], "the order of the tokens is the same"
     assert 0 > scores[0]["closeness"] > scores[1]["closeness"] > scores[2]["closeness"]
@@ -104,7 +104,7 @@ def test_numbers_that_are_none_do_not_agree(tiny_t5, exported, examples, tmp_pat
     def spoil(model: Any) -> None:
         model.decoder.final_layer_norm.weight[0] = torch.nan
 
-    export_t5(changed(tiny_t5(), spoil), tmp_path / "nan")
+    export_model(changed(tiny_t5(), spoil), tmp_path / "nan")
     assert np.isnan(agreement(exported(), examples, threads=1)(tmp_path / "nan")["closeness"])
 
 
@@ -163,7 +163,7 @@ def test_a_model_that_says_something_else_has_less(mini, exported_mini, tmp_path
         for block in model.decoder.block:
             block.layer[1].EncDecAttention.v.weight.zero_()  # it does not see the source
 
-    export_t5(changed(mini[0], spoil), tmp_path / "deaf", tokenizer=mini[1])
+    export_model(changed(mini[0], spoil), tmp_path / "deaf", tokenizer=mini[1])
     score = text_quality(names=["translation"], limit=4, threads=1)
     assert score(exported_mini)["bleu"] > 2 * score(tmp_path / "deaf")["bleu"]
 

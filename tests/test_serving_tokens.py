@@ -26,10 +26,10 @@ from t5accel.backends.ort_static import OrtStatic, StaticState
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.beam import Beams, beam_search
 from t5accel.decoding.sampling import Sampling, sample
-from t5accel.decoding.topk import Continuations
+from t5accel.decoding.topk import BeamTopK
 from t5accel.errors import InputError
-from t5accel.graphs.export import export_t5
-from t5accel.parity import parity
+from t5accel.graphs.export import export_model
+from t5accel.parity import assert_close
 from t5accel.precision.convert import convert_export
 from t5accel.serve.limits import KeyValueBytes, Limits
 from t5accel.serve.request import Job
@@ -63,7 +63,7 @@ class Poisoned(OrtStatic):
 def folder_of(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """By precision, exports with a step of one tiny model whose answers end now and then."""
     root = tmp_path_factory.mktemp("serving")
-    export_t5(tiny_t5(eos_token_id=7), root / "fp32", step=True)
+    export_model(tiny_t5(eos_token_id=7), root / "fp32", step=True)
     for precision in (*PRECISIONS[1:], "int8-dynamic"):
         convert_export(root / "fp32", root / precision, precision)
     return root.joinpath
@@ -74,7 +74,7 @@ def opened(folder_of) -> dict[str, OrtStatic]:
     return {precision: Poisoned(folder_of(precision), settings=ONE_THREAD) for precision in PRECISIONS}
 
 
-class Noting(Continuations):
+class Noting(BeamTopK):
     """Notes how near to each other two of the candidates were that a search has to put in order."""
 
     nearest = np.inf
@@ -272,7 +272,7 @@ def test_branching_is_keeping_a_source_twice(folder_of, kind: type[OrtNumpy], pa
         getattr(backend, method)(state, np.array([2, 2, 3, 0]))
         return backend.step(state, new[4])
 
-    parity(after("branch"), after("keep"), atol=1e-5)
+    assert_close(after("branch"), after("keep"), atol=1e-5)
 
 
 def test_drawn_rows_draw_what_they_would_alone(opened) -> None:

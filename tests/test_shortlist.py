@@ -29,14 +29,21 @@ from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding import certified_argmax as shortlist
-from t5accel.decoding.certified_argmax import MOST, Head, NearLogits, certified, error_bound, rounded_up
+from t5accel.decoding.certified_argmax import (
+    MAX_CANDIDATES,
+    ApproxLogits,
+    OutputHead,
+    certify_argmax,
+    error_bound,
+    rounded_up,
+)
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.decoding.greedy_search import greedy, likeliest
+from t5accel.decoding.greedy_search import argmax_tokens, greedy
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs import shortlist_head as graphs_shortlist
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, NEAR, NEAR_ONLY, SHORTLIST, WEIGHTS, shortlist_spec
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.layers import T5Layers
 from t5accel.graphs.manifest import read_manifest, write_manifest
@@ -69,11 +76,11 @@ class Heads:
         self.session = onnxruntime.InferenceSession(
             graph.proto().SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        self.rows, self.head = rows, Head(rows, **head.bounds, bias=bias)
+        self.rows, self.head = rows, OutputHead(rows, **head.bounds, bias=bias)
         self.bias = np.zeros(len(rows), np.float32) if bias is None else bias
 
-    def near(self, hidden: np.ndarray) -> NearLogits:
-        return NearLogits(*self._run(hidden, exact=False))
+    def near(self, hidden: np.ndarray) -> ApproxLogits:
+        return ApproxLogits(*self._run(hidden, exact=False))
 
     def exact(self, hidden: np.ndarray) -> np.ndarray:
         return self._run(hidden, exact=True)[0][:, 0, 0]
@@ -113,12 +120,12 @@ def check(heads: Heads, hidden: np.ndarray, forbidden: int | None = None) -> np.
     far = np.abs(near.logits[:, 0, 0] - float64_logits(heads, hidden))
     norms = ([rounded_up(float(norm), hidden.shape[1]) for norm in of.flat] for of in (near.norms, near.errors))
     bounds = np.array([error_bound(heads.head, *both) for both in zip(*norms, strict=True)])
-    tokens = certified(heads.head, near, forbidden)
+    tokens = certify_argmax(heads.head, near, forbidden)
     if tokens is not None:
         assert tokens.dtype == np.int64 and tokens.shape == (len(hidden),)
         assert (far <= bounds[:, None] * 1.001).all(), "the near logits are not that near"
         for engine, logits in engines(heads, hidden).items():
-            np.testing.assert_array_equal(tokens, likeliest(logits, forbidden), err_msg=engine)
+            np.testing.assert_array_equal(tokens, argmax_tokens(logits, forbidden), err_msg=engine)
     return tokens
 
 
@@ -203,12 +210,12 @@ def test_a_certain_token_among_many_that_are_near() -> None:
 
 def test_more_candidates_than_are_looked_at_are_left_to_the_exact_head() -> None:
     rng = np.random.default_rng(1)
-    for count in (MOST, MOST + 1):
+    for count in (MAX_CANDIDATES, MAX_CANDIDATES + 1):
         rows = np.concatenate(
             [gaussian(rng, 1, 64) + gaussian(rng, count, 64) * np.float32(1e-3), gaussian(rng, 99, 64)]
         )
         near = Heads(rows).near(rows[:1].copy())
-        assert (certified(Head(rows, **quantized(rows).bounds), near) is None) == (count > MOST)
+        assert (certify_argmax(OutputHead(rows, **quantized(rows).bounds), near) is None) == (count > MAX_CANDIDATES)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2])
@@ -233,10 +240,10 @@ def test_ties_are_not_certain() -> None:
 def test_what_is_not_finite_is_not_certain(value: float) -> None:
     heads, hidden = Heads(gaussian(np.random.default_rng(4), 50, 16)), np.ones((2, 16), dtype=np.float32)
     hidden[1, 3] = value
-    assert certified(heads.head, heads.near(hidden)) is None
+    assert certify_argmax(heads.head, heads.near(hidden)) is None
     near = heads.near(np.ones((2, 16), dtype=np.float32))
     near.logits[0, 0, 0, 5] = np.abs(value)
-    assert certified(heads.head, near) is None, "nor is it where the near logits are broken"
+    assert certify_argmax(heads.head, near) is None, "nor is it where the near logits are broken"
 
 
 def underrated(width: int = 64) -> tuple[Heads, np.ndarray]:
@@ -287,7 +294,7 @@ def test_the_bias_decides_and_forgetting_it_is_caught(monkeypatch) -> None:
     small = Heads(rows, gaussian(rng, 300) * np.float32(0.1))
     hidden = gaussian(rng, 50, 64)
     assert check(small, hidden) is not None
-    monkeypatch.setattr(Head, "logits", lambda head, tokens, products: products)
+    monkeypatch.setattr(OutputHead, "logits", lambda head, tokens, products: products)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check(small, hidden)
 
@@ -298,7 +305,7 @@ def test_a_bound_that_forgets_how_large_a_bias_is_is_caught(monkeypatch) -> None
     rows = gaussian(rng, 1, 16) + gaussian(rng, 200, 16) * np.float32(1e-5)
     bias, hidden = np.full(200, 1e3, np.float32), gaussian(rng, 1, 16)
     assert check(Heads(rows, bias), hidden) is None
-    monkeypatch.setattr(Head, "largest_bias", 0.0)
+    monkeypatch.setattr(OutputHead, "largest_bias", 0.0)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check(Heads(rows, bias), hidden)
 
@@ -321,7 +328,7 @@ def test_a_runtime_that_counts_wrongly_is_noticed() -> None:
     heads, hidden = Heads(gaussian(rng, 300, 32)), gaussian(rng, 1, 32)
     near = heads.near(hidden)
     near.logits[0, 0, 0, 123] = near.logits.max() + 10
-    assert certified(heads.head, near) is None
+    assert certify_argmax(heads.head, near) is None
 
 
 # The quantised head
@@ -401,7 +408,7 @@ def own(shortlisted) -> OrtNumpy:
 
 
 def test_an_export_has_a_third_graph_only_if_it_is_asked_for(tiny_t5, kind: str, shortlisted, tmp_path: Path) -> None:
-    without = export_t5(tiny_t5(kind), tmp_path / "without", external_threshold_bytes=0)
+    without = export_model(tiny_t5(kind), tmp_path / "without", external_threshold_bytes=0)
     manifest = read_manifest(shortlisted(kind))
     assert SHORTLIST not in without.files and without.shortlist == {}
     assert manifest.files.keys() - without.files.keys() == {SHORTLIST}
@@ -442,15 +449,17 @@ def test_the_rows_are_those_of_the_model_and_mapped_once(tiny_t5, opened, kind: 
 
 def test_asked_again_it_is_kept_and_otherwise_it_is_another(tiny_t5, tmp_path: Path) -> None:
     folder = tmp_path / "export"
-    first = export_t5(tiny_t5(), folder, shortlist=True)
+    first = export_model(tiny_t5(), folder, shortlist=True)
     written = (folder / SHORTLIST).stat().st_mtime_ns
-    assert export_t5(tiny_t5(), folder, shortlist=True) == first and (folder / SHORTLIST).stat().st_mtime_ns == written
+    assert (
+        export_model(tiny_t5(), folder, shortlist=True) == first and (folder / SHORTLIST).stat().st_mtime_ns == written
+    )
     with pytest.raises(ExportError, match="another export"):
-        export_t5(tiny_t5(), folder, external_threshold_bytes=0)
-    assert SHORTLIST not in export_t5(tiny_t5(), folder, external_threshold_bytes=0, overwrite=True).files
-    assert SHORTLIST in export_t5(tiny_t5(), folder, shortlist=True, overwrite=True).files
+        export_model(tiny_t5(), folder, external_threshold_bytes=0)
+    assert SHORTLIST not in export_model(tiny_t5(), folder, external_threshold_bytes=0, overwrite=True).files
+    assert SHORTLIST in export_model(tiny_t5(), folder, shortlist=True, overwrite=True).files
     with pytest.raises(InputError, match="shortlist is 'yes'"):
-        export_t5(tiny_t5(), tmp_path / "other", shortlist="yes")
+        export_model(tiny_t5(), tmp_path / "other", shortlist="yes")
     assert not (tmp_path / "other").exists()
 
 
@@ -555,10 +564,10 @@ def test_any_program_of_both_kinds_of_steps(opened, runtime, padded_batch, progr
             if name == "step":
                 np.testing.assert_array_equal(backends[0].step(states[0], new), logits)
             else:
-                forbidden = likeliest(logits[:, :, -1]).item(0) if forbidden == 250 else forbidden
+                forbidden = argmax_tokens(logits[:, :, -1]).item(0) if forbidden == 250 else forbidden
                 tokens = backends[0].next_tokens(states[0], new, forbidden=forbidden)
                 assert tokens.dtype == np.int64 and tokens.shape == (batch, rows)
-                np.testing.assert_array_equal(tokens, likeliest(logits[:, :, -1], forbidden))
+                np.testing.assert_array_equal(tokens, argmax_tokens(logits[:, :, -1], forbidden))
             continue
         argument = {
             "trim": rng.integers(0, last + 1, (batch, rows)), "reorder": rng.integers(0, rows, (batch, rows)),
@@ -598,7 +607,7 @@ def steps_of(backend: OrtNumpy, batch: Any, rows: int, count: int = 1) -> int:
 
 def test_large_batches_take_the_exact_head_at_once(own, padded_batch) -> None:
     single = [array[:1] for array in padded_batch]
-    most = shortlist.MOST_ROWS
+    most = shortlist.MAX_ROWS
     assert steps_of(own, single, most) == 1 and steps_of(own, single, most + 1) == 0
 
 
@@ -631,7 +640,7 @@ HARD: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied"])
 def test_heads_that_are_hard_to_certify(tiny_t5, padded_batch, tmp_path: Path, kind: str, hard: str) -> None:
     model = with_head(tiny_t5(kind), HARD[hard])
-    export_t5(model, tmp_path / "hard", shortlist=True)
+    export_model(model, tmp_path / "hard", shortlist=True)
     near, exact = (OrtNumpy(tmp_path / "hard", settings=settings_) for settings_ in (ONE_THREAD, WITHOUT))
     options = dict(max_new_tokens=12, min_new_tokens=12)
     tokens = greedy(near, *padded_batch, **options).sequences
@@ -647,7 +656,7 @@ def test_hidden_states_that_are_not_finite(tiny_t5, padded_batch, tmp_path: Path
     model = copy.deepcopy(tiny_t5("gated-untied"))
     with torch.no_grad():
         model.decoder.final_layer_norm.weight[3] = value
-    export_t5(model, tmp_path / "broken", shortlist=True)
+    export_model(model, tmp_path / "broken", shortlist=True)
     near, exact = (OrtNumpy(tmp_path / "broken", settings=settings_) for settings_ in (ONE_THREAD, WITHOUT))
     tokens = [greedy(backend, *padded_batch, max_new_tokens=5).sequences for backend in (near, exact)]
     np.testing.assert_array_equal(*tokens)
@@ -655,7 +664,7 @@ def test_hidden_states_that_are_not_finite(tiny_t5, padded_batch, tmp_path: Path
 
 
 def test_it_is_given_up_where_it_fails_too_often(own, padded_batch, monkeypatch) -> None:
-    monkeypatch.setattr(shortlist, "certified", lambda *_: None)
+    monkeypatch.setattr(shortlist, "certify_argmax", lambda *_: None)
     single = [array[:1] for array in padded_batch]
     tried = steps_of(own, single, 1, count=60)
     assert tried == own.shortlist.fallbacks < 30
@@ -664,7 +673,7 @@ def test_it_is_given_up_where_it_fails_too_often(own, padded_batch, monkeypatch)
 
 def test_seldom_failing_is_no_reason(own, padded_batch, monkeypatch) -> None:
     answers = iter([*[None] * 16, *[np.array([5])] * 100])
-    monkeypatch.setattr(shortlist, "certified", lambda *_: next(answers))
+    monkeypatch.setattr(shortlist, "certify_argmax", lambda *_: next(answers))
     assert steps_of(own, [array[:1] for array in padded_batch], 1, count=100) == 100
 
 
@@ -694,7 +703,7 @@ def test_the_encoder_cache_passes_it_on(own, padded_batch) -> None:
 @pytest.mark.parametrize("runs", [0, 1])
 def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeypatch, runs: int) -> None:
     """The first run, of near logits, or the second, of exact ones."""
-    monkeypatch.setattr(shortlist, "certified", lambda *_: None)
+    monkeypatch.setattr(shortlist, "certify_argmax", lambda *_: None)
     state, left = own.start(own.encode(*padded_batch)), [runs]
 
     def fail(run: Callable[..., Any], *arguments: Any) -> Any:

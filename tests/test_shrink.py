@@ -19,7 +19,7 @@ from test_narrow import SIZES, generated, narrowed
 
 from t5accel.distillation.student import layer_map, shrink_decoder
 from t5accel.errors import InputError, NotT5Error
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.pruned import widths
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_varied
@@ -108,7 +108,7 @@ def test_a_student_is_an_ordinary_checkpoint(tiny_t5, padded_batch, tmp_path: Pa
     student = shrink_decoder(tiny_t5(kind), [2])
     student.save_pretrained(tmp_path)
     expected = teacher_forced(student, *padded_batch, NEW)
-    loaded, tokenizer = load_t5(tmp_path)
+    loaded, tokenizer = load_model(tmp_path)
     assert tokenizer is None and T5Dims.of(loaded) == T5Dims.of(student)
     for model in (type(student).from_pretrained(tmp_path).eval(), loaded):
         np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), expected)
@@ -123,7 +123,7 @@ def test_a_student_is_an_ordinary_checkpoint(tiny_t5, padded_batch, tmp_path: Pa
 def test_narrow_models_are_shrunk_too(tiny_t5, padded_batch, tmp_path: Path, kind: str) -> None:
     made = narrowed(tiny_t5(kind))
     made.save_pretrained(tmp_path / "whole")
-    for at, teacher in enumerate((made, load_t5(tmp_path / "whole")[0])):
+    for at, teacher in enumerate((made, load_model(tmp_path / "whole")[0])):
         student = shrink_decoder(teacher, [1, 2])
         expected = teacher_forced(skipping(teacher, [1, 2]), *padded_batch, NEW)
         same_logits(teacher_forced(student, *padded_batch, NEW), expected)
@@ -131,7 +131,7 @@ def test_narrow_models_are_shrunk_too(tiny_t5, padded_batch, tmp_path: Path, kin
         assert widths(student) == sizes == student.config.layer_widths
         assert widths(teacher) == SIZES == teacher.config.layer_widths
         student.save_pretrained(tmp_path / str(at))
-        again, _ = load_t5(tmp_path / str(at))
+        again, _ = load_model(tmp_path / str(at))
         same_logits(teacher_forced(again, *padded_batch, NEW), expected)
         third = shrink_decoder(again, [0])
         assert widths(third)["decoder_ff"] == third.config.layer_widths["decoder_ff"] == [64]

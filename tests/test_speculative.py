@@ -24,9 +24,9 @@ from t5accel.decoding import speculation as draft_model
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import Sampling
-from t5accel.decoding.speculation import Guesser, accept, speculative
+from t5accel.decoding.speculation import DraftModel, accept_or_resample, speculative
 from t5accel.errors import InputError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -94,7 +94,7 @@ RUNS: list[dict[str, Any]] = [
 def test_equals_greedy_on_runtimes(tiny_t5, opened, kind: str, padded_batch, tmp_path, runtime: Any) -> None:
     backend, draft = opened(runtime, kind), TorchEager(noisy(tiny_t5(kind), 0.05))
     if runtime is not TorchEager:
-        export_t5(draft.model, tmp_path / "draft")
+        export_model(draft.model, tmp_path / "draft")
         draft = runtime(tmp_path / "draft", settings=ONE_THREAD)
     drafted = accepted = 0
     for options in RUNS:
@@ -137,14 +137,14 @@ def test_a_draft_that_is_not_in_step_is_noticed(monkeypatch, broken: str) -> Non
         return found
 
     check(Machine)
-    learn = Guesser.learn
+    learn = DraftModel.update
 
-    def without_what_it_lacks(self: Guesser, rows: Any, drafts: Any, found: Any) -> None:
+    def without_what_it_lacks(self: DraftModel, rows: Any, drafts: Any, found: Any) -> None:
         learn(self, rows, drafts, found)
         self._unread = [unread[-1:] for unread in self._unread]
 
     if broken == "lacks":
-        monkeypatch.setattr(Guesser, "learn", without_what_it_lacks)
+        monkeypatch.setattr(DraftModel, "update", without_what_it_lacks)
     with pytest.raises(AssertionError, match="the draft is the model itself"):
         check({"trim": NoTrim, "keep": NoKeep}.get(broken, Machine))
 
@@ -186,7 +186,7 @@ def test_a_draft_that_is_the_model_is_always_right() -> None:
 
 
 def accepts_all(draft: Any, theirs: Any, ours: Any, random: np.random.Generator) -> list[int]:
-    return [*draft, *accept([], [], ours[len(draft) :], random)]
+    return [*draft, *accept_or_resample([], [], ours[len(draft) :], random)]
 
 
 def replaces_from_p(draft: Any, theirs: Any, ours: Any, random: np.random.Generator) -> list[int]:
@@ -207,7 +207,7 @@ def accept_with(missing: Any, draft: Any, theirs: Any, ours: Any, random: np.ran
 
 def ignores_the_draft(draft: Any, theirs: Any, ours: Any, random: np.random.Generator) -> list[int]:
     uniform = [np.full(len(q), 1 / len(q)) for q in theirs]
-    return accept(draft, uniform, ours, random)
+    return accept_or_resample(draft, uniform, ours, random)
 
 
 RULES = {
@@ -219,7 +219,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_rule_is_caught(monkeypatch, rule: str) -> None:
 
-    monkeypatch.setattr(sys.modules["t5accel.decoding.speculation"], "accept", RULES[rule])
+    monkeypatch.setattr(sys.modules["t5accel.decoding.speculation"], "accept_or_resample", RULES[rule])
     assert excess(drawn(Sampling()).sequences, answer_odds(Chain(1), Sampling(), LENGTH)) > 20
 
 
@@ -227,9 +227,9 @@ def test_a_draft_without_the_penalty_is_still_exact_but_a_model_without_it_is_no
 
     odds = answer_odds(Chain(1), SAMPLINGS["penalty"], LENGTH)
     plain = lambda logits, histories, sampling: draft_model.probabilities(logits, None, Sampling())  # noqa: E731
-    monkeypatch.setattr(draft_model, "odds_after", plain)
+    monkeypatch.setattr(draft_model, "next_token_probs", plain)
     assert abs(excess(drawn(SAMPLINGS["penalty"]).sequences, odds)) < 4
-    monkeypatch.setattr(sys.modules["t5accel.decoding.speculation"], "odds_after", plain)
+    monkeypatch.setattr(sys.modules["t5accel.decoding.speculation"], "next_token_probs", plain)
     assert excess(drawn(SAMPLINGS["penalty"]).sequences, odds) > 10
 
 
@@ -263,9 +263,9 @@ def test_draws_on_runtimes(tiny_t5, exported, padded_batch) -> None:
 def test_accept_never_takes_what_the_model_excludes() -> None:
     random = np.random.default_rng(0)
     p, q = np.array([0.0, 0.5, 0.5]), np.array([0.9, 0.1, 0.0])
-    seen = {tuple(accept([0, 1], [q, q], [p, p, p], random)) for _ in range(200)}
+    seen = {tuple(accept_or_resample([0, 1], [q, q], [p, p, p], random)) for _ in range(200)}
     assert seen <= {(1,), (2,)} and len(seen) == 2
-    assert accept([1], [p], [p, np.eye(3)[0]], random) == [1, 0], "equal distributions accept for sure"
+    assert accept_or_resample([1], [p], [p, np.eye(3)[0]], random) == [1, 0], "equal distributions accept for sure"
 
 
 # Bad input

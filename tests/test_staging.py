@@ -35,7 +35,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, T5AccelError
 from t5accel.graphs.atomic_write import locked
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import Manifest, read_manifest, write_manifest
 from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims
@@ -67,7 +67,7 @@ def beside(folder: Path) -> set[str]:
 def original(tiny_t5, mini, tmp_path_factory) -> Path:
     """An export with every file that there may be. To be copied, not changed."""
     folder = tmp_path_factory.mktemp("original")
-    export_t5(tiny_t5(), folder, tokenizer=mini[1], name="tiny", external_threshold_bytes=0)
+    export_model(tiny_t5(), folder, tokenizer=mini[1], name="tiny", external_threshold_bytes=0)
     return folder
 
 
@@ -113,8 +113,8 @@ def test_the_manifest_tells_the_truth(tiny_t5, original: Path) -> None:
 
 
 def test_export_returns_what_can_be_read(tiny_t5, tmp_path: Path) -> None:
-    manifest = export_t5(tiny_t5(), tmp_path / "x")
-    assert manifest == read_manifest(tmp_path / "x") == export_t5(tiny_t5(), tmp_path / "x")
+    manifest = export_model(tiny_t5(), tmp_path / "x")
+    assert manifest == read_manifest(tmp_path / "x") == export_model(tiny_t5(), tmp_path / "x")
     assert manifest.source["name"] == "T5ForConditionalGeneration"
 
 
@@ -319,7 +319,7 @@ def test_the_same_model_is_kept(tiny_t5, mini, whole: Path) -> None:
     options = dict(external_threshold_bytes=0)
     for model in (tiny_t5(), copy.deepcopy(tiny_t5()), copy.deepcopy(tiny_t5()).double()):
         for more in ({}, dict(tokenizer=mini[1]), dict(overwrite=True), dict(name="another name")):
-            assert export_t5(model, whole, **options, **more) == read_manifest(whole)
+            assert export_model(model, whole, **options, **more) == read_manifest(whole)
     assert snapshot(whole) == before, "not a byte, a time or an inode has changed"
 
 
@@ -327,21 +327,21 @@ def test_the_same_model_is_kept(tiny_t5, mini, whole: Path) -> None:
 def test_the_same_model_with_more_wishes_is_not_the_same(tiny_t5, mini, tmp_path: Path, name: str) -> None:
     """What was asked for is there afterwards, or an error says that it is not."""
     more = dict(external_threshold_bytes=0) if name == WEIGHTS else dict(tokenizer=mini[1])
-    export_t5(tiny_t5(), tmp_path / "x")
+    export_model(tiny_t5(), tmp_path / "x")
     before = snapshot(tmp_path)
     with pytest.raises(ExportError, match=AGAIN):
-        export_t5(tiny_t5(), tmp_path / "x", **more)
+        export_model(tiny_t5(), tmp_path / "x", **more)
     assert snapshot(tmp_path) == before
-    assert name in export_t5(tiny_t5(), tmp_path / "x", overwrite=True, **more).files
+    assert name in export_model(tiny_t5(), tmp_path / "x", overwrite=True, **more).files
 
 
 def test_another_model_needs_to_be_told(tiny_t5, whole: Path, padded_batch) -> None:
     before = snapshot(whole)
     for other in (tiny_t5(seed=2), tiny_t5("gated-untied"), tiny_t5(eos_token_id=9)):
         with pytest.raises(ExportError, match=AGAIN):
-            export_t5(other, whole)
+            export_model(other, whole)
     assert snapshot(whole) == before
-    manifest = export_t5(tiny_t5(seed=2), whole, overwrite=True)
+    manifest = export_model(tiny_t5(seed=2), whole, overwrite=True)
     assert manifest.source["sha256"] != json.loads(before[MANIFEST][0])["source"]["sha256"]
     assert beside(whole) == {ENCODER, DECODER, MANIFEST, "config.json", "generation_config.json"}, "nothing old stays"
     assert beside(whole.parent) == {"whole"}
@@ -370,9 +370,9 @@ def test_a_damaged_export_is_replaced_when_told(tiny_t5, mini, whole, name: str,
     damage(whole / name)
     before = snapshot(whole)
     with pytest.raises(ExportError, match=AGAIN):
-        export_t5(tiny_t5(), whole, tokenizer=mini[1], external_threshold_bytes=0)
+        export_model(tiny_t5(), whole, tokenizer=mini[1], external_threshold_bytes=0)
     assert snapshot(whole) == before
-    export_t5(tiny_t5(), whole, tokenizer=mini[1], external_threshold_bytes=0, overwrite=True)
+    export_model(tiny_t5(), whole, tokenizer=mini[1], external_threshold_bytes=0, overwrite=True)
     assert read_manifest(whole).files.keys() >= set(FILES) and beside(whole.parent) == {"whole"}
 
 
@@ -409,7 +409,7 @@ def test_what_is_not_ours_is_never_replaced(tiny_t5, whole: Path, make: Callable
     make(whole)
     before = snapshot(whole)
     with pytest.raises(ExportError, match="another folder"):
-        export_t5(tiny_t5(seed=2), whole, overwrite=overwrite)
+        export_model(tiny_t5(seed=2), whole, overwrite=overwrite)
     assert snapshot(whole) == before and beside(whole.parent) == {"whole"}
 
 
@@ -450,13 +450,13 @@ def test_a_failure_half_way_changes_nothing(
     failing = Failing(getattr(owner, name), call, error)
     monkeypatch.setattr(owner, name, failing)
     with pytest.raises(ExportError if error is FULL else type(error)) as caught:
-        export_t5(tiny_t5(seed=2), target, overwrite=True)
+        export_model(tiny_t5(seed=2), target, overwrite=True)
     assert failing.calls >= call, "it should have happened"
     if error is FULL:
         assert "No space left on device" in str(caught.value) and str(target) in str(caught.value)
     monkeypatch.undo()
     assert snapshot(target) == before and beside(whole.parent) == {"whole"}
-    export_t5(tiny_t5(seed=2), target, overwrite=True)
+    export_model(tiny_t5(seed=2), target, overwrite=True)
     read_manifest(target)
 
 
@@ -467,7 +467,7 @@ def test_a_flush_that_folders_do_not_know_is_no_failure(tiny_t5, tmp_path: Path,
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert export_t5(tiny_t5(), tmp_path / "x") == read_manifest(tmp_path / "x")
+    assert export_model(tiny_t5(), tmp_path / "x") == read_manifest(tmp_path / "x")
 
 
 def test_the_tokenizers_own_errors(tiny_t5, tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_the_tokenizers_own_errors(tiny_t5, tmp_path: Path) -> None:
             raise self.error
 
     with pytest.raises(ExportError, match="tokenizer.*os error 27"):
-        export_t5(tiny_t5(), tmp_path / "x", tokenizer=Tokenizer())
+        export_model(tiny_t5(), tmp_path / "x", tokenizer=Tokenizer())
     assert not beside(tmp_path)
 
 
@@ -501,10 +501,10 @@ def test_remnants_are_cleared_and_those_of_living_neighbours_are_not(tiny_t5, tm
             for folder in [*ours, *dead, *living, *strangers, pushed_aside]:
                 folder.mkdir(exist_ok=True)
                 (folder / ENCODER).write_bytes(b"cut sho")
-            export_t5(tiny_t5(seed=2 if options else 1), tmp_path / "model", **options)
+            export_model(tiny_t5(seed=2 if options else 1), tmp_path / "model", **options)
             assert beside(tmp_path) == {"model", "replaced", *(folder.name for folder in living + strangers)}
             assert all((folder / ENCODER).exists() for folder in [*living, *strangers, tmp_path / "replaced"])
-    export_t5(tiny_t5(seed=2), tmp_path / "model")
+    export_model(tiny_t5(seed=2), tmp_path / "model")
     assert beside(tmp_path) == {"model", "replaced", *(folder.name for folder in strangers)}, "they are dead now"
 
 
@@ -523,10 +523,10 @@ def test_what_a_killed_process_left_goes_with_the_next_export_beside_it(tiny_t5,
     command = [sys.executable, "-c", WRITING, str(tmp_path / "other")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         remnant = Path(process.stdout.readline().strip())
-        export_t5(tiny_t5(), tmp_path / "model")
+        export_model(tiny_t5(), tmp_path / "model")
         assert (remnant / "graph").read_bytes() == b"cut sho", "its process lives"
         process.kill()
-    export_t5(tiny_t5(), tmp_path / "second")
+    export_model(tiny_t5(), tmp_path / "second")
     assert not remnant.exists() and beside(tmp_path) == {"model", "second"}
 
 
@@ -540,16 +540,16 @@ def test_any_name_will_do(tiny_t5, tmp_path: Path, monkeypatch, name: str) -> No
         remnant.mkdir()
     monkeypatch.chdir(tmp_path)
     for target in (name, tmp_path / name, f"{tmp_path}/{name}/", f"./{name}"):
-        manifest = export_t5(tiny_t5(), target, external_threshold_bytes=0)
+        manifest = export_model(tiny_t5(), target, external_threshold_bytes=0)
     assert manifest == read_manifest(name) and not remnant.exists()
-    export_t5(tiny_t5(seed=2), name, overwrite=True)
+    export_model(tiny_t5(seed=2), name, overwrite=True)
     OrtNumpy(name)
     assert beside((tmp_path / name).parent) == {Path(name).name}
 
 
 def test_an_empty_folder_is_filled(tiny_t5, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    export_t5(tiny_t5(), tmp_path / "empty")
+    export_model(tiny_t5(), tmp_path / "empty")
     assert read_manifest(tmp_path / "empty") and beside(tmp_path) == {"empty"}
 
 
@@ -557,8 +557,8 @@ def test_links_stay_links(tiny_t5, whole: Path) -> None:
     link, dangling = whole.parent / "link", whole.parent / "dangling"
     link.symlink_to(whole)
     dangling.symlink_to(whole.parent / "later")
-    export_t5(tiny_t5(seed=2), link, overwrite=True)
-    manifest = export_t5(tiny_t5(seed=2), dangling)
+    export_model(tiny_t5(seed=2), link, overwrite=True)
+    manifest = export_model(tiny_t5(seed=2), dangling)
     assert link.is_symlink() and dangling.is_symlink()
     assert read_manifest(whole) == read_manifest(link) == manifest == read_manifest(whole.parent / "later")
     assert beside(whole.parent) == {"whole", "link", "dangling", "later"}
@@ -572,7 +572,7 @@ def test_the_working_folder_is_not_pulled_away(tiny_t5, tmp_path: Path, monkeypa
     monkeypatch.chdir(working)
     for name in (target, "." if where == "here" else ".."):
         with pytest.raises(ExportError, match="another folder"):
-            export_t5(tiny_t5(), name, overwrite=True)
+            export_model(tiny_t5(), name, overwrite=True)
     assert Path.cwd() == working and beside(tmp_path) == {"x"}
 
 
@@ -608,14 +608,14 @@ def test_where_nothing_can_be_written(tiny_t5, tmp_path: Path, make: Any, match:
     target = make(tmp_path)
     before = snapshot(tmp_path)
     with pytest.raises(ExportError, match=f"(?i){match}"):
-        export_t5(tiny_t5(), target, overwrite=overwrite)
+        export_model(tiny_t5(), target, overwrite=overwrite)
     assert {name for name in snapshot(tmp_path) if not name.endswith(".lock")} == before.keys()
 
 
 @pytest.mark.parametrize("folder", [None, 5, "", b"x", "x\0y", "\ud800", ["x"]], ids=repr)
 def test_what_is_no_path(tiny_t5, tmp_path: Path, monkeypatch, folder: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    for use in (partial(export_t5, tiny_t5()), read_manifest):
+    for use in (partial(export_model, tiny_t5()), read_manifest):
         with pytest.raises(InputError, match="folder"):
             use(folder)
     assert not list(tmp_path.iterdir())
@@ -714,7 +714,7 @@ def export_and_die(folder: Path, last: int, say: Callable[[Any], None]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    export_t5(model, folder, overwrite=True)
+    export_model(model, folder, overwrite=True)
     say(changes)
 
 
@@ -722,8 +722,8 @@ def export_and_die(folder: Path, last: int, say: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
 def test_killed_before_any_change_the_old_or_the_new_export_is_there(small, tmp_path: Path, every: bool) -> None:
     old, target = tmp_path / "old", tmp_path / "here" / "model"
-    before, template = export_t5(small(1), old), snapshot(old)
-    after = export_t5(small(2), tmp_path / "new")
+    before, template = export_model(small(1), old), snapshot(old)
+    after = export_model(small(2), tmp_path / "new")
     shutil.copytree(old, target)
     changes = Child(export_and_die, target, 0).last_word()
     assert read_manifest(target) == after and len(changes) > 12
@@ -740,7 +740,7 @@ def test_killed_before_any_change_the_old_or_the_new_export_is_there(small, tmp_
             }
         else:
             assert read_manifest(target) == after if last > there else not target.exists()
-        again = export_t5(small(2), target, overwrite=True)
+        again = export_model(small(2), target, overwrite=True)
         assert again == after and beside(target.parent) == {"model"}, "the next one clears up, and the lock is free"
 
 
@@ -757,7 +757,7 @@ def export_and_count(folder: Path, seed: int, barrier: Any, marker: Path, say: C
     Path.write_bytes = write_bytes
     barrier.wait(60)
     try:
-        say(export_t5(model, folder))
+        say(export_model(model, folder))
     except T5AccelError as error:
         say(f"{type(error).__name__}: {error}")
 
@@ -794,18 +794,18 @@ def test_processes_that_export_different_models_do_not_mix_them(tmp_path: Path) 
 
 
 def export_to_a_full_disk(folder: Path, say: Callable[[Any], None]) -> None:
-    from t5accel.models.load import load_t5
+    from t5accel.models.load import load_model
 
-    model, tokenizer, answers = random_t5(SMALL, seed=1), load_t5("mini")[1], []
+    model, tokenizer, answers = random_t5(SMALL, seed=1), load_model("mini")[1], []
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    export_t5(model, folder / "fits", tokenizer=tokenizer)
+    export_model(model, folder / "fits", tokenizer=tokenizer)
     sizes = {path.name: path.stat().st_size for path in (folder / "fits").iterdir()}
     assert sizes["tokenizer.json"] > max(sizes[ENCODER], sizes[DECODER]) + 100
     for limit in (1, sizes[ENCODER] - 1, sizes[DECODER] - 1, sizes[DECODER] + 100):
         for threshold in (10**9, 0):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             try:
-                export_t5(model, folder / "x", tokenizer=tokenizer, external_threshold_bytes=threshold)
+                export_model(model, folder / "x", tokenizer=tokenizer, external_threshold_bytes=threshold)
                 answers.append("written")
             except Exception as error:
                 answers.append(f"{type(error).__name__}: {error} {sorted(beside(folder))}")
@@ -824,7 +824,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
 
 def export_without_permission(folder: Path, say: Callable[[Any], None]) -> None:
     model, answers = random_t5(SMALL, seed=1), []
-    export_t5(model, folder / "warm")  # imports everything, for soon nothing can be read any more
+    export_model(model, folder / "warm")  # imports everything, for soon nothing can be read any more
     for name in ("unreadable", "closed"):
         shutil.copytree(folder / "warm", folder / name)
     (folder / "unreadable" / MANIFEST).chmod(0)
@@ -833,10 +833,10 @@ def export_without_permission(folder: Path, say: Callable[[Any], None]) -> None:
     if os.geteuid() == 0:
         os.seteuid(65534)  # nobody
     for attempt in (
-        lambda: export_t5(model, folder / "x"),
-        lambda: export_t5(model, folder / "x" / "y"),
-        lambda: export_t5(model, folder / "warm", overwrite=True),
-        lambda: export_t5(model, folder / "closed", overwrite=True),
+        lambda: export_model(model, folder / "x"),
+        lambda: export_model(model, folder / "x" / "y"),
+        lambda: export_model(model, folder / "warm", overwrite=True),
+        lambda: export_model(model, folder / "closed", overwrite=True),
         lambda: read_manifest(folder / "unreadable"),
         lambda: read_manifest(folder / "closed"),
         lambda: read_manifest(folder / "warm"),

@@ -21,7 +21,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.token_constraints import special_tokens
 from t5accel.errors import InputError
 from t5accel.models.random_init import random_model, random_t5
@@ -77,7 +77,9 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
             if options is languages[0]:
                 assert texts(reference(served, ids, mask, num_beams=beams, **options), end) == expected
     expected = texts(reference(model, ids, mask), end)
-    assert len(set(map(len, expected))) > 1 and texts(lookup(backend, ids, mask, **same).sequences, end) == expected
+    assert (
+        len(set(map(len, expected))) > 1 and texts(prompt_lookup(backend, ids, mask, **same).sequences, end) == expected
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,7 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import Sampling, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream, stream_text
@@ -28,7 +28,7 @@ ONE_THREAD = SessionSettings(threads=1)
 ALGORITHMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "greedy": (greedy, {}),
     "sample": (sample, dict(seed=3, temperature=1.5, num_return_sequences=2)),
-    "lookup": (lookup, dict(max_ngram=2)),
+    "prompt_lookup": (prompt_lookup, dict(max_ngram=2)),
     "speculative": (speculative, dict(draft=Machine(seed=1, ends=0.1), max_draft=5)),
 }
 
@@ -65,7 +65,7 @@ def test_put_together_it_is_the_whole(name: str, seed: int, batch: int, longest:
     assert whole.sequences[:, given_tokens:].tolist() == padded
 
 
-@pytest.mark.parametrize("name", ["greedy", "sample", "lookup", "speculative"])
+@pytest.mark.parametrize("name", ["greedy", "sample", "prompt_lookup", "speculative"])
 def test_on_runtimes(tiny_t5, exported, padded_batch, name: str) -> None:
     backend = OrtNumpy(exported(), settings=ONE_THREAD)
     algorithm = ALGORITHMS[name][0]
@@ -100,11 +100,11 @@ def test_bad_options_are_refused_at_once() -> None:
     call = partial(stream, Machine(), [[3]])
     refused(call, "algorithm", "beam", "beam_search", match="Beam search")
     refused(call, "algorithm", "nucleus", None, ["greedy"])
-    refused(call, "algorithm", "nucleus", match="greedy, sample, lookup, speculative")
+    refused(call, "algorithm", "nucleus", match="greedy, sample, prompt_lookup, speculative")
     refused(call, "algorithm", "speculative", match="missing .*draft")
     refused(call, "num_beams", 4, match="greedy: .*num_beams.*It takes input_ids, attention_mask, max_new_tokens")
     refused(call, "max_new_tokens", 0)
-    for algorithm, option, value in (("sample", "heat", 3), ("lookup", "max_ngram", 0), ("sample", "seed", -1)):
+    for algorithm, option, value in (("sample", "heat", 3), ("prompt_lookup", "max_ngram", 0), ("sample", "seed", -1)):
         refused(partial(call, algorithm=algorithm), option, value)
 
 
@@ -163,7 +163,7 @@ def test_nothing_but_an_end_is_no_text() -> None:
     assert list(stream_text(Characters(), [])) == []
 
 
-@pytest.mark.parametrize("algorithm", ["greedy", "lookup"])
+@pytest.mark.parametrize("algorithm", ["greedy", "prompt_lookup"])
 def test_the_bundled_model_speaks_word_by_word(exported_mini, mini, algorithm: str) -> None:
     backend = OrtNumpy(exported_mini, settings=ONE_THREAD)
     for tokenizer in (TokenizerFile(exported_mini), mini[1]):
@@ -175,7 +175,7 @@ def test_the_bundled_model_speaks_word_by_word(exported_mini, mini, algorithm: s
             pieces = list(stream_text(tokenizer, chunks))
             (expected,) = tokenizer.batch_decode(whole.sequences, skip_special_tokens=True)
             assert "".join(pieces) == expected and len(pieces) > 3
-            assert " " not in pieces[0].strip() or algorithm == "lookup"
+            assert " " not in pieces[0].strip() or algorithm == "prompt_lookup"
 
 
 def test_no_chunks_of_one_source() -> None:

@@ -17,7 +17,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
-from t5accel.models.load import BUNDLED, data_folder, load_t5
+from t5accel.models.load import BUNDLED, data_folder, load_model
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_varied
 from t5accel.tokenization import text_to_text
@@ -50,7 +50,7 @@ def test_it_is_small_and_of_its_recorded_shape(name: str) -> None:
     assert (folder / "model.safetensors").stat().st_size <= 20e6
     file, model = RECORDED[name]
     (kept,) = chosen(recorded(file)["rows"], measured="size", model=model)
-    dims = T5Dims.of(load_t5(name)[0])
+    dims = T5Dims.of(load_model(name)[0])
     assert kept["bundled"] == name
     assert (dims.encoder_layers, dims.decoder_layers) == (6, 1)
     assert {key: list(value) if isinstance(value, tuple) else value for key, value in vars(dims).items()} == kept[
@@ -59,7 +59,7 @@ def test_it_is_small_and_of_its_recorded_shape(name: str) -> None:
 
 
 def test_the_pruned_one_is_narrower_than_what_it_was_pruned_from() -> None:
-    whole, narrow = (T5Dims.of(load_t5(name)[0]) for name in ("mini-d1", "mini-d1p"))
+    whole, narrow = (T5Dims.of(load_model(name)[0]) for name in ("mini-d1", "mini-d1p"))
     for kind in ("encoder_heads", "decoder_heads", "cross_heads", "encoder_ff", "decoder_ff"):
         sizes = list(zip(getattr(narrow, kind), getattr(whole, kind), strict=True))
         assert all(0 < small <= large for small, large in sizes), kind
@@ -68,7 +68,7 @@ def test_the_pruned_one_is_narrower_than_what_it_was_pruned_from() -> None:
 
 def test_transformers_alone_loads_the_distilled_one() -> None:
     model = T5ForConditionalGeneration.from_pretrained(data_folder() / BUNDLED["mini-d1"], dtype=torch.float32).eval()
-    ours, tokenizer = load_t5("mini-d1")
+    ours, tokenizer = load_model("mini-d1")
     theirs = dict(model.named_parameters())
     assert all(torch.equal(weight, theirs[key]) for key, weight in ours.named_parameters())
     assert AutoTokenizer.from_pretrained(data_folder() / BUNDLED["mini-d1"]).get_vocab() == tokenizer.get_vocab()
@@ -76,14 +76,14 @@ def test_transformers_alone_loads_the_distilled_one() -> None:
 
 @each_student
 def test_it_reads_and_writes_its_teachers_tokens(name: str) -> None:
-    (_, own), (_, teachers) = load_t5(name), load_t5("mini")
+    (_, own), (_, teachers) = load_model(name), load_model("mini")
     assert own(SENTENCES)["input_ids"] == teachers(SENTENCES)["input_ids"]
 
 
 @each_student
 @pytest.mark.long
 def test_recorded_quality_is_what_one_gets(name: str) -> None:
-    model, tokenizer = load_t5(name)
+    model, tokenizer = load_model(name)
     backend, kept = TorchEager(model), row_of(name)
     generate = text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=64).sequences)
     report = quality.evaluate(generate, names=["translation", "questions"])
@@ -102,7 +102,7 @@ def test_the_distilled_one_keeps_nine_tenths_of_its_teacher_s_scores_and_its_car
 
 @each_student
 def test_the_export_gives_its_checkpoints_tokens(name: str) -> None:
-    model, tokenizer = load_t5(name)
+    model, tokenizer = load_model(name)
     inputs = tokenizer(SENTENCES, return_tensors="np", padding=True)
     both = [
         greedy(backend, inputs["input_ids"], inputs["attention_mask"], max_new_tokens=24).sequences

@@ -21,9 +21,9 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
 from t5accel.backends.torch_static_model import LONGEST_RUN
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.greedy_search import AT_ONCE, greedy
-from t5accel.decoding.prompt_lookup import lookup
-from t5accel.parity import assert_varied, parity
+from t5accel.decoding.greedy_search import STEPS_PER_SYNC, greedy
+from t5accel.decoding.ngram_lookup import prompt_lookup
+from t5accel.parity import assert_close, assert_varied
 
 SMALL = (8, 16, 32)
 
@@ -47,7 +47,7 @@ def test_what_lies_beyond_a_row_is_never_read(tiny_t5, padded_batch) -> None:
     clean, dirty = backend.start(source), backend.start(source)
     with torch.inference_mode():
         dirty.slot.own.memory.fill_(1e4)
-    parity(backend.step(dirty, new), backend.step(clean, new), atol=ATOL)
+    assert_close(backend.step(dirty, new), backend.step(clean, new), atol=ATOL)
 
 
 # Greedy steps without the host
@@ -73,7 +73,7 @@ def test_greedy_looks_at_the_tokens_only_now_and_then(tiny_t5, padded_batch) -> 
     run = backend.run_greedy
     backend.run_greedy = lambda state, k, **options: (asked.append(k), run(state, k, **options))[1]
     found = greedy(backend, *padded_batch, min_new_tokens=40, max_new_tokens=40)
-    assert asked == [AT_ONCE, AT_ONCE, 40 - 1 - 2 * AT_ONCE] and found.decoder_calls == 40
+    assert asked == [STEPS_PER_SYNC, STEPS_PER_SYNC, 40 - 1 - 2 * STEPS_PER_SYNC] and found.decoder_calls == 40
 
 
 # What runs many steps without looking at the tokens in between.
@@ -94,7 +94,7 @@ def test_on_the_trained_model_rows_end_in_the_middle_of_a_run(mini, exported_min
     check_eager_tokens(RUNNING[name](model, exported_mini), model, batch, max_new_tokens=30)
 
 
-@pytest.mark.parametrize("search", [lookup, partial(beam_search, num_beams=3)], ids=["lookup", "beam"])
+@pytest.mark.parametrize("search", [prompt_lookup, partial(beam_search, num_beams=3)], ids=["lookup", "beam"])
 @pytest.mark.parametrize("name", RUNNING)
 def test_other_algorithms_run_on_it(tiny_t5, exported, padded_batch, name: str, search: Any) -> None:
     backend = RUNNING[name](tiny_t5(), exported())
@@ -138,7 +138,7 @@ def test_memory_is_used_again_when_a_state_is_gone_and_not_before(tiny_t5, padde
     gc.collect()
     third = backend.start(source)
     assert third.slot.own.memory.data_ptr() == addresses[1]
-    parity(backend.step(third, new), expected, atol=0)
+    assert_close(backend.step(third, new), expected, atol=0)
 
 
 def test_a_longer_answer_moves_to_a_larger_bucket_and_gives_the_smaller_back(tiny_t5, padded_batch) -> None:
@@ -199,7 +199,7 @@ def test_a_captured_encoder_gives_transformers_logits(tiny_t5, kind: str, padded
     new = rng.integers(3, 300, (6, 1, 4))
     for source, texts in zip(sources, (longer, (ids, mask)), strict=True):
         expected = teacher_forced(model, *texts, new[:, 0])
-        parity(backend.step(backend.start(source), new)[:, 0], expected, atol=ATOL)
+        assert_close(backend.step(backend.start(source), new)[:, 0], expected, atol=ATOL)
     backend.encode(rng.integers(3, 300, (6, 17)), np.ones((6, 17), dtype=int))
     assert [*backend._encoders] == [(6, 16), (6, 32)]
 

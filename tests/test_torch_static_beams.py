@@ -22,8 +22,8 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.backends.torch_static_beams import MOST_LOOPS, BeamLoop
 from t5accel.decoding import beam
 from t5accel.decoding.beam import beam_search, shrunk
-from t5accel.models.load import load_t5
-from t5accel.parity import parity
+from t5accel.models.load import load_model
+from t5accel.parity import assert_close
 
 __all__ = ["ending_t5"]  # the fixture
 
@@ -108,7 +108,7 @@ def test_equals_the_host_loop_whatever_is_asked(
     ids = rng.integers(3, 300, mask.shape) * mask
     expected, found = (beam_search(one, ids, mask, **options) for one in backends)
     np.testing.assert_array_equal(found.sequences, expected.sequences)
-    parity(found.scores, expected.scores, atol=1e-4, rtol=2e-6)
+    assert_close(found.scores, expected.scores, atol=1e-4, rtol=2e-6)
 
 
 def test_hardly_more_tokens_than_beams_are_left_to_the_host(tiny_t5) -> None:
@@ -198,7 +198,7 @@ def test_replayed_steps_find_the_same(ending_t5, padded_batch, with_replays) -> 
         found = beam_search(backend, *padded_batch, **options)
         captured.append(backend.captured)
         np.testing.assert_array_equal(found.sequences, expected.sequences)
-        parity(found.scores, expected.scores, atol=1e-4)
+        assert_close(found.scores, expected.scores, atol=1e-4)
     assert captured[0] == captured[1] > 1, "the second time all graphs are there"
 
 
@@ -233,7 +233,7 @@ def test_a_gpu_finds_what_transformers_finds(ending_t5, padded_batch, name: str,
 @pytest.mark.gpu
 @pytest.mark.parametrize("beams", [2, 4])
 def test_a_gpu_finds_what_transformers_finds_at_t5_smalls_size(beams: int) -> None:
-    model = load_t5("random:t5-small")[0]
+    model = load_model("random:t5-small")[0]
     ids = np.random.default_rng(beams).integers(3, 32000, (8, 20))
     options: dict[str, Any] = dict(num_beams=beams, max_new_tokens=40)
     on_gpu = torch.as_tensor(ids, device="cuda")

@@ -21,7 +21,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.backends.torch_static_sampling import _NUMBERS, draw, probabilities
 from t5accel.decoding import sampling as distribution
 from t5accel.decoding.sampling import Sampling, sample
-from t5accel.parity import assert_varied, parity
+from t5accel.parity import assert_close, assert_varied
 
 __all__ = ["host_is_not_asked", "with_replays"]  # fixtures
 
@@ -60,7 +60,7 @@ def test_the_distribution_is_the_hosts(
         logits = torch.from_numpy(logits).bfloat16().float().numpy()
     history = rng.integers(0, vocab_size, (3, 4)) if sampling.repetition_penalty != 1 else None
     expected = distribution.probabilities(logits, history, sampling)
-    parity(on_device(logits, history, sampling), expected, atol=1e-9)
+    assert_close(on_device(logits, history, sampling), expected, atol=1e-9)
     uniform = rng.random(3)
     found = draw(torch.from_numpy(expected), torch.from_numpy(uniform)[:, None])[:, 0]
     np.testing.assert_array_equal(found.numpy(), distribution.draw(expected, uniform))
@@ -181,5 +181,5 @@ def test_a_gpu_draws_the_same(tiny_t5, padded_batch, name: str) -> None:
     logits = np.random.default_rng(0).normal(size=(8, 32128)).astype(np.float32)
     history = np.arange(80).reshape(8, 10)
     expected_odds = distribution.probabilities(logits, history, sampling)
-    parity(on_device(logits, history if sampling.repetition_penalty != 1 else None, sampling, "cuda"), expected_odds,
+    assert_close(on_device(logits, history if sampling.repetition_penalty != 1 else None, sampling, "cuda"), expected_odds,
            atol=1e-6)  # fmt: skip

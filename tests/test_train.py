@@ -24,7 +24,7 @@ from t5accel.distillation.optimizer import (
     use_pooled_dropout,
 )
 from t5accel.errors import InputError, JobError
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
 from training.grow import grown
@@ -349,7 +349,7 @@ def test_from_a_file_of_pairs_to_a_model_that_loads_and_writes(tmp_path, pairs_f
     config = replace(TOY, steps=2, vocab_size=400)
     folder = reproduce(pairs_file, tmp_path / "out", config, held_out=10)
 
-    model, tokenizer = load_t5(folder)
+    model, tokenizer = load_model(folder)
     assert model.config.d_model == 16 and len(tokenizer) <= model.config.vocab_size == 400
     assert {str(v.dtype) for v in torch.load(tmp_path / "out" / "checkpoint.pt")["model"].values()} == {"torch.float32"}
     batch = tokenizer(TRANSLATE + PAIRS[0][0], return_tensors="pt")
@@ -410,7 +410,7 @@ def test_the_third_stage_has_a_vocabulary_of_its_own_and_goes_on_when_called_aga
     for _ in range(2):
         folder = reproduce(pairs_file, tmp_path / "out", config, stage=3, start=str(made_before), held_out=10)
         monkeypatch.setattr(training, "train_tokenizer", lambda *_: pytest.fail("a run keeps its vocabulary"))
-    model, made = load_t5(folder)
+    model, made = load_model(folder)
     assert seen == [(THIRD_CURRICULUM, TOY.num_layers + 2, TOY.num_layers, len(made))] * 2
     assert len(made) != len(tokenizer) and model.config.vocab_size == 420
 

@@ -18,10 +18,10 @@ TRANSLATE = """
 import sys
 from pathlib import Path
 import t5accel
-from t5accel import load_t5
+from t5accel import load_model
 
 assert Path(t5accel.__file__).resolve().is_relative_to(Path(sys.argv[1]).resolve()), t5accel.__file__
-model, tokenizer = load_t5("mini")
+model, tokenizer = load_model("mini")
 inputs = tokenizer("translate English to French: I am tired.", return_tensors="pt")
 tokens = model.generate(**inputs, max_new_tokens=24, num_beams=1, do_sample=False)
 print(tokenizer.decode(tokens[0], skip_special_tokens=True))

@@ -38,8 +38,8 @@ def grown(
     Raises:
         InputError: fewer layers than before, or a vocabulary that has no room for the new pieces.
 
-    >>> from t5accel.models.load import load_t5
-    >>> model, tokenizer = load_t5("mini")
+    >>> from t5accel.models.load import load_model
+    >>> model, tokenizer = load_model("mini")
     >>> grown(model, tokenizer, tokenizer, num_layers=8, vocab_size=9000).config.num_layers
     8
     """

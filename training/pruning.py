@@ -16,7 +16,7 @@ from bench.scoreboard import recorded_family
 from t5accel.distillation.importance import WAYS
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.pruning import PruneConfig, prune
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from training.curriculum import student_mixture
 from training.train import validation
 
@@ -57,7 +57,7 @@ def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
     folder = folder_of(run, out)
     if (folder / "model" / "config.json").is_file():
         return
-    (teacher, tokenizer), (model, _) = load_t5(WHOLE), load_t5(run.of)
+    (teacher, tokenizer), (model, _) = load_model(WHOLE), load_model(run.of)
     mixture, held_out = student_mixture(pairs)
     validate = validation(held_out, tokenizer)
     pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, validate=validate, device=device)

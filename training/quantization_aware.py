@@ -23,8 +23,8 @@ from bench.results import Row, write_rows
 from t5accel.distillation.batches import TaskBatch, steps_from
 from t5accel.distillation.optimizer import new_optimizers, optimiser_step
 from t5accel.errors import InputError
-from t5accel.graphs.export import export_t5
-from t5accel.models.load import load_t5
+from t5accel.graphs.export import export_model
+from t5accel.models.load import load_model
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.integers import in_blocks
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
@@ -177,7 +177,7 @@ def rows_of(trained: str, steps: int, model: Any, tokenizer: Any, recipe: Any) -
     score = text_quality()
     about = {"measured": "quality", "system": trained, "model": "mini", "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
-        export_t5(model, Path(folder) / "fp32", tokenizer=tokenizer)
+        export_model(model, Path(folder) / "fp32", tokenizer=tokenizer)
         quantize_export(Path(folder) / "fp32", Path(folder) / recipe.name, recipe)
         return [{**about, "precision": name, **score(Path(folder) / name)} for name in ("fp32", recipe.name)]
 
@@ -186,7 +186,7 @@ def train(rounding: Any, folder: Path, args: argparse.Namespace) -> None:
     """Fine-tune the bundled model, unless that is done already."""
     if (folder / "config.json").is_file():
         return
-    model, tokenizer = load_t5("mini")
+    model, tokenizer = load_model("mini")
     mixture = mini_mixture(split_pairs(read_pairs(args.pairs), 1000).train, FOURTH_CURRICULUM)
     # Steps that the model has not seen: the curriculum's last phase goes on.
     batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], 1, FOURTH_STAGE.steps)
@@ -218,10 +218,10 @@ def main() -> None:
         train(rounding, folder, args)
     if not args.json:
         return
-    _, tokenizer = load_t5("mini")
+    _, tokenizer = load_model("mini")
     rows: list[Row] = []
     for name, steps, where in (("not", 0, "mini"), *((name, args.steps, folder) for name, folder in folders.items())):
-        rows += rows_of(name, steps, load_t5(where)[0], tokenizer, recipe)
+        rows += rows_of(name, steps, load_model(where)[0], tokenizer, recipe)
         print(*rows[-2:], sep="\n")
     write_rows(
         args.json, rows, recipe=recipe.to_json(), learning_rate=args.learning_rate,

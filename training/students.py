@@ -19,7 +19,7 @@ from t5accel.decoding.beam import beam_search
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.student import DistillConfig, distill
 from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.tokenization import text_to_text
 from training.curriculum import sources, student_mixture
 from training.train import validation
@@ -52,7 +52,7 @@ def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
     folder = out / run.name.replace(", ", "-").replace(" ", "-")
     if (folder / "model" / "config.json").is_file():
         return
-    model, tokenizer = load_t5(TEACHER)
+    model, tokenizer = load_model(TEACHER)
     mixture, held_out = student_mixture(pairs)
     if run.config.loss == "sequence":
         file = out / "teacher.jsonl"

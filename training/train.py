@@ -35,7 +35,7 @@ from t5accel.distillation.optimizer import (
 )
 from t5accel.errors import InputError
 from t5accel.metrics import bleu, chrf
-from t5accel.models.load import load_pretrained, load_t5
+from t5accel.models.load import load_model, load_pretrained
 from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import (
     CONTEXT,
@@ -367,7 +367,7 @@ def reproduce(
     mixture = mini_mixture(split.train, curriculum)
     model = tokenizer = None
     if start is not None:
-        model, tokenizer = load_t5(start)
+        model, tokenizer = load_model(start)
         if tokenizer is None:
             raise InputError(f"{start} has no tokenizer; give the name or the folder of a trained model.")
     if stage in (1, 3):

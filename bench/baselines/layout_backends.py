@@ -21,7 +21,7 @@ from bench.baselines.layouts import Layout, read_layout
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.decoding.backend import Histories
-from t5accel.decoding.token_constraints import Rules
+from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
 from t5accel.graphs.export import source_hash, t5_weights
@@ -85,7 +85,7 @@ class RowBackend(ABC):
         self.dims, tokens = self.description.dims, self.description.tokens
         self.vocab_size, self.pad_token_id = self.dims.vocab_size, tokens["pad_token_id"]
         self.eos_token_id, self.decoder_start_token_id = tokens["eos_token_id"], tokens["decoder_start_token_id"]
-        self.rules = Rules.from_json(dict(self.description.rules))
+        self.rules = TokenConstraints.from_json(dict(self.description.rules))
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> RowSource:
         return RowSource(self._run_encoder(np.ascontiguousarray(input_ids), np.ascontiguousarray(attention_mask)))
@@ -288,10 +288,10 @@ class HybridOnnxT5(TorchEager):
         MissingPackageError: onnxruntime is not installed, or not the one for the device.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.models.load import load_model
     >>> from t5accel.decoding.greedy_search import greedy
     >>> from bench.baselines.layouts import export_layout
-    >>> model, _ = load_t5("mini")
+    >>> model, _ = load_model("mini")
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_layout(model, f"{folder}/mini", "onnxt5")
     ...     backend = HybridOnnxT5(f"{folder}/mini", model)

@@ -25,14 +25,14 @@ import onnx
 
 from bench.baselines.layout_graphs import LAYOUTS
 from t5accel.checks import as_count, check_file, read_json_object
-from t5accel.decoding.token_constraints import rules_of, special_tokens
+from t5accel.decoding.token_constraints import constraints_from_config, special_tokens
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export import source_hash, t5_weights
 from t5accel.graphs.export_folder import LARGEST_INSIDE, WeightsFile, as_target, is_occupied
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.sizes import T5Dims
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def export_layout(
     """Write the graphs of one of these layouts in fp32. The folder is there whole or not at all.
 
     Args:
-        model: a T5-like model, or a name that `checkpoints.load_t5` knows.
+        model: a T5-like model, or a name that `checkpoints.load_model` knows.
         folder: takes the graphs; made if it is missing, and must be empty if it is there.
         layout: ``"whole"``, ``"onnxt5"``, ``"fastt5"`` or ``"merged"``.
         external_threshold_bytes: the weights of a larger graph lie in a file beside it, of its own: no graph of these
@@ -100,7 +100,7 @@ def export_layout(
     name = type(model).__name__
     if isinstance(model, str | os.PathLike):
         name = os.fspath(model)
-        model, _ = load_t5(model)
+        model, _ = load_model(model)
     weights = t5_weights(model)
     # What is no T5 is noticed here, before anything is written.
     graphs = {file: build(weights) for file, build in LAYOUTS[layout].items()}
@@ -113,7 +113,7 @@ def export_layout(
                 _write(partial / file, graph, threshold)
             files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
             written = Layout(
-                layout, source, weights.dims, special_tokens(model), files, rules_of(model).to_json()
+                layout, source, weights.dims, special_tokens(model), files, constraints_from_config(model).to_json()
             )  # fmt: skip
             (partial / DESCRIPTION).write_text(json.dumps(asdict(written), indent=1) + "\n", encoding="utf-8")
     return written
@@ -190,7 +190,7 @@ class LayoutSizes:
 
 
 def layout_sizes(folder: str | os.PathLike[str]) -> LayoutSizes:
-    """Weigh the graphs in a folder, of any layout: those of `layouts.export_layout` and of `export.export_t5`.
+    """Weigh the graphs in a folder, of any layout: those of `layouts.export_layout` and of `export.export_model`.
 
     Weights are told by their names, which are transformers' (``decoder.block.0.…``). One that several graphs read from
     the same place of a file beside them is stored once.
@@ -220,7 +220,7 @@ def layout_sizes(folder: str | os.PathLike[str]) -> LayoutSizes:
     except Exception as error:  # what is no graph is an error of protobuf, which is not for us to import
         raise ExportError(f"The graphs in {folder} cannot be read: {error}") from error
     if not graphs:
-        raise ExportError(f"{folder} holds no graphs: write some with export_layout or export_t5.")
+        raise ExportError(f"{folder} holds no graphs: write some with export_layout or export_model.")
     stored: dict[tuple[str, str], tuple[str, int]] = {}  # by file and place in it: a weight's name and bytes
     for file, graph in graphs.items():
         for tensor in graph.initializer:

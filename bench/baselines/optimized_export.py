@@ -103,9 +103,9 @@ def optimize_export(
         InputError: another argument is wrong.
         MissingPackageError: the tool, or a package that it needs, is not installed.
 
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     optimize_export(f"{folder}/mini", f"{folder}/fused").optimized["contrib_operators"]
     ['SimplifiedLayerNormalization', 'com.microsoft.FusedMatMul']
     """

@@ -46,8 +46,8 @@ class TorchRecompute:
     Raises:
         InputError: the model's ``generation_config`` asks for what it does not apply.
 
-    >>> from t5accel.models.load import load_t5
-    >>> TorchRecompute(load_t5("random:t5-small")[0]).generate([[100, 200, 1]], new_tokens=5).shape
+    >>> from t5accel.models.load import load_model
+    >>> TorchRecompute(load_model("random:t5-small")[0]).generate([[100, 200, 1]], new_tokens=5).shape
     (1, 5)
     """
 
@@ -55,7 +55,7 @@ class TorchRecompute:
         self._encoder = TorchStatic(model)
         rules = self._encoder.rules
         rules.require_supported()
-        self._forbidden = rules.forbidden(rules.ends(self._encoder.eos_token_id))
+        self._forbidden = rules.suppressed(rules.eos_tokens(self._encoder.eos_token_id))
         self.model, self.decoder, self.device = model, self._encoder.decoder, self._encoder.device
         self.texts: dict[tuple[int, int, int], Texts] = {}
 

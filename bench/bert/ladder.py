@@ -34,7 +34,7 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError
 from t5accel.graphs.rewriting import count_nodes
 from t5accel.models.load import in_floats
-from t5accel.parity import ParityError, parity
+from t5accel.parity import ParityError, assert_close
 from t5accel.timing import Work
 
 if TYPE_CHECKING:
@@ -215,9 +215,9 @@ def speed_rows(
     def check(rung: Rung, logits: np.ndarray) -> None:
         found[rung.name], expected = logits, first.setdefault(rung.which, logits)
         if rung.exact:
-            parity(logits, expected, atol=atol)
+            assert_close(logits, expected, atol=atol)
         if rung.kind == "bound" and rung.on in found:
-            parity(logits, found[rung.on], atol=atol)
+            assert_close(logits, found[rung.on], atol=atol)
         error = errors[rung.name] = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
         if not error <= MOST_ERROR:  # NaN is not near either
             raise ParityError(f"The logits of {rung.name!r} are off by {error:.2f} of their norm.")

@@ -260,10 +260,10 @@ def way(model: str, precision: str) -> Way:
     """
     from t5accel.api import open_backend
     from t5accel.decoding.streaming import stream
-    from t5accel.models.load import load_t5
+    from t5accel.models.load import load_model
 
     if precision == TRANSFORMERS:
-        loaded, tokenizer = load_t5(model)
+        loaded, tokenizer = load_model(model)
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in loaded.parameters())
 
         def tokens(ids: np.ndarray, mask: np.ndarray, most: int) -> Iterator[list[int]]:

@@ -36,8 +36,8 @@ from t5accel.backends.torch_static_model import LONGEST_RUN
 from t5accel.decoding.sampling import Sampling, probabilities, sample
 from t5accel.errors import InputError
 from t5accel.models.sizes import T5Dims
-from t5accel.parity import ParityError, assert_varied, parity
-from t5accel.roofline import roofline
+from t5accel.parity import ParityError, assert_close, assert_varied
+from t5accel.roofline import step_roofline
 from t5accel.serve.scheduler import Scheduler
 from t5accel.timing import Work
 
@@ -153,8 +153,8 @@ def _equality_of(
         row["largest_difference"] = float(np.abs(seen - logits).max())
         row |= {"error": _error(seen, logits), "allowed_error": allowed}
         if subject.dtype == "float32":
-            parity(seen, logits, atol=ATOL)
-            parity(found, expected, atol=0)
+            assert_close(seen, logits, atol=ATOL)
+            assert_close(found, expected, atol=0)
         if system.backend is not None and not row["error"] <= allowed:
             raise ParityError(f"the error of its logits is {row['error']:.3g}, and {allowed:.3g} is allowed")
     except Exception as error:  # of any runtime, one that is not installed included
@@ -383,7 +383,7 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
         backend.decoder.advance(state.slot)
 
     def counted() -> Row:
-        read = roofline(  # the bytes alone: the rates are measured below, where there is a GPU
+        read = step_roofline(  # the bytes alone: the rates are measured below, where there is a GPU
             dims, PRECISIONS[subject.dtype], cell.batch, bandwidth=1.0, gemm=1.0, source_tokens=cell.source_tokens,
             position=state.slot.width,
         )  # fmt: skip

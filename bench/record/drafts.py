@@ -27,7 +27,7 @@ from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.backend import Backend, Generated
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.speculation import speculative
 from t5accel.graphs.export_cache import cached_export
 from t5accel.precision.recipes import RECIPES
@@ -129,7 +129,7 @@ def all_rows(draft: str | None, limit: int, rounds: int) -> Iterator[Row]:
         backend = engine(MODEL, precision)
         runs: dict[str, Run] = {
             "greedy": lambda own, batch: greedy(own, *batch, max_new_tokens=LONGEST),
-            "lookup": lambda own, batch: lookup(own, *batch, max_new_tokens=LONGEST),
+            "lookup": lambda own, batch: prompt_lookup(own, *batch, max_new_tokens=LONGEST),
         }
         if draft is not None:
             small = EncoderCache(engine(draft, precision))

@@ -32,9 +32,9 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.timing import Work
 
 # Does memory grow? Many generations of changing batch and length on one backend, and what the process occupies.
@@ -135,10 +135,10 @@ def export_rows() -> list[Row]:
     """Seconds from a loaded model to a whole, flushed export."""
     rows = []
     for name in EXPORTED:
-        model, tokenizer = load_t5(name)
+        model, tokenizer = load_model(name)
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
-            manifest = export_t5(model, Path(folder) / "export", tokenizer=tokenizer, name=name)
+            manifest = export_model(model, Path(folder) / "export", tokenizer=tokenizer, name=name)
             seconds = time.perf_counter() - started
         rows.append(
             {"measured": "export", "model": name, "seconds": round(seconds, 2), "size_bytes": manifest.size_bytes}
@@ -166,7 +166,7 @@ def start_rows(names: tuple[str, ...] = ("mini", "random:t5-small"), repeats: in
 def soak_row(generations: int) -> Row:
     """How much the memory of a process grows while it generates with changing batch and lengths."""
     with tempfile.TemporaryDirectory() as folder, tqdm(total=generations, desc="soak", unit="gen") as bar:
-        export_t5("mini", Path(folder) / "export", external_threshold_bytes=0)
+        export_model("mini", Path(folder) / "export", external_threshold_bytes=0)
         result = soak(OrtBound(Path(folder) / "export"), generations=generations, on_generation=bar.update)
     resident = result.resident_bytes
     return {

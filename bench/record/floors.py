@@ -14,9 +14,9 @@ from statistics import median
 from bench.results import Row, write_rows
 from t5accel import machine
 from t5accel.graphs.shortlist_head import SMALLEST_BYTES
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.sizes import T5Dims
-from t5accel.roofline import roofline
+from t5accel.roofline import step_roofline
 
 MODELS = ("random:t5-small", "mini", "mini-d1", "mini-d1p")
 
@@ -26,13 +26,13 @@ def floor_rows(model: str, precision: str, passes: int) -> Iterator[Row]:
 
     Its floor is the reading alone: at batch 1 nothing else comes near it.
     """
-    dims, has_one = T5Dims.of(load_t5(model)[0]), False
+    dims, has_one = T5Dims.of(load_model(model)[0]), False
     if precision == "fp32":
         has_one = 4 * dims.vocab_size * dims.d_model >= SMALLEST_BYTES
     for shortlist in (False, True) if has_one else (False,):
-        size = roofline(dims, precision, bandwidth=1, gemm=1, shortlist=shortlist).weight_bytes
+        size = step_roofline(dims, precision, bandwidth=1, gemm=1, shortlist=shortlist).weight_bytes
         rates = machine.read_rates(size, passes)
-        least = asdict(roofline(dims, precision, bandwidth=max(rates), gemm=1, shortlist=shortlist))
+        least = asdict(step_roofline(dims, precision, bandwidth=max(rates), gemm=1, shortlist=shortlist))
         yield {
             "measured": "floor", "system": "shortlist" if shortlist else "all logits", "model": model,
             "threads": machine.cpu_threads(), "bytes_per_s": max(rates), "floor_s": least["read_s"],

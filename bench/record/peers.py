@@ -39,7 +39,7 @@ from bench.peers import (
 from bench.results import Row, here, rows_so_far, write_rows
 from t5accel import machine
 from t5accel.errors import InputError, PeerError
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.registry import family_of
 from t5accel.timing import Work
 
@@ -55,7 +55,7 @@ def save_model(name: str, folder: Path) -> None:
     """
     if (folder / "config.json").exists():
         return
-    model = load_t5(name)[0]
+    model = load_model(name)[0]
     family = family_of(model.config, name)
     if not family.is_relative:
         model.get_input_embeddings().weight.data[model.config.pad_token_id] = 0.0

@@ -28,7 +28,7 @@ from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.precision.calibration import Example
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme
@@ -131,14 +131,14 @@ def speed_rows(rounds: int) -> Iterator[Row]:
 
     threads = machine.cpu_threads()
     torch.set_num_threads(threads)
-    model, folder = load_t5(SIZE)[0], cached_export(SIZE)
+    model, folder = load_model(SIZE)[0], cached_export(SIZE)
     ids = np.random.default_rng(0).integers(3, 32_000, (max(BATCHES), 64))
     given = [Example(ids[:4], np.ones_like(ids[:4]), ids[:4, :16])]
-    int8 = torch.ao.quantization.quantize_dynamic(load_t5(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
+    int8 = torch.ao.quantization.quantize_dynamic(load_model(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
     runs = {
         "transformers with cache": (partial(theirs, model), {}),
         "torch dynamic int8": (partial(theirs, int8), {}),
-        "torch bf16": (partial(theirs, load_t5(SIZE)[0].to(torch.bfloat16)), {}),
+        "torch bf16": (partial(theirs, load_model(SIZE)[0].to(torch.bfloat16)), {}),
     }
     with tempfile.TemporaryDirectory() as root:
         for recipe in tqdm((RECIPES["fp32"], *LADDER), desc="converting", unit="recipe"):

@@ -42,10 +42,10 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.rewriting import contrib_operators, count_nodes
-from t5accel.models.load import data_folder, load_t5
+from t5accel.models.load import data_folder, load_model
 from t5accel.timing import Work
 
 SIZE, BUNDLED = "random:t5-small", "mini"
@@ -99,7 +99,7 @@ def layout_rows(model: PreTrainedModel, name: str, rounds: int, source: int = 64
     with TemporaryDirectory(ignore_cleanup_errors=True) as root:
         for layout in ("onnxt5", "whole", "fastt5"):
             export_layout(model, f"{root}/{layout}", layout, external_threshold_bytes=0)
-        export_t5(model, f"{root}/ours")
+        export_model(model, f"{root}/ours")
         backends: dict[str, Backend] = {
             "PyTorch": TorchEager(model), "onnxt5": HybridOnnxT5(f"{root}/onnxt5", model, settings=settings()),
             "whole": WholeGraph(f"{root}/whole", settings=settings()),
@@ -157,7 +157,7 @@ def beam_rows(
 ) -> Iterator[Row]:  # fmt: skip
     """C09: one runtime; naive and vectorised bookkeeping, and the decoder's steps without any."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as root:
-        export_t5(model, f"{root}/ours")
+        export_model(model, f"{root}/ours")
         backend, beams = OrtNumpy(f"{root}/ours", settings=settings()), 4
         for batch in batches:
             ids = ids_for(model, batch, source)
@@ -198,7 +198,7 @@ def reuse_rows(model: PreTrainedModel, name: str, rounds: int, short: int = 64, 
         runs = {kept: our_loop(backend, ids, 32) for kept, backend in backends.items()}
         yield from race("keys and values of the source", runs, work, rounds, model=name, backend="PyTorch")
     with TemporaryDirectory(ignore_cleanup_errors=True) as root:
-        export_t5(model, f"{root}/ours")
+        export_model(model, f"{root}/ours")
         engines = {"PyTorch": TorchEager(model), "ONNX Runtime": OrtNumpy(f"{root}/ours", settings=settings())}
         for engine, backend in engines.items():
             for source, tokens in ((long, 8), (short, 64)):
@@ -246,7 +246,7 @@ def graph_rows(model: PreTrainedModel, name: str, rounds: int, sources: Sequence
     work = Work(1, 1, 1, threads=machine.cpu_threads())  # it wants numbers
     with TemporaryDirectory(ignore_cleanup_errors=True) as root:
         plain, ahead, package = (Path(root) / kind for kind in ("plain", "ahead", "package"))
-        dims = export_t5(model, plain, external_threshold_bytes=0, shortlist=False).dims
+        dims = export_model(model, plain, external_threshold_bytes=0, shortlist=False).dims
         optimize_export(plain, package, tool="transformers", level="extended")
         optimize_export(plain, ahead, level="all")
 
@@ -325,7 +325,7 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
     """C19: T5's tokenizer in Python and in Rust, equal ids first; and the share of either in a whole call."""
     folder = data_folder() / "mini-t5"
     python, rust = UnigramTokenizer.from_file(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model, wrapped = load_t5(BUNDLED)
+    model, wrapped = load_model(BUNDLED)
     texts = [tasks.source_text(task, row) for task in tasks.NAMES for row in tasks.rows(task)][::every]
     ways: dict[str, Callable[[], list[list[int]]]] = {
         "Python, ours": lambda: python.encode_batch(texts),
@@ -368,7 +368,7 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
 def all_rows(rounds: int) -> Iterator[Row]:
     """All rows."""
     torch.set_num_threads(machine.cpu_threads())
-    model, (mini, tokenizer) = load_t5(SIZE)[0], load_t5(BUNDLED)
+    model, (mini, tokenizer) = load_model(SIZE)[0], load_model(BUNDLED)
     yield from layout_rows(model, SIZE, rounds)
     yield from beam_rows(model, SIZE, rounds)
     yield from reuse_rows(model, SIZE, rounds)

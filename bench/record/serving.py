@@ -55,7 +55,7 @@ from t5accel.api import open_backend
 from t5accel.decoding.backend import Backend
 from t5accel.errors import MissingPackageError
 from t5accel.graphs.export_cache import cached_export
-from t5accel.models.load import BUNDLED, data_folder, load_t5
+from t5accel.models.load import BUNDLED, data_folder, load_model
 from t5accel.parity import ParityError, assert_varied
 from t5accel.precision.recipes import RECIPES
 from t5accel.serve.limits import Limits
@@ -105,7 +105,7 @@ def of_t5_small_size(folder: Path) -> Model:
     from transformers import PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").exists():
-        model, _ = load_t5(SHAPE)
+        model, _ = load_model(SHAPE)
         model.save_pretrained(folder)
         special = ["<pad>", "</s>", "<unk>"]
         names = special + [f"t{number}" for number in range(len(special), model.config.vocab_size)]

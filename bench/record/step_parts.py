@@ -30,9 +30,9 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.contract import STEP, WEIGHTS
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
-from t5accel.roofline import roofline
+from t5accel.roofline import step_roofline
 
 MODEL, TOKENS = "random:t5-small", 64
 PRODUCTS, ATTENTION = {"MatMul", "MatMulNBits"}, {"DecoderMaskedMultiHeadAttention", "MultiHeadAttention"}
@@ -129,7 +129,7 @@ def parts(precision: str, rounds: int, scratch: Path) -> Row:
     settings = SessionSettings(shortlist=False)
     if precision == "fp32":
         folder = scratch / "export"
-        export_t5(MODEL, folder, shortlist=False, step=True)
+        export_model(MODEL, folder, shortlist=False, step=True)
     else:
         folder = cached_export(MODEL, precision=precision)
     backend = OrtStatic(folder, settings=settings)
@@ -154,7 +154,7 @@ def parts(precision: str, rounds: int, scratch: Path) -> Row:
     runs["token"] = lambda: greedy(encoded, ids, min_new_tokens=TOKENS, max_new_tokens=TOKENS)
     counts = dict.fromkeys(runs, TOKENS) | {"token": 1}
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    size = roofline(backend.dims, precision, bandwidth=1, gemm=1).weight_bytes
+    size = step_roofline(backend.dims, precision, bandwidth=1, gemm=1).weight_bytes
     rates = []
     for _ in range(rounds + 1):  # the first one warms up
         for name, run in runs.items():

@@ -167,11 +167,11 @@ def of_transformers(model: str, threads: int) -> Answer:
     """``generate()`` of a model of transformers in fp32 with its cache, for one text."""
     import torch
 
-    from t5accel.models.load import BUNDLED, data_folder, load_t5
+    from t5accel.models.load import BUNDLED, data_folder, load_model
     from t5accel.tokenization import tokenizer_of
 
     torch.set_num_threads(threads)
-    loaded, _ = load_t5(model)
+    loaded, _ = load_model(model)
     tokenizer = tokenizer_of(data_folder() / BUNDLED[model] if model in BUNDLED else model)
 
     def answer(asked: Sequence[Asked]) -> list[Answered]:

@@ -25,7 +25,7 @@ _V5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedSource:
     """A backend's source, the ids and the mask (B, S) that it was encoded from, and the backend that did."""
 
     backend: Backend
@@ -53,7 +53,7 @@ class EncodedBatch:
         device: of the input ids, and so of what `generate` makes of them.
     """
 
-    encoded: Encoded
+    encoded: EncodedSource
     rows: np.ndarray
     device: torch.device
 
@@ -105,17 +105,17 @@ class AcceleratedEncoder:
         self, input_ids: Any = None, attention_mask: Any = None, return_dict: bool | None = None, **unsupported: Any
     ) -> EncodedBatch:
         """Encode (B, S) token ids. Without a mask every position counts, as in transformers' own encoder."""
-        refuse({**unsupported, "return_dict=False": return_dict is False})
+        reject_unsupported({**unsupported, "return_dict=False": return_dict is False})
         if input_ids is None:
             raise InputError("There is nothing to encode: give input_ids (B, S), or encoder_outputs of get_encoder().")
-        refuse_text(input_ids)
+        reject_text(input_ids)
         ids = as_integers(input_ids, "input_ids", rank=2)
         mask = np.ones_like(ids) if attention_mask is None else as_mask(attention_mask, "attention_mask")
         entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)
         masked = ~mask.any(axis=1) if self._hides_whole_rows() else np.zeros(len(mask), bool)
         ids, mask = as_batch(ids, np.where(masked[:, None], 1, mask), vocab_size=entries)
         mask[masked] = 0
-        encoded = Encoded(self.backend, self.backend.encode(ids, mask), ids, mask)
+        encoded = EncodedSource(self.backend, self.backend.encode(ids, mask), ids, mask)
         return EncodedBatch(encoded, np.arange(len(ids)), torch.device(getattr(input_ids, "device", "cpu")))
 
     __call__ = forward
@@ -136,17 +136,17 @@ class DecoderCache:
         length: P, how many positions it holds; `generate` gives whole sequences, and those from P on are new.
         state: the backend's.
         encoded, sources, shape: what was encoded, which of its rows these are (B,), and B and K.
-        for_one_call: `generate` made it for itself, and nobody reads it afterwards.
+        is_private: `generate` made it for itself, and nobody reads it afterwards.
         history: (R, >= P) the sequences so far, where they are known. It is needed only to go back by more than the
             last step, which a backend cannot: then a new state reads them again.
     """
 
     is_compileable = False
 
-    def __init__(self, encoded: Encoded, sources: np.ndarray, rows_per_source: int):
+    def __init__(self, encoded: EncodedSource, sources: np.ndarray, rows_per_source: int):
         self.backend, self.length = encoded.backend, 0
         self.history: torch.Tensor | None = None
-        self.shape, self.for_one_call = (len(sources), rows_per_source), False
+        self.shape, self.is_private = (len(sources), rows_per_source), False
         self.encoded, self.sources = encoded, sources
         self._restart()
 
@@ -311,10 +311,10 @@ def as_mask(mask: Any, name: str) -> np.ndarray:
     return as_integers(mask, name, rank=2)
 
 
-def refuse_text(input_ids: Any) -> None:
+def reject_text(input_ids: Any) -> None:
     """Raise an `InputError` for text, or a tokenizer's whole answer, in place of token ids.
 
-    >>> refuse_text(torch.tensor([[5, 6, 1]]))
+    >>> reject_text(torch.tensor([[5, 6, 1]]))
     """
     first = input_ids[0] if isinstance(input_ids, list | tuple) and input_ids else input_ids
     if isinstance(input_ids, Mapping):
@@ -327,10 +327,10 @@ def refuse_text(input_ids: Any) -> None:
         )
 
 
-def refuse(arguments: dict[str, Any]) -> None:
+def reject_unsupported(arguments: dict[str, Any]) -> None:
     """Raise an `InputError` if one of these arguments asks for something: is neither ``None`` nor ``False``.
 
-    >>> refuse({"output_attentions": False, "head_mask": None})
+    >>> reject_unsupported({"output_attentions": False, "head_mask": None})
     """
     given = [name for name, value in arguments.items() if value is not None and value is not False]
     if given:

@@ -33,16 +33,16 @@ from t5accel.backends.hf_cache import (
     EncodedBatch,
     as_cache,
     as_encoded,
-    refuse,
-    refuse_text,
+    reject_text,
+    reject_unsupported,
 )
 from t5accel.backends.hf_loops import DeviceLoops
 from t5accel.backends.hf_module import WeightlessModule
 from t5accel.checks import as_count, check_vocabulary
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.greedy_search import greedy_steps
-from t5accel.decoding.request import Request, Steps
-from t5accel.decoding.token_constraints import check_tokens, rules_of, special_tokens
+from t5accel.decoding.request import GenerationInputs, StepStream
+from t5accel.decoding.token_constraints import check_special_tokens, constraints_from_config, special_tokens
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.contract import MANIFEST, as_folder
@@ -54,9 +54,15 @@ if TYPE_CHECKING:
 
 _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
 # Arguments and modes of `generate` that reach into the model.
-_NOT_SERVED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
+_UNSUPPORTED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
                "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
-_MODES_NOT_SERVED = ("prefill_chunk_size", "return_legacy_cache", "assistant_early_exit", "use_mtp", "speculation_type")
+_UNSUPPORTED_MODES = (
+    "prefill_chunk_size",
+    "return_legacy_cache",
+    "assistant_early_exit",
+    "use_mtp",
+    "speculation_type",
+)
 _SHIFT_THE_SOURCE = ("bart", "mbart")  # where forward() has no decoder ids, as transformers does
 _PLAIN_CRITERIA = {MaxLengthCriteria, EosTokenCriteria}  # when plain greedy search stops
 _UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
@@ -121,7 +127,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
                 f"config.vocab_size is {entries!r} and the backend's {backend.vocab_size!r}: give the configuration of "
                 "the model that the backend runs."
             )
-        check_tokens(config, generation_config, backend)
+        check_special_tokens(config, generation_config, backend)
         config = copy.deepcopy(config)  # transformers writes into it, and it may be that of a torch model in use
         config._attn_implementation = "eager"
         super().__init__(config)
@@ -179,7 +185,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         Raises:
             InputError: see the class.
         """
-        refuse(kwargs)
+        reject_unsupported(kwargs)
         if past_key_values is None:
             if encoder_outputs is None:
                 encoder_outputs = self.encoder(input_ids, attention_mask)
@@ -215,13 +221,13 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own ``generate``: (B, S) ``input_ids``, or ``encoder_outputs``, and all its options."""
         given = kwargs.get("input_ids") if inputs is None else inputs
-        refuse_text(given)
+        reject_text(given)
         if given is not None and not isinstance(given, torch.Tensor):
             raise InputError(
                 f"input_ids must be a tensor (B, S) of token ids, got {type(given).__name__}: give torch.tensor(…)."
             )
         if given is None and kwargs.get("encoder_outputs") is None:
-            refuse({name: kwargs.get(name) for name in _NOT_SERVED})
+            reject_unsupported({name: kwargs.get(name) for name in _UNSUPPORTED})
             raise InputError("There is nothing to answer: give input_ids (B, S), or encoder_outputs.")
         # transformers' loop runs where the inputs are: with them go its processors, and the tokens come out there.
         device = as_encoded(kwargs["encoder_outputs"]).device if given is None else given.device
@@ -257,7 +263,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         return prepared
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        refuse({name: model_kwargs.get(name) for name in _NOT_SERVED})
+        reject_unsupported({name: model_kwargs.get(name) for name in _UNSUPPORTED})
         if model_kwargs.get("encoder_outputs") is not None:
             as_encoded(model_kwargs["encoder_outputs"])
         if model_kwargs.get("past_key_values") is not None:
@@ -287,7 +293,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> None:
-        refuse({name: getattr(generation_config, name, None) for name in _MODES_NOT_SERVED})
+        reject_unsupported({name: getattr(generation_config, name, None) for name in _UNSUPPORTED_MODES})
         if generation_config.cache_implementation not in _CACHES:
             raise InputError(
                 f"cache_implementation is {generation_config.cache_implementation!r}: leave it out, the backend has a "
@@ -296,7 +302,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             encoded, mask = as_encoded(model_kwargs.get("encoder_outputs")), model_kwargs.get("attention_mask")
             cache = model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
-            cache.for_one_call = not generation_config.return_dict_in_generate
+            cache.is_private = not generation_config.return_dict_in_generate
 
     def _sample(
         self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
@@ -314,12 +320,12 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
                 generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
             )  # fmt: skip
         steps = greedy_steps(self.backend, request, model_kwargs["past_key_values"].state)
-        tokens = Steps(request.prefix, self.backend.pad_token_id, steps).generated().sequences
+        tokens = StepStream(request.prefix, self.backend.pad_token_id, steps).generated().sequences
         return torch.from_numpy(tokens).to(input_ids.device)
 
     def _plain_request(
         self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any], rows: int = 1
-    ) -> Request | None:
+    ) -> GenerationInputs | None:
         """What our own loop is to do, if all that is asked for are bounds on the number of tokens."""
         cache, read = others.get("past_key_values"), prefix.shape[1]
         by_type = {type(each): each for each in (*processors, *criteria)}
@@ -331,7 +337,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
             or len(by_type) < len(processors) + len(criteria)
             or len(ends) != 1 or config._pad_token_tensor != self.backend.pad_token_id
             or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
-            or not isinstance(cache, DecoderCache) or not cache.for_one_call or cache.shape[1] != rows
+            or not isinstance(cache, DecoderCache) or not cache.is_private or cache.shape[1] != rows
         ):  # fmt: skip
             return None
         longest, least = by_type[MaxLengthCriteria].max_length - read, 0
@@ -344,7 +350,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         begun = prefix.cpu().numpy()
         check_vocabulary(begun, self.backend.vocab_size, "decoder_input_ids")
         ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
-        return Request(ids, mask, begun, longest, max(0, min(least, longest)), next(iter(ends)))
+        return GenerationInputs(ids, mask, begun, longest, max(0, min(least, longest)), next(iter(ends)))
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> None:
         raise InputError("Continuous batching needs transformers' own paged attention: give generate() a batch.")
@@ -420,7 +426,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
             ExportError: the disk is full, or refuses.
         """
         upload = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs}
-        refuse({name: value for name, value in kwargs.items() if name not in _HOW_WEIGHTS_ARE_CUT})
+        reject_unsupported({name: value for name, value in kwargs.items() if name not in _HOW_WEIGHTS_ARE_CUT})
         if not is_main_process:
             return
         source, target = getattr(self.backend, "folder", None), Path(save_directory).absolute()
@@ -440,7 +446,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)
             if manifest is not None:
-                asked = {"rules": rules_of(self).to_json(), "tokens": special_tokens(self)}
+                asked = {"rules": constraints_from_config(self).to_json(), "tokens": special_tokens(self)}
                 replace(manifest, **asked).write(folder)
             if target.exists():
                 target.rmdir()  # fails if somebody has put a file there since

@@ -29,7 +29,7 @@ from t5accel.backends.hf_cache import DecoderCache
 from t5accel.decoding.beam import Beams
 from t5accel.decoding.request import Steps
 from t5accel.decoding.sampling import Sampling, generators, run_steps
-from t5accel.decoding.token_constraints import NONE, Rules
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 
 # In the order in which `distribution.probabilities` applies them: where each number stands, and its name in `Sampling`.
@@ -84,7 +84,7 @@ class DeviceLoops:
             found = _sampling(logits_processor)
         if found is not None:
             sampling, others = found
-            rules, others = _rules(others, self.backend.vocab_size) or (NONE, others)
+            rules, others = _rules(others, self.backend.vocab_size) or (NO_CONSTRAINTS, others)
             cache = model_kwargs.get("past_key_values")
             rows = cache.shape[1] if isinstance(cache, DecoderCache) else 1
             request = self._plain_request(input_ids[::rows], others, stopping_criteria, config, model_kwargs, rows=rows)
@@ -102,20 +102,20 @@ class DeviceLoops:
 
 def _beams(backend: Any, request: Any, config: Any) -> Beams | None:
     """The search that is asked for; ``None`` where `Beams` refuses it, or an answer would end with its first token."""
-    if request.rules.forced_bos_token_id in request.ends:
+    if request.rules.forced_bos_token_id in request.eos_token_ids:
         return None
     try:
         return Beams(
-            len(request.ids), config.num_beams, vocab_size=backend.vocab_size, eos_token_id=request.ends[0],
+            len(request.ids), config.num_beams, vocab_size=backend.vocab_size, eos_token_id=request.eos_token_ids[0],
             max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens,
             length_penalty=config.length_penalty, early_stopping=config.early_stopping,
-            rules=replace(request.rules, eos_token_ids=request.ends), begun=request.prefix.shape[1] > 1,
+            rules=replace(request.rules, eos_token_ids=request.eos_token_ids), begun=request.prefix.shape[1] > 1,
         )  # fmt: skip
     except InputError:
         return None
 
 
-def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[Rules, list[Any]] | None:
+def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConstraints, list[Any]] | None:
     """Forced and suppressed tokens, and the processors of other kinds; ``None`` where these rules cannot say it.
 
     >>> rules, others = _rules([ForcedBOSTokenLogitsProcessor(7), SuppressTokensLogitsProcessor([5, 6]), "other"], 9)
@@ -145,7 +145,7 @@ def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[Rules, list[Any]
     named = [*never, *(token for name, token in fields.items() if name.startswith("forced"))]
     if len(seen) < len(processors) or max(named, default=0) >= vocab_size:  # transformers says what is wrong with those
         return None
-    return Rules(**fields, suppress_tokens=tuple(sorted(never))), others
+    return TokenConstraints(**fields, suppress_tokens=tuple(sorted(never))), others
 
 
 def _sampling(processors: Sequence[Any]) -> tuple[Sampling, list[Any]] | None:

@@ -12,7 +12,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.token_constraints import NONE, Rules, ended
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, is_eos
 
 
 def by_defaults(
@@ -25,7 +25,7 @@ def by_defaults(
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A function that answers sources as the model's ``generation_config`` asks: what ``run`` and ``batch`` call.
 
-    It is our own greedy or beam search. Where the model asks for more than these apply (`rules.Rules.unsupported`), it
+    It is our own greedy or beam search. Where the model asks for more than these apply (`TokenConstraints.unsupported`), it
     is transformers' ``generate()`` on the same backend, which imports torch. A model with ``do_sample`` then draws,
     by torch's random state, unless ``num_beams`` names a search.
 
@@ -48,7 +48,7 @@ def by_defaults(
     >>> tokenizer.batch_decode(answer(batch["input_ids"], batch["attention_mask"]), skip_special_tokens=True)
     ['Je suis fatigué.']
     """
-    rules: Rules = getattr(backend, "rules", NONE)
+    rules: TokenConstraints = getattr(backend, "rules", NO_CONSTRAINTS)
     beams = rules.num_beams if num_beams is None else as_count(num_beams, "num_beams", at_least=1)
     longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
     first = dict(forced_bos_token_id=forced_bos_token_id, decoder_start_token_id=decoder_start_token_id)
@@ -57,7 +57,7 @@ def by_defaults(
         return lambda ids, mask: search(backend, ids, mask, max_new_tokens=longest, **first).sequences
     from t5accel.backends.hf_generate import AcceleratedT5
 
-    generate, ends = AcceleratedT5.around(backend).generate, rules.ends(backend.eos_token_id)
+    generate, ends = AcceleratedT5.around(backend).generate, rules.eos_tokens(backend.eos_token_id)
     options: dict[str, Any] = dict(
         num_beams=beams, max_new_tokens=longest, num_return_sequences=1, return_dict_in_generate=False
     )
@@ -70,7 +70,7 @@ def by_defaults(
 
         source = [torch.from_numpy(np.array(array)) for array in (ids, mask)]
         tokens = generate(source[0], attention_mask=source[1], **options)[:, 1:].numpy()
-        is_end = ended(tokens, ends)
+        is_end = is_eos(tokens, ends)
         # transformers' beams repeat the first end there, which may be a word.
         return np.where(is_end.cumsum(axis=1) - is_end > 0, backend.pad_token_id, tokens)
 

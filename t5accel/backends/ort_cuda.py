@@ -82,9 +82,9 @@ class OrtPointers(OrtNumpy):
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy_search import greedy
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     greedy(OrtPointers(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
     (1, 5)
     """

@@ -21,8 +21,8 @@ from t5accel.backends.ort_memory import Pool, Spare, encode_in_slices, run_into
 from t5accel.backends.ort_session import SessionSettings, open_session, require_contract, shared_weights, shortlist_of
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories, of_each_head
-from t5accel.decoding.greedy_search import likeliest
-from t5accel.decoding.token_constraints import Rules
+from t5accel.decoding.greedy_search import argmax_tokens
+from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import (
     DECODER,
@@ -97,9 +97,9 @@ class OrtNumpy:
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy_search import greedy
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     greedy(OrtNumpy(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
     (1, 5)
     """
@@ -128,7 +128,7 @@ class OrtNumpy:
         self.manifest = read_manifest(self.folder, verify=verify) if manifest is None else manifest
         require_runnable_here(self.manifest, self.folder, self.settings.device)
         self.dims = self.manifest.dims
-        self.vocab_size, self.rules = self.dims.vocab_size, Rules.from_json(self.manifest.rules)
+        self.vocab_size, self.rules = self.dims.vocab_size, TokenConstraints.from_json(self.manifest.rules)
         if family := self.manifest.family:
             self.source_vocab_size, self.positions = family["source_vocab_size"], family["positions"]
             self.max_source_tokens = min(self.positions, max_source_tokens or self.positions)
@@ -178,12 +178,12 @@ class OrtNumpy:
     def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
         """By the shortlist, if there is one and it pays; else, or where that is not certain, by all exact logits."""
         new, mask, tokens = np.ascontiguousarray(input_ids), state.rows.mask(), None
-        if self.shortlist and self.shortlist.pays(new.shape[0] * new.shape[1]):
+        if self.shortlist and self.shortlist.is_worthwhile(new.shape[0] * new.shape[1]):
             results, past = self._run_step(state, new, mask, NEAR, exact=False)
             tokens = self.shortlist.choose(results, forbidden)
         if tokens is None:
             logits, past = self._run_decoder(state, new, mask)
-            tokens = likeliest(logits[:, :, -1], forbidden)
+            tokens = argmax_tokens(logits[:, :, -1], forbidden)
         state.rows, state.past = state.rows.appended(new.shape[2]), past
         return tokens.reshape(new.shape[:2])
 
@@ -372,7 +372,7 @@ class OrtNumpy:
 
 def _reopened(
     kind: type[OrtNumpy], folder: Path, settings: SessionSettings, most: int | None, files: Mapping[str, Any],
-    rules: Rules,
+    rules: TokenConstraints,
 ) -> OrtNumpy:  # fmt: skip
     """What `OrtNumpy.__reduce__` describes; raises ``ExportError`` if the folder holds another export now."""
     backend = kind(folder, settings=settings, max_source_tokens=most)

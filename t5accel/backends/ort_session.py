@@ -95,14 +95,14 @@ def shortlist_of(folder: Path, manifest: Manifest, weights: Mapping[str, onnxrun
     """That of an export, if it has one; ``weights`` are its `shared_weights`, which may hold the rows."""
     if not manifest.shortlist:
         return None
-    from t5accel.decoding.certified_argmax import Head, Shortlist  # most exports have none
+    from t5accel.decoding.certified_argmax import OutputHead, Shortlist  # most exports have none
 
     place = manifest.shortlist["rows"]
     same = [weights[name].numpy() for name, shared in manifest.shared.items() if shared == place]
     known = {name: manifest.shortlist[name] for name in ("largest_row", "largest_error")}
     if bias := manifest.shortlist.get("bias"):
         known["bias"] = mapped(folder, bias)
-    return Shortlist(Head(same[0] if same else mapped(folder, place), **known))
+    return Shortlist(OutputHead(same[0] if same else mapped(folder, place), **known))
 
 
 def mapped(folder: Path, place: Mapping[str, Any]) -> np.ndarray:

@@ -22,7 +22,7 @@ import numpy as np
 from t5accel.backends.ort_memory import Pool
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, OrtState
 from t5accel.decoding.backend import Forbidden, Histories, right_aligned
-from t5accel.decoding.greedy_search import likeliest
+from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.graphs.contract import NEAR, STEP
 from t5accel.graphs.ort_levels import import_onnxruntime
 
@@ -95,9 +95,9 @@ class OrtStatic(OrtNumpy):
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy_search import greedy
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini", step=True)
+    ...     _ = export_model("mini", f"{folder}/mini", step=True)
     ...     greedy(OrtStatic(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
     (1, 5)
     """
@@ -148,7 +148,7 @@ class OrtStatic(OrtNumpy):
             return super().next_tokens(state, input_ids, forbidden=forbidden)
         if input_ids.shape[2] <= ONE_BY_ONE:
             return self._token_by_token(state, input_ids, partial(self._choose, forbidden=forbidden))[-1]
-        return likeliest(self._at_once(state, np.ascontiguousarray(input_ids))[:, :, -1], forbidden)
+        return argmax_tokens(self._at_once(state, np.ascontiguousarray(input_ids))[:, :, -1], forbidden)
 
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
         if state.buffers is None:
@@ -274,14 +274,14 @@ class OrtStatic(OrtNumpy):
     def _choose(self, state: StaticState, new: np.ndarray, *, forbidden: Forbidden) -> np.ndarray:
         """(B, K, 1) -> (B, K), the likeliest next ones."""
         tokens, results = None, self._fed(state, new).results
-        if self.shortlist and self.shortlist.pays(len(results["logits"])):
+        if self.shortlist and self.shortlist.is_worthwhile(len(results["logits"])):
             self._run_fused(state, "near")
             tokens = self.shortlist.choose([results[name] for name in NEAR], forbidden)
         if tokens is None:
             self._run_fused(state, "exact")
             if forbidden is not None:
                 results["logits"][..., forbidden] = -np.inf  # nobody else reads them
-            tokens = likeliest(results["logits"])
+            tokens = argmax_tokens(results["logits"])
         self._appended(state, new)
         return tokens.reshape(new.shape[:2])
 

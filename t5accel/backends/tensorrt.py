@@ -159,9 +159,9 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
         InputError: the export's weights are integers, or its graphs were optimised for ONNX Runtime.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     decoder = plan(export_t5("mini", f"{folder}/mini")).graphs["decoder.onnx"]
+    ...     decoder = plan(export_model("mini", f"{folder}/mini")).graphs["decoder.onnx"]
     >>> decoder.profile["past_key_0"], decoder.dtypes["past_key_0"]
     (((1, 1, 8, 0, 32), (1, 1, 8, 32, 32), (8, 4, 8, 512, 32)), 'float32')
     """

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.decoding.backend import Histories
-from t5accel.decoding.token_constraints import rules_of, special_tokens
+from t5accel.decoding.token_constraints import constraints_from_config, special_tokens
 from t5accel.errors import InputError
 from t5accel.models.registry import family_of_model
 
@@ -71,16 +71,16 @@ class TorchEager:
         use_cache: with ``False`` every step runs the decoder over all tokens so far (the naive way; the encoder still
             runs once).
 
-    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.models.load import load_model
     >>> from t5accel.decoding.greedy_search import greedy
-    >>> backend = TorchEager(load_t5("random:t5-small")[0])
+    >>> backend = TorchEager(load_model("random:t5-small")[0])
     >>> greedy(backend, [[100, 200, 1]], max_new_tokens=5).sequences.shape
     (1, 5)
     """
 
     def __init__(self, model: PreTrainedModel, *, use_cache: bool = True):
         self._family = family_of_model(model)
-        self.model, self.use_cache, self.rules = model.eval(), use_cache, rules_of(model)
+        self.model, self.use_cache, self.rules = model.eval(), use_cache, constraints_from_config(model)
         for name, token in special_tokens(model).items():
             setattr(self, name, token)
         self.vocab_size = model.lm_head.out_features

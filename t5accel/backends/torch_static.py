@@ -23,7 +23,7 @@ from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.torch_static_model import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Forbidden, Histories
-from t5accel.decoding.token_constraints import rules_of, special_tokens
+from t5accel.decoding.token_constraints import constraints_from_config, special_tokens
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ class TorchStatic:
         InputError: ``buckets`` are not ascending lengths, or graphs are asked for on a CPU. From ``encode``: a source
             is longer than the model's table of positions.
 
-    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.models.load import load_model
     >>> from t5accel.decoding.greedy_search import greedy
-    >>> backend = TorchStatic(load_t5("random:t5-small")[0])
+    >>> backend = TorchStatic(load_model("random:t5-small")[0])
     >>> greedy(backend, [[100, 200, 1]], max_new_tokens=5).sequences.shape
     (1, 5)
     """
@@ -114,7 +114,7 @@ class TorchStatic:
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
-        self.rules, self._compile = rules_of(model), compile
+        self.rules, self._compile = constraints_from_config(model), compile
         for name, token in special_tokens(model).items():
             setattr(self, name, token)
         self._longest_source = math.inf

@@ -81,9 +81,9 @@ class TorchStaticRows:
         captures: graphs made so far, of steps and of encoders.
         dims, dtype: as `budget.KeyValueBytes` reads them.
 
-    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.models.load import load_model
     >>> from t5accel.backends.torch_static import TorchStatic
-    >>> rows = TorchStaticRows(TorchStatic(load_t5("random:t5-small")[0]))
+    >>> rows = TorchStaticRows(TorchStatic(load_model("random:t5-small")[0]))
     >>> rows.fit(rows.shape_for(rows=1, source=3, width=5), np.empty(0, dtype=np.int64))
     >>> rows.admit(np.array([2]), rows.encode(np.array([[100, 200, 1]]), np.ones((1, 3), dtype=np.int64)))
     >>> rows.run(np.zeros((3, 8), dtype=np.int64), 5).shape
@@ -95,7 +95,7 @@ class TorchStaticRows:
         self.dims, self.dtype = backend.decoder.dims, backend.decoder.dtype
         self.shape = (0, 0, 0)
         self._captured = 0
-        self._ends = torch.tensor(backend.rules.ends(backend.eos_token_id), device=self.device)
+        self._ends = torch.tensor(backend.rules.eos_tokens(backend.eos_token_id), device=self.device)
         self._penalty = None  # (V,) of the tokens that no answer holds
         if backend.rules.suppress_tokens:
             self._penalty = torch.zeros(backend.vocab_size, device=self.device)
@@ -112,9 +112,9 @@ class TorchStaticRows:
     def shape_for(self, rows: int, source: int, width: int) -> tuple[int, int, int]:
         """The smallest (R, S, W) for that many rows, source positions and places.
 
-        >>> from t5accel.models.load import load_t5
+        >>> from t5accel.models.load import load_model
         >>> from t5accel.backends.torch_static import TorchStatic
-        >>> TorchStaticRows(TorchStatic(load_t5("random:t5-small")[0])).shape_for(9, 65, 300)
+        >>> TorchStaticRows(TorchStatic(load_model("random:t5-small")[0])).shape_for(9, 65, 300)
         (32, 128, 512)
         """
         most = ROWS[-1]

@@ -28,14 +28,14 @@ class Backend(Protocol):
 
     Its methods **trust their arguments**: types and shapes as below, tokens in the vocabulary, rows, positions and
     sources that exist, sources and states of this very backend. What comes from outside is checked once, by those
-    who call them: the decoding algorithms (`request.Request`) and `hf`. Whoever calls a backend directly answers for
+    who call them: the decoding algorithms (`request.GenerationInputs`) and `hf`. Whoever calls a backend directly answers for
     that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way, for want of
     memory or by an interrupt, leaves the state as it was.
 
     A backend may also offer ``run_greedy(state, k, *, forbidden=None) -> (B, K, n)``, n <= k greedy steps without
     returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
     ``next_tokens(state, input_ids, *, forbidden=None)``, a ``step`` that returns the likeliest next token of each row,
-    (B, K) int64, as `greedy.likeliest` would find it in the logits at the last position; ``run_beams`` and
+    (B, K) int64, as `argmax_tokens` would find it in the logits at the last position; ``run_beams`` and
     ``run_samples``, as below; and the four methods that `encoder_cache.EncoderCache` builds on:
 
     - ``split(source) -> list[Source]``: one source per row, without its padding, in memory of its own.
@@ -44,7 +44,7 @@ class Backend(Protocol):
     - ``source_bytes(source) -> int``: the memory that it takes, on whichever device.
     - ``fingerprint() -> Hashable``: compares unequal to an earlier one if the encoder's weights were changed since.
 
-    And it may know more about its model: ``rules``, what is asked of every answer (`rules.Rules`); ``positions``, how
+    And it may know more about its model: ``rules``, what is asked of every answer (`TokenConstraints`); ``positions``, how
     many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
 
     ``run_beams(state, input_ids, scores, k, *, ends, forbidden=None, renormalized=False)`` takes n <= k steps of beam
@@ -129,7 +129,7 @@ class Generated:
         sequences: (N, L) int64, without the decoder's start token, right-padded with the pad id.
         scores: (N,) float, for beams the numbers of transformers' ``sequences_scores``; ``None`` without scores.
         decoder_calls: how often the decoder ran.
-        drafted: how many tokens were guessed before the decoder saw them, by `lookup` or `speculative`.
+        drafted: how many tokens were guessed before the decoder saw them, by `prompt_lookup` or `speculative`.
         accepted: how many of these turned out right.
     """
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from t5accel.checks import as_count, is_number
 from t5accel.decoding.backend import Backend, Forbidden, Generated, State
-from t5accel.decoding.request import Request
-from t5accel.decoding.token_constraints import NONE, Rules, ended
-from t5accel.decoding.topk import Continuations, pick
+from t5accel.decoding.request import GenerationInputs
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, is_eos
+from t5accel.decoding.topk import BeamTopK, take_rows
 from t5accel.errors import InputError
 
 # The hypotheses of a beam search: what the open beams have written so far, and the best answers that have ended.
@@ -103,7 +103,7 @@ class Answers:
         scores = np.concatenate([self.scores[sources], scores / self._penalty(length)], axis=1)
         nodes = np.concatenate([self.nodes[sources], nodes], axis=1)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.scores.shape[1]]
-        self.scores[sources], self.nodes[sources] = pick(scores, best), pick(nodes, best)
+        self.scores[sources], self.nodes[sources] = take_rows(scores, best), take_rows(nodes, best)
         self._is_full[sources] = (self.nodes[sources] != START).all(axis=1)
 
     def close(self, sources: np.ndarray, best_open: np.ndarray, length: int) -> bool:
@@ -128,7 +128,7 @@ class Answers:
 
 
 DEFAULT_BEAMS = 4
-# Steps between two looks at which sources have ended, where a backend takes several without the host: few at first, for
+# StepStream between two looks at which sources have ended, where a backend takes several without the host: few at first, for
 # short answers, then twice as many each time.
 FIRST_RUN, LONGEST_RUN = 8, 32
 _LARGEST_EXPONENT = 70.0  # scores times or over exp(70) are still far from the ends of float32
@@ -197,7 +197,7 @@ def beam_search(
     >>> best.sequences.tolist(), f"{np.exp(2 * best.scores[0]):.2f}"
     ([[2, 3]], '0.36')
     """
-    request = Request.checked(
+    request = GenerationInputs.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
         decoder_start_token_id=decoder_start_token_id, methods=("reorder", "keep"),
@@ -243,7 +243,7 @@ class Beams:
         vocab_size, eos_token_id: of the backend.
         max_new_tokens, min_new_tokens: bounds on the number of tokens.
         length_penalty, early_stopping: as of `beam_search`.
-        rules, begun: what the model asks of every answer, and whether a prefix was given; as of `rules.Rules`.
+        rules, begun: what the model asks of every answer, and whether a prefix was given; as of `TokenConstraints`.
         continuations: where several searches of one thread share their working memory.
 
     Attributes:
@@ -272,12 +272,12 @@ class Beams:
         min_new_tokens: int = 0,
         length_penalty: float | None = None,
         early_stopping: bool | str | None = None,
-        rules: Rules = NONE,
+        rules: TokenConstraints = NO_CONSTRAINTS,
         begun: bool = False,
-        continuations: Continuations | None = None,
+        continuations: BeamTopK | None = None,
     ):
         beams = as_count(num_beams, "num_beams", at_least=1)
-        ends = rules.ends(eos_token_id)
+        ends = rules.eos_tokens(eos_token_id)
         if beams > vocab_size - len(ends):  # the first step takes as many tokens that do not end
             raise InputError(
                 f"num_beams is {beams}; give less than the vocabulary has entries, {vocab_size}: at most "
@@ -291,7 +291,7 @@ class Beams:
             early_stopping=_rule(early_stopping) or beams == 1,  # greedy search ends with its first answer
             max_new_tokens=max_new_tokens,
         )
-        self._tree, self._continuations = Tree(), continuations or Continuations(vocab_size)
+        self._tree, self._continuations = Tree(), continuations or BeamTopK(vocab_size)
         self._longest, self._shortest, self._ends, self._vocab_size = max_new_tokens, min_new_tokens, ends, vocab_size
         self._ranked = (1 + len(ends)) * beams  # m: each beam may end in any of these ways, and K have to go on
         self._order, self._rules, self._begun = np.arange(beams), rules, begun
@@ -359,10 +359,10 @@ class Beams:
         ))  # fmt: skip
 
     def _forced(self) -> int | None:
-        return self._rules.forced(self.length, longest=self._longest, begun=self._begun)
+        return self._rules.forced_token(self.length, longest=self._longest, has_prefix=self._begun)
 
     def _forbidden(self) -> Forbidden:
-        return self._rules.forbidden(self._ends if self.length < self._shortest else ())
+        return self._rules.suppressed(self._ends if self.length < self._shortest else ())
 
     def _all(self, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Each beam goes on as it has to, at no cost: (n, K) scores, rows and tokens."""
@@ -374,7 +374,7 @@ class Beams:
         beams, nodes, active = len(self._order), self._nodes, self._active
         parents = nodes + rows  # (n, m)
         self.length += 1
-        ends = ended(tokens, self._ends)
+        ends = is_eos(tokens, self._ends)
         if self.length == self._longest:
             ends[:] = True
         if ends.any():
@@ -384,7 +384,7 @@ class Beams:
                 found = np.where(done, scores[:, :beams], -np.inf)
                 self._answers.add(active, found, leaves + np.arange(found.size).reshape(found.shape), self.length)
             going_on = np.argsort(ends, axis=1, kind="stable")
-            scores, rows, tokens, parents = (pick(array, going_on) for array in (scores, rows, tokens, parents))
+            scores, rows, tokens, parents = (take_rows(array, going_on) for array in (scores, rows, tokens, parents))
         if self.length == self._longest:
             return None
         scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)

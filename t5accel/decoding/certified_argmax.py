@@ -31,7 +31,7 @@ PATIENCE, SHARE = 16, 8
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """What is known of an output head and of its copy in 8 bits.
 
     Attributes:
@@ -56,7 +56,7 @@ class Head:
         return products if self.bias is None else products + self.bias[tokens]
 
 
-class NearLogits(NamedTuple):
+class ApproxLogits(NamedTuple):
     """What a graph says about some rows, as float32, with any axes in front.
 
     Attributes:
@@ -72,7 +72,7 @@ class NearLogits(NamedTuple):
     errors: np.ndarray
 
 
-def certified(head: Head, near: NearLogits, forbidden: Forbidden = None) -> np.ndarray | None:
+def certify_argmax(head: OutputHead, near: ApproxLogits, forbidden: Forbidden = None) -> np.ndarray | None:
     """The token of the largest exact logit in each row, where that is certain in all of them.
 
     Let w be a row of the head and v its copy, h the hidden state and g its quantised form, and γ = `rounding`.
@@ -99,10 +99,10 @@ def certified(head: Head, near: NearLogits, forbidden: Forbidden = None) -> np.n
     Returns:
         (R,) int64 tokens, or ``None``.
 
-    >>> head = Head(np.array([[1, 0], [0, 1], [1, 1]], np.float32), largest_row=1.5, largest_error=0.01)
+    >>> head = OutputHead(np.array([[1, 0], [0, 1], [1, 1]], np.float32), largest_row=1.5, largest_error=0.01)
     >>> hidden, norms, errors = np.array([[2, 1]], np.float32), np.array([2.24]), np.array([0.01])
-    >>> near = NearLogits(hidden @ head.rows.T, hidden, norms, errors)
-    >>> certified(head, near), certified(head, near, forbidden=2)
+    >>> near = ApproxLogits(hidden @ head.rows.T, hidden, norms, errors)
+    >>> certify_argmax(head, near), certify_argmax(head, near, forbidden=2)
     (array([2]), array([0]))
     """
     logits, hidden = (array.reshape(-1, array.shape[-1]) for array in near[:2])
@@ -118,7 +118,7 @@ def certified(head: Head, near: NearLogits, forbidden: Forbidden = None) -> np.n
     return np.array(tokens, dtype=np.int64)
 
 
-def _certain(head: Head, logits: np.ndarray, hidden: np.ndarray, norm: float, error: float) -> int | None:
+def _certain(head: OutputHead, logits: np.ndarray, hidden: np.ndarray, norm: float, error: float) -> int | None:
     """The token of one row: (V,) near logits, (d_model,) hidden state and its norms.
 
     A step has just read all weights, and each call of numpy that is new after it has to come from memory: so there are
@@ -145,7 +145,7 @@ def _certain(head: Head, logits: np.ndarray, hidden: np.ndarray, norm: float, er
     return int(left[best]) if len(rivals) == 1 else _largest(head, left[rivals], hidden)
 
 
-def _largest(head: Head, tokens: np.ndarray, hidden: np.ndarray) -> int | None:
+def _largest(head: OutputHead, tokens: np.ndarray, hidden: np.ndarray) -> int | None:
     """Which of n tokens has the largest logit, by float64 and the sharper n of step 2."""
     products = head.rows[tokens] * hidden.astype(np.float64)  # exact: 24 bits times 24 bits
     sums, sizes = head.logits(tokens, products.sum(axis=1)), np.abs(products).sum(axis=1) + head.largest_bias
@@ -154,8 +154,8 @@ def _largest(head: Head, tokens: np.ndarray, hidden: np.ndarray) -> int | None:
     return int(tokens[best]) if (sums + noise >= sums[best] - noise[best]).sum() == 1 else None
 
 
-def error_bound(head: Head, norm: float, error: float) -> float:
-    """How far a near logit can be from w·h at most: step 1 of `certified`.
+def error_bound(head: OutputHead, norm: float, error: float) -> float:
+    """How far a near logit can be from w·h at most: step 1 of `certify_argmax`.
 
     Nothing is assumed of how hidden states were quantised: what that lost was computed, in float32, and the rounding
     of the differences is covered, too, and that of a bias that is added, by 8 u in place of 4 u.
@@ -164,7 +164,7 @@ def error_bound(head: Head, norm: float, error: float) -> float:
         head: the bounds of `|v|` and `|w - v|`.
         norm, error: `|h|` and `|h - g|`, `rounded_up`.
 
-    >>> error_bound(Head(np.zeros((3, 2), np.float32), largest_row=2.0, largest_error=0.5), norm=3.0, error=0.25)
+    >>> error_bound(OutputHead(np.zeros((3, 2), np.float32), largest_row=2.0, largest_error=0.5), norm=3.0, error=0.25)
     2.00000...
     """
     rounded = 8 * UNIT * (head.largest_row * (norm + error) + head.largest_bias)
@@ -202,12 +202,12 @@ class Shortlist:
     Attributes:
         head: the exact rows of the head, mapped from the file of weights, and the bounds of its copy.
 
-    >>> shortlist = Shortlist(Head(np.eye(2, dtype=np.float32), largest_row=1.0, largest_error=0.0))
-    >>> shortlist.pays(rows=1), shortlist.pays(rows=1000), shortlist.steps, shortlist.fallbacks
+    >>> shortlist = Shortlist(OutputHead(np.eye(2, dtype=np.float32), largest_row=1.0, largest_error=0.0))
+    >>> shortlist.is_worthwhile(rows=1), shortlist.is_worthwhile(rows=1000), shortlist.steps, shortlist.fallbacks
     (True, False, 0, 0)
     """
 
-    def __init__(self, head: Head):
+    def __init__(self, head: OutputHead):
         self.head = head
         self._steps: Counter[int] = Counter()  # by their number of rows
         self._fallbacks: Counter[int] = Counter()
@@ -223,14 +223,14 @@ class Shortlist:
         """How many of these were taken again with all exact logits."""
         return self._fallbacks.total()
 
-    def pays(self, rows: int) -> bool:
+    def is_worthwhile(self, rows: int) -> bool:
         """Whether to try it on a step of so many rows."""
         return rows <= MOST_ROWS and self._fallbacks[rows] <= PATIENCE + self._steps[rows] / SHARE
 
     def choose(self, near: Sequence[np.ndarray], forbidden: Forbidden) -> np.ndarray | None:
-        """(R,) tokens from the arrays of `NearLogits`, or ``None`` where one of them is not certain; counted."""
-        near = NearLogits(*near)
-        tokens = certified(self.head, near, forbidden)
+        """(R,) tokens from the arrays of `ApproxLogits`, or ``None`` where one of them is not certain; counted."""
+        near = ApproxLogits(*near)
+        tokens = certify_argmax(self.head, near, forbidden)
         with self._lock:
             self._steps[near.norms.size] += 1
             self._fallbacks[near.norms.size] += tokens is None

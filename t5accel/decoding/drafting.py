@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from t5accel.decoding.backend import Backend, State
-from t5accel.decoding.request import Request, Step
-from t5accel.decoding.token_constraints import NONE, Rules, until_end
+from t5accel.decoding.request import GenerationInputs, Step
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 
 Drafts = list[list[int]]  # for each row the tokens that are guessed to come next; any number of them, also none
 
@@ -22,17 +22,17 @@ Drafts = list[list[int]]  # for each row the tokens that are guessed to come nex
 class Drafter(Protocol):
     """Guesses how rows go on. Rows are numbered as in the result; the state has those that were kept."""
 
-    def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+    def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
         """At most ``rooms[i]`` tokens for each row; no end token may be among its next ``blocked[i]``."""
 
-    def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
+    def update(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
         """What really came: the right guesses of each row and one token more."""
 
     def keep(self, places: np.ndarray) -> None:
         """Of the rows in the state only these stay. (n,) int64."""
 
 
-class Choice(Protocol):
+class Verifier(Protocol):
     """Calls the decoder, and says which guesses are right and what comes after them."""
 
     def __call__(
@@ -49,7 +49,7 @@ class Choice(Protocol):
         """
 
 
-def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choice) -> Iterator[Step]:
+def verify_drafts(backend: Backend, request: GenerationInputs, drafter: Drafter, choose: Verifier) -> Iterator[Step]:
     """Guess, verify, forget the wrong guesses, until every row has ended.
 
     Rows accept different numbers of guesses, so their histories become unequally long: the backend aligns them to the
@@ -59,7 +59,7 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
         backend: with ``trim`` and ``keep``.
         request: checked.
         drafter: where the guesses come from.
-        choose: by which rule they are right, such as `Likeliest`.
+        choose: by which rule they are right, such as `GreedyVerifier`.
 
     Yields:
         A step for each call of the decoder.
@@ -71,10 +71,10 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
     ...     def trim(self, state, accepted): print("keeps", accepted.tolist(), "of what it has just read")
     >>> class Fixed:  # a toy drafter
-    ...     def guess(self, rows, rooms, blocked): return [[1, 2, 7]]
-    ...     def learn(self, rows, drafts, found): print("learns", found)
-    >>> request = Request.checked(Counter(), [[3]], max_new_tokens=4)
-    >>> steps = verified(Counter(), request, Fixed(), Likeliest(Counter()))
+    ...     def propose(self, rows, rooms, blocked): return [[1, 2, 7]]
+    ...     def update(self, rows, drafts, found): print("learns", found)
+    >>> request = GenerationInputs.checked(Counter(), [[3]], max_new_tokens=4)
+    >>> steps = verify_drafts(Counter(), request, Fixed(), GreedyVerifier(Counter()))
     >>> next(steps).tokens.tolist()
     [1, 2, 3]
     >>> next(steps).tokens.tolist()
@@ -82,7 +82,7 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
     keeps [[3]] of what it has just read
     [4]
     """
-    pad, ends = backend.pad_token_id, request.ends
+    pad, ends = backend.pad_token_id, request.eos_token_ids
     state = backend.start(backend.encode(request.ids, request.mask))
     active = list(range(len(request.ids)))  # which row of the result each one in the state is
     left = [request.max_new_tokens] * len(active)  # by row of the result: how many tokens may still come
@@ -90,7 +90,7 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
     unread = request.prefix  # (n, u) what the state has not read yet
     while True:
         blocked = [bound + left[row] for row in active]
-        drafts = drafter.guess(active, [max(left[row] - 1, 0) for row in active], blocked)
+        drafts = drafter.propose(active, [max(left[row] - 1, 0) for row in active], blocked)
         width = max(map(len, drafts))
         tokens = unread
         if width:
@@ -101,12 +101,12 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
         found = choose(state, tokens, active, drafts, blocked)
         rows, new, accepted = [], [], 0
         found = [
-            _obeying(request, request.max_new_tokens - left[row], answer)
+            _apply_constraints(request, request.max_new_tokens - left[row], answer)
             for row, answer in zip(active, found, strict=True)
         ]
         for row, answer in zip(active, found, strict=True):
             if left[row]:
-                kept = until_end(answer, ends)
+                kept = truncate_at_eos(answer, ends)
                 left[row] = 0 if kept[-1] in ends else left[row] - len(kept)
                 rows += [row] * len(kept)
                 new += kept
@@ -115,7 +115,7 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
         going = [place for place, row in enumerate(active) if left[row]]
         if not going:
             return
-        drafter.learn(active, drafts, found)
+        drafter.update(active, drafts, found)
         if 2 * len(going) <= len(active):
             places = np.array(going)
             backend.keep(state, places)
@@ -131,8 +131,8 @@ def verified(backend: Backend, request: Request, drafter: Drafter, choose: Choic
         unread = np.array([[answer[-1] if left[row] else pad] for row, answer in zip(active, found, strict=True)])
 
 
-class Likeliest:
-    """Greedy search's `Choice`: a guess is right if it is the likeliest token after those before it.
+class GreedyVerifier:
+    """Greedy search's `Verifier`: a guess is right if it is the likeliest token after those before it.
 
     Where nothing is guessed, a backend that offers ``next_tokens`` is asked for tokens, which it may find without
     computing all logits.
@@ -140,37 +140,37 @@ class Likeliest:
     >>> class Counter:  # its next token is the last one plus one
     ...     eos_token_id = 5
     ...     def step(self, state, input_ids): return np.eye(8, dtype=np.float32)[input_ids + 1]
-    >>> Likeliest(Counter())(None, np.array([[1, 2, 3, 6], [4, 9 - 4, 0, 0]]), [0, 1], [[2, 3, 6], [5]], [0, 0])
+    >>> GreedyVerifier(Counter())(None, np.array([[1, 2, 3, 6], [4, 9 - 4, 0, 0]]), [0, 1], [[2, 3, 6], [5]], [0, 0])
     [[2, 3, 4], [5, 6]]
     """
 
-    def __init__(self, backend: Backend, rules: Rules = NONE):
+    def __init__(self, backend: Backend, rules: TokenConstraints = NO_CONSTRAINTS):
         self._step, self._next_tokens = backend.step, getattr(backend, "next_tokens", None)
-        self._ends, self._rules = rules.ends(backend.eos_token_id), rules
+        self._ends, self._rules = rules.eos_tokens(backend.eos_token_id), rules
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         width = 1 + max(map(len, drafts))
         if width == 1 and self._next_tokens is not None and (max(blocked) <= 0 or min(blocked) > 0):
-            forbidden = self._rules.forbidden(self._ends if blocked[0] > 0 else ())
+            forbidden = self._rules.suppressed(self._ends if blocked[0] > 0 else ())
             return self._next_tokens(state, tokens[:, None], forbidden=forbidden).tolist()
-        logits = without(
+        logits = mask_eos(
             self._step(state, tokens[:, None])[:, 0, -width:], self._ends, blocked, self._rules.suppress_tokens
         )
-        return [_agreed(draft, row) for draft, row in zip(drafts, logits.argmax(axis=2).tolist(), strict=True)]
+        return [_accepted_prefix(draft, row) for draft, row in zip(drafts, logits.argmax(axis=2).tolist(), strict=True)]
 
 
-def _obeying(request: Request, length: int, answer: list[int]) -> list[int]:
+def _apply_constraints(request: GenerationInputs, length: int, answer: list[int]) -> list[int]:
     """The answer behind ``length`` new tokens, up to the first one that has to be another, and that."""
     for place in range(len(answer)):
-        forced = request.forced(length + place)
+        forced = request.forced_token(length + place)
         if forced is not None and answer[place] != forced:
             return [*answer[:place], forced]
     return answer
 
 
-def without(
+def mask_eos(
     logits: np.ndarray, ends: tuple[int, ...], blocked: Sequence[int], never: tuple[int, ...] = ()
 ) -> np.ndarray:
     """The logits with -inf for end tokens at the first ``blocked[i]`` positions of row i; a copy where that is any.
@@ -181,7 +181,7 @@ def without(
         blocked: for each row; nothing where it is 0 or less.
         never: tokens with -inf everywhere.
 
-    >>> without(np.zeros((2, 2, 2)), (1,), [0, 1]).tolist()
+    >>> mask_eos(np.zeros((2, 2, 2)), (1,), [0, 1]).tolist()
     [[[0.0, 0.0], [0.0, 0.0]], [[0.0, -inf], [0.0, 0.0]]]
     """
     if max(blocked) <= 0 and not never:
@@ -194,7 +194,7 @@ def without(
     return logits
 
 
-def _agreed(draft: list[int], likeliest: list[int]) -> list[int]:
+def _accepted_prefix(draft: list[int], likeliest: list[int]) -> list[int]:
     """The likeliest tokens up to the first that was not guessed, and that one."""
     count = 0
     for guess, token in zip(draft, likeliest, strict=False):

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from t5accel.decoding.backend import Backend, Forbidden, State
-from t5accel.decoding.request import Request, Step, Steps, from_steps
-from t5accel.decoding.token_constraints import ended
+from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
+from t5accel.decoding.token_constraints import is_eos
 
-AT_ONCE = 16  # steps between two looks at which rows have ended, where a backend takes several without the host
+STEPS_PER_SYNC = 16  # steps between two looks at which rows have ended, where a backend takes several without the host
 
 
-@from_steps
+@collects_steps
 def greedy(
     backend: Backend,
     input_ids: Any,
@@ -26,11 +26,11 @@ def greedy(
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
-) -> Steps:
+) -> StepStream:
     """Generate until every row has ended or has ``max_new_tokens``.
 
     A backend that offers ``next_tokens`` is asked for tokens, which it may find without computing all logits; one that
-    offers ``run_greedy``, for up to `AT_ONCE` of them at once, of which those after a row's end are dropped.
+    offers ``run_greedy``, for up to `STEPS_PER_SYNC` of them at once, of which those after a row's end are dropped.
 
     Args:
         backend: any runtime that satisfies `Backend`.
@@ -51,7 +51,7 @@ def greedy(
 
     Raises:
         InputError: a shape, type or bound is wrong, or the model's ``generation_config`` asks for what no loop of ours
-            applies (`rules.Rules.require_supported`).
+            applies (`TokenConstraints.require_supported`).
 
     >>> import numpy as np
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and which ends after 4
@@ -62,15 +62,15 @@ def greedy(
     >>> greedy(Counter(), [[3]], max_new_tokens=8).sequences.tolist()
     [[1, 2, 3, 4, 5]]
     """
-    request = Request.checked(
+    request = GenerationInputs.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
         decoder_start_token_id=decoder_start_token_id,
     )  # fmt: skip
-    return Steps(request.prefix[:, 1:], backend.pad_token_id, greedy_steps(backend, request))
+    return StepStream(request.prefix[:, 1:], backend.pad_token_id, greedy_steps(backend, request))
 
 
-def greedy_steps(backend: Backend, request: Request, state: State | None = None) -> Iterator[Step]:
+def greedy_steps(backend: Backend, request: GenerationInputs, state: State | None = None) -> Iterator[Step]:
     """The steps of `greedy`, from the ``state`` of a source that is encoded already, if one is given."""
     next_tokens = getattr(backend, "next_tokens", None) or partial(_next_tokens, backend)
     run_greedy = getattr(backend, "run_greedy", None)
@@ -80,18 +80,18 @@ def greedy_steps(backend: Backend, request: Request, state: State | None = None)
     is_open = np.ones(len(active), dtype=bool)  # those that have ended stay in the state until half of it has
     step_input, length, forced = request.prefix, 0, None
     while True:
-        forbidden = request.forbidden(length)
+        forbidden = request.suppressed(length)
         if run_greedy is None or not length or forced is not None:
             found = next_tokens(state, step_input[:, None, :], forbidden=forbidden)
         else:
             bound = request.max_new_tokens if length >= request.min_new_tokens else request.min_new_tokens
-            found = run_greedy(state, min(bound - length, AT_ONCE), forbidden=forbidden)[:, 0]
+            found = run_greedy(state, min(bound - length, STEPS_PER_SYNC), forbidden=forbidden)[:, 0]
         for tokens in found.T:
-            if (forced := request.forced(length)) is not None:
+            if (forced := request.forced_token(length)) is not None:
                 tokens = np.full_like(tokens, forced)
             yield Step(active[is_open], tokens[is_open])
             length += 1
-            is_open &= ~ended(tokens, request.ends)
+            is_open &= ~is_eos(tokens, request.eos_token_ids)
             left = np.count_nonzero(is_open)
             if not left or length == request.max_new_tokens:
                 return
@@ -102,10 +102,10 @@ def greedy_steps(backend: Backend, request: Request, state: State | None = None)
         step_input = np.where(is_open, tokens, backend.pad_token_id)[:, None]
 
 
-def likeliest(logits: np.ndarray, forbidden: Forbidden = None) -> np.ndarray:
+def argmax_tokens(logits: np.ndarray, forbidden: Forbidden = None) -> np.ndarray:
     """The token of the largest logit: (…, V) -> (…) int64; the lowest id where some are equal, never ``forbidden``.
 
-    >>> likeliest(np.array([[1.0, 3.0, 3.0]])).tolist(), likeliest(np.array([[1.0, 3.0, 3.0]]), forbidden=1).tolist()
+    >>> argmax_tokens(np.array([[1.0, 3.0, 3.0]])).tolist(), argmax_tokens(np.array([[1.0, 3.0, 3.0]]), forbidden=1).tolist()
     ([1], [2])
     """
     if forbidden is not None:
@@ -116,4 +116,4 @@ def likeliest(logits: np.ndarray, forbidden: Forbidden = None) -> np.ndarray:
 
 def _next_tokens(backend: Backend, state: State, input_ids: np.ndarray, *, forbidden: Forbidden) -> np.ndarray:
     """By a step, for a backend that does not offer it: (B, K, T) -> (B, K)."""
-    return likeliest(backend.step(state, input_ids)[:, :, -1], forbidden)
+    return argmax_tokens(backend.step(state, input_ids)[:, :, -1], forbidden)

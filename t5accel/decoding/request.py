@@ -15,12 +15,12 @@ import numpy as np
 
 from t5accel.checks import as_batch, as_count, as_integers, check_vocabulary
 from t5accel.decoding.backend import Backend, Forbidden, Generated, check_backend
-from t5accel.decoding.token_constraints import NONE, Rules
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationInputs:
     """A batch of sources, what every answer starts with, and how long the answers may be.
 
     Attributes:
@@ -36,8 +36,8 @@ class Request:
     prefix: np.ndarray
     max_new_tokens: int
     min_new_tokens: int
-    ends: tuple[int, ...]
-    rules: Rules = NONE
+    eos_token_ids: tuple[int, ...]
+    rules: TokenConstraints = NO_CONSTRAINTS
 
     @classmethod
     def checked(
@@ -53,7 +53,7 @@ class Request:
         decoder_start_token_id: int | None = None,
         methods: Collection[str] = (),
         guesses: bool = False,
-    ) -> Request:
+    ) -> GenerationInputs:
         """The request, as `greedy.greedy` documents its arguments.
 
         Args:
@@ -67,11 +67,11 @@ class Request:
         >>> class Toy:
         ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
         ...     encode = start = step = None
-        >>> Request.checked(Toy(), [[3, 4], [2, 0]], max_new_tokens=8).prefix.tolist()
+        >>> GenerationInputs.checked(Toy(), [[3, 4], [2, 0]], max_new_tokens=8).prefix.tolist()
         [[0], [0]]
         """
         check_backend(backend, methods)
-        rules = getattr(backend, "rules", NONE)
+        rules = getattr(backend, "rules", NO_CONSTRAINTS)
         if not guesses:
             rules.require_supported()
         entries = getattr(backend, "source_vocab_size", backend.vocab_size)
@@ -80,8 +80,8 @@ class Request:
         if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
             raise InputError(f"min_new_tokens is {min_new_tokens}, more than max_new_tokens, {longest}.")
         start = _start(backend, decoder_start_token_id)
-        prefix, ends = _prefix(backend, decoder_input_ids, len(ids), start), rules.ends(backend.eos_token_id)
-        shortest = rules.shortest(min_new_tokens, longest=longest, prefix=prefix.shape[1])
+        prefix, ends = _prefix(backend, decoder_input_ids, len(ids), start), rules.eos_tokens(backend.eos_token_id)
+        shortest = rules.min_new(min_new_tokens, longest=longest, prefix=prefix.shape[1])
         check_positions(backend, prefix.shape[1] + longest - 1)
         if forced_bos_token_id is not None:
             first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
@@ -93,13 +93,13 @@ class Request:
             rules = rules.with_bos(first)
         return cls(ids, mask, prefix, longest, shortest, ends, rules)
 
-    def forbidden(self, length: int) -> Forbidden:
+    def suppressed(self, length: int) -> Forbidden:
         """What may not be chosen behind ``length`` new tokens."""
-        return self.rules.forbidden(self.ends if length < self.min_new_tokens else ())
+        return self.rules.suppressed(self.eos_token_ids if length < self.min_new_tokens else ())
 
-    def forced(self, length: int) -> int | None:
+    def forced_token(self, length: int) -> int | None:
         """The token behind ``length`` new ones, where the model has no choice."""
-        return self.rules.forced(length, longest=self.max_new_tokens, begun=self.prefix.shape[1] > 1)
+        return self.rules.forced_token(length, longest=self.max_new_tokens, has_prefix=self.prefix.shape[1] > 1)
 
 
 def check_positions(backend: Backend, decoder_tokens: int) -> None:
@@ -158,7 +158,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepStream:
     """An algorithm under way; it goes on when the next step is asked for.
 
     Attributes:
@@ -176,7 +176,7 @@ class Steps:
 
         >>> first = Step(np.array([0, 1]), np.array([7, 9]))
         >>> second = Step(np.array([1, 1]), np.array([5, 6]), drafted=3, accepted=1)
-        >>> Steps(np.zeros((2, 0), dtype=np.int64), 0, iter([first, second])).generated().sequences.tolist()
+        >>> StepStream(np.zeros((2, 0), dtype=np.int64), 0, iter([first, second])).generated().sequences.tolist()
         [[7, 0, 0], [9, 5, 6]]
         """
         rows, tokens, drafted, accepted = zip(*self.steps, strict=True)
@@ -195,12 +195,12 @@ class Steps:
             yield [step.tokens[step.rows == row] for row in range(len(self.given))]
 
 
-def from_steps(steps: Callable[..., Steps]) -> Callable[..., Generated]:
-    """Decorate an algorithm that returns `Steps`: it returns their `Generated`, and ``.steps`` is what it was.
+def collects_steps(steps: Callable[..., StepStream]) -> Callable[..., Generated]:
+    """Decorate an algorithm that returns `StepStream`: it returns their `Generated`, and ``.steps`` is what it was.
 
-    >>> @from_steps
+    >>> @collects_steps
     ... def forty_two(backend):
-    ...     return Steps(np.zeros((1, 0), dtype=np.int64), 0, iter([Step(np.array([0]), np.array([42]))]))
+    ...     return StepStream(np.zeros((1, 0), dtype=np.int64), 0, iter([Step(np.array([0]), np.array([42]))]))
     >>> forty_two(None).sequences.tolist(), forty_two.steps(None).pad_token_id
     ([[42]], 0)
     """

@@ -12,8 +12,8 @@ import numpy as np
 from t5accel.checks import as_count, is_number
 from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.beam import FIRST_RUN, LONGEST_RUN, shrunk
-from t5accel.decoding.request import Request, Step, Steps, from_steps
-from t5accel.decoding.token_constraints import ended
+from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
+from t5accel.decoding.token_constraints import is_eos
 from t5accel.errors import InputError
 
 # From logits to what a next token is drawn by, the numbers of transformers' processors in its order; and the draw.
@@ -188,7 +188,7 @@ def _keep_nucleus(odds: np.ndarray, top_p: float) -> None:
     odds[rising[stays]] = values[stays]
 
 
-@from_steps
+@collects_steps
 def sample(
     backend: Backend,
     input_ids: Any,
@@ -203,7 +203,7 @@ def sample(
     forced_bos_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
     **options: float,
-) -> Steps:
+) -> StepStream:
     """Draw K answers to each source.
 
     The K rows of a source share its cross-attention. Every row has a random generator of its own, made from the seed,
@@ -238,7 +238,7 @@ def sample(
     """
     sampling = as_sampling(sampling, options)
     rows_per_source = as_count(num_return_sequences, "num_return_sequences", at_least=1)
-    request = Request.checked(
+    request = GenerationInputs.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
         decoder_start_token_id=decoder_start_token_id, methods=("keep",),
@@ -246,7 +246,7 @@ def sample(
     draws = generators(seed, len(request.ids), rows_per_source)
     given = np.repeat(request.prefix, rows_per_source, axis=0)
     steps = run_steps if hasattr(backend, "run_samples") else _steps
-    return Steps(given[:, 1:], backend.pad_token_id, steps(backend, request, given, sampling, draws))
+    return StepStream(given[:, 1:], backend.pad_token_id, steps(backend, request, given, sampling, draws))
 
 
 def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.random.Generator]:
@@ -262,7 +262,7 @@ def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.rando
 
 
 def run_steps(
-    backend: Backend, request: Request, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator],
+    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator],
     state: State | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """The steps of `sample` by ``run_samples``: several at a time, of which those after a row's end are dropped.
@@ -280,7 +280,7 @@ def run_steps(
     is_open, history = np.ones(len(draws), dtype=bool), given
     unread, length, at_once = given, 0, FIRST_RUN  # (R, T), of all rows, in the state or not
     while True:
-        if (forced := request.forced(length)) is not None:
+        if (forced := request.forced_token(length)) is not None:
             found = np.full((len(draws), 1), forced)
             for generator in draws:  # as everywhere, each token takes one number
                 generator.random()
@@ -290,7 +290,7 @@ def run_steps(
             uniform = np.array([draws[row].random(min(count, at_once)) for row in rows.ravel()])
             new = backend.run_samples(
                 state, unread[rows], uniform.reshape(*rows.shape, -1), sampling=sampling,
-                forbidden=request.forbidden(length), history=history[rows],
+                forbidden=request.suppressed(length), history=history[rows],
             )  # (n, K, count) # fmt: skip
             found = np.full((len(draws), new.shape[2]), backend.pad_token_id, dtype=np.int64)
             found[rows] = new
@@ -300,7 +300,7 @@ def run_steps(
             going = np.flatnonzero(is_open)
             yield Step(going, tokens[going])
             length += 1
-            is_open[going[ended(tokens[going], request.ends)]] = False
+            is_open[going[is_eos(tokens[going], request.eos_token_ids)]] = False
             if not is_open.any() or length == request.max_new_tokens:
                 return
         if (kept := shrunk(np.flatnonzero(is_open[rows].any(axis=1)), len(rows))) is not None:
@@ -309,7 +309,7 @@ def run_steps(
 
 
 def _steps(
-    backend: Backend, request: Request, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator]
+    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator]
 ) -> Iterator[Step]:
     pad, batch, per_source = backend.pad_token_id, len(request.ids), len(draws) // len(request.ids)
     state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=per_source)
@@ -321,15 +321,15 @@ def _steps(
         places = np.flatnonzero(is_open[rows])
         going = rows.ravel()[places]
         logits = backend.step(state, step_input)[:, :, -1].reshape(rows.size, -1)[places]
-        if (forbidden := request.forbidden(length)) is not None:
+        if (forbidden := request.suppressed(length)) is not None:
             logits[:, forbidden] = -np.inf
         odds = probabilities(logits, None if history is None else history[going], sampling)
         tokens = draw(odds, np.array([draws[row].random() for row in going]))
-        if (forced := request.forced(length)) is not None:
+        if (forced := request.forced_token(length)) is not None:
             tokens = np.full_like(tokens, forced)
         yield Step(going, tokens)
         length += 1
-        is_open[going[ended(tokens, request.ends)]] = False
+        is_open[going[is_eos(tokens, request.eos_token_ids)]] = False
         left = is_open[rows].any(axis=1)
         if not left.any() or length == request.max_new_tokens:
             return

@@ -9,16 +9,16 @@ import numpy as np
 
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, State
-from t5accel.decoding.drafting import Drafts, Likeliest, verified, without
-from t5accel.decoding.request import Request, Step, Steps, from_steps
+from t5accel.decoding.drafting import Drafts, GreedyVerifier, mask_eos, verify_drafts
+from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
 from t5accel.decoding.sampling import Sampling, draw, generators, probabilities
 from t5accel.errors import InputError
 
 FIRST = 4
-LONGEST_PAUSE = 15
+MAX_PAUSE = 15
 
 
-class DraftLength:
+class AdaptiveDraftLength:
     """The length of one row's next draft.
 
     - A draft that was right to its end lets the next one be twice as long.
@@ -30,10 +30,10 @@ class DraftLength:
     Args:
         most: upper bound.
 
-    >>> length = DraftLength(most=16)
-    >>> length.next(), length.learn(4, accepted=4), length.next(), length.learn(8, accepted=2), length.next()
+    >>> length = AdaptiveDraftLength(most=16)
+    >>> length.next(), length.update(4, accepted=4), length.next(), length.update(8, accepted=2), length.next()
     (4, None, 8, None, 3)
-    >>> length.learn(3, accepted=0), length.next(), length.next()
+    >>> length.update(3, accepted=0), length.next(), length.next()
     (None, 0, 1)
     """
 
@@ -49,20 +49,20 @@ class DraftLength:
             return 0
         return self._length
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def update(self, drafted: int, accepted: int) -> None:
         """Of a draft of ``drafted`` tokens the first ``accepted`` were right."""
         if accepted:
             self._failures = 0
             self._length = min(2 * self._length if accepted == drafted else accepted + 1, self._most)
         else:
             self._failures += 1
-            self._length, self._pause = 1, min(2**self._failures - 1, LONGEST_PAUSE)
+            self._length, self._pause = 1, min(2**self._failures - 1, MAX_PAUSE)
 
 
 # A smaller model as a drafter: it guesses token by token, and its state is kept in step with what was accepted.
 
 
-class Guesser:
+class DraftModel:
     """A `drafts.Drafter` that guesses the tokens that are likeliest to a model of the same vocabulary.
 
     A backend can go back by its last call only. Therefore the first call of a draft reads what is known, for good; each
@@ -76,14 +76,14 @@ class Guesser:
         most: upper bound on the guesses of one row.
     """
 
-    def __init__(self, backend: Backend, request: Request, most: int):
-        self._backend, self._ends = backend, request.ends
+    def __init__(self, backend: Backend, request: GenerationInputs, most: int):
+        self._backend, self._ends = backend, request.eos_token_ids
         self._state = backend.start(backend.encode(request.ids, request.mask))
-        self._lengths = [DraftLength(most) for _ in request.ids]  # by row of the result
+        self._lengths = [AdaptiveDraftLength(most) for _ in request.ids]  # by row of the result
         self._unread = request.prefix.tolist()  # by row of the state: what it has not read
         self._guesses: list[np.ndarray] = []  # (n,) each
 
-    def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+    def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
         self._guesses = []
         wanted = [min(room, self._lengths[row].next()) if room else 0 for row, room in zip(rows, rooms, strict=True)]
         drafts: Drafts = [[] for _ in rows]
@@ -93,7 +93,7 @@ class Guesser:
         logits = self._read_what_is_known()
         while True:
             allowed = [count - len(self._guesses) for count in blocked]
-            logits = without(logits[:, None], self._ends, allowed)[:, 0]
+            logits = mask_eos(logits[:, None], self._ends, allowed)[:, 0]
             guesses = self._pick(logits, rows, open_places)
             self._guesses.append(guesses)
             for place in open_places:
@@ -109,7 +109,7 @@ class Guesser:
                 self._backend.trim(self._state, np.zeros((len(rows), 1), dtype=np.int64))
             logits = self._backend.step(self._state, np.stack(self._guesses, axis=1)[:, None])[:, 0, -1]
 
-    def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
+    def update(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
         if not self._guesses:
             for unread, answer in zip(self._unread, found, strict=True):
                 unread += answer
@@ -118,7 +118,7 @@ class Guesser:
         kept = [min(len(answer) - 1, read) for answer in found]
         for row, draft, answer in zip(rows, drafts, found, strict=True):
             if draft:
-                self._lengths[row].learn(len(draft), len(answer) - 1)
+                self._lengths[row].update(len(draft), len(answer) - 1)
         if min(kept) < read:
             self._backend.trim(self._state, np.array(kept)[:, None])
         self._unread = [answer[count:] for answer, count in zip(found, kept, strict=True)]
@@ -142,11 +142,11 @@ class Guesser:
         return logits.argmax(axis=1)
 
 
-class RandomGuesser(Guesser):
+class SamplingDraftModel(DraftModel):
     """A `drafts.Drafter` that draws its guesses from a model's distribution.
 
     Args:
-        backend, request, most: as of `Guesser`.
+        backend, request, most: as of `DraftModel`.
         sampling: what is changed in the distribution.
         draws: the random generator of each row.
 
@@ -156,25 +156,30 @@ class RandomGuesser(Guesser):
     """
 
     def __init__(
-        self, backend: Backend, request: Request, most: int, sampling: Sampling, draws: Sequence[np.random.Generator]
+        self,
+        backend: Backend,
+        request: GenerationInputs,
+        most: int,
+        sampling: Sampling,
+        draws: Sequence[np.random.Generator],
     ):
         super().__init__(backend, request, most)
         self.sampling, self.draws = sampling, draws
         self.texts, self.odds = request.prefix.tolist(), []
 
-    def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+    def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
         self.odds: list[np.ndarray] = []
-        return super().guess(rows, rooms, blocked)
+        return super().propose(rows, rooms, blocked)
 
-    def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
-        super().learn(rows, drafts, found)
+    def update(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
+        super().update(rows, drafts, found)
         for row, answer in zip(rows, found, strict=True):
             self.texts[row] += answer
 
     def _pick(self, logits: np.ndarray, rows: Sequence[int], places: Sequence[int]) -> np.ndarray:
         said = [guesses.tolist() for guesses in self._guesses]
         histories = ([*self.texts[row], *(each[place] for each in said)] for place, row in enumerate(rows))
-        odds = odds_after(logits, histories, self.sampling)
+        odds = next_token_probs(logits, histories, self.sampling)
         self.odds.append(odds)
         uniform = np.zeros(len(rows))  # rows that guess nothing draw nothing: their draws do not depend on the others
         for place in places:
@@ -182,7 +187,7 @@ class RandomGuesser(Guesser):
         return draw(odds, uniform)
 
 
-def odds_after(logits: np.ndarray, histories: Iterable[Sequence[int]], sampling: Sampling) -> np.ndarray:
+def next_token_probs(logits: np.ndarray, histories: Iterable[Sequence[int]], sampling: Sampling) -> np.ndarray:
     """`distribution.probabilities` after histories of unequal lengths, which are only looked at if that matters.
 
     Args:
@@ -190,7 +195,7 @@ def odds_after(logits: np.ndarray, histories: Iterable[Sequence[int]], sampling:
         histories: R of them.
         sampling: what is changed.
 
-    >>> odds_after(np.zeros((2, 2)), [[0], [1, 1]], Sampling(temperature=2.0)).tolist()
+    >>> next_token_probs(np.zeros((2, 2)), [[0], [1, 1]], Sampling(temperature=2.0)).tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
     if sampling.repetition_penalty == 1:
@@ -211,7 +216,7 @@ def odds_after(logits: np.ndarray, histories: Iterable[Sequence[int]], sampling:
 _SAME = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 
 
-@from_steps
+@collects_steps
 def speculative(
     backend: Backend,
     draft: Backend,
@@ -226,18 +231,18 @@ def speculative(
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
-) -> Steps:
+) -> StepStream:
     """Generate with ``backend``, helped by the guesses of a faster model.
 
     Without ``sampling`` the tokens are those of `greedy.greedy` on ``backend``, whatever the draft guesses and in
-    whichever precision it is, but for the rounding of floats that `lookup.lookup` explains.
+    whichever precision it is, but for the rounding of floats that `prompt_lookup` explains.
 
     With ``sampling`` every row is distributed as `sampling.sample` would draw it. Guesses are drawn from the draft's
     distribution q and accepted with probability min(1, p / q), p being that of ``backend``; in place of the first one
     that is not, a token is drawn from max(0, p - q), normalised. Both are changed in the same way before that
     (temperature, top-k, …), so a guess that p excludes is never accepted.
 
-    How long a row's next draft is depends on how its last ones did (`draft_lengths.DraftLength`). The draft has a state
+    How long a row's next draft is depends on how its last ones did (`draft_lengths.AdaptiveDraftLength`). The draft has a state
     of its own. It can go back by one call only, as every backend; therefore it reads its guesses again with each
     further one, and keeps of them what was accepted.
 
@@ -275,8 +280,8 @@ def speculative(
         forced_bos_token_id=forced_bos_token_id, decoder_start_token_id=decoder_start_token_id,
         methods=("trim", "keep"),
     )  # fmt: skip
-    request = Request.checked(backend, input_ids, attention_mask, **bounds)
-    Request.checked(draft, input_ids, attention_mask, guesses=True, **bounds)
+    request = GenerationInputs.checked(backend, input_ids, attention_mask, **bounds)
+    GenerationInputs.checked(draft, input_ids, attention_mask, guesses=True, **bounds)
     for name in _SAME:
         theirs, ours = getattr(draft, name), getattr(backend, name)
         if theirs != ours:
@@ -285,26 +290,30 @@ def speculative(
                 "tokenizer, such as a student of the model."
             )
     draws = generators(seed, len(request.ids))
-    return Steps(request.prefix[:, 1:], backend.pad_token_id, _steps(backend, draft, request, most, sampling, draws))
+    return StepStream(
+        request.prefix[:, 1:], backend.pad_token_id, _steps(backend, draft, request, most, sampling, draws)
+    )
 
 
 def _steps(
     backend: Backend,
     draft: Backend,
-    request: Request,
+    request: GenerationInputs,
     most: int,
     sampling: Sampling | None,
     draws: list[np.random.Generator],
 ) -> Iterator[Step]:
     if sampling is None:
-        yield from verified(backend, request, Guesser(draft, request, most), Likeliest(backend, request.rules))
+        yield from verify_drafts(
+            backend, request, DraftModel(draft, request, most), GreedyVerifier(backend, request.rules)
+        )
     else:
-        guesser = RandomGuesser(draft, request, most, sampling, draws)
-        yield from verified(backend, request, guesser, Rejection(backend, guesser, request))
+        guesser = SamplingDraftModel(draft, request, most, sampling, draws)
+        yield from verify_drafts(backend, request, guesser, RejectionSampler(backend, guesser, request))
 
 
-class Rejection:
-    """The `drafts.Choice` of speculative sampling.
+class RejectionSampler:
+    """The `drafts.Verifier` of speculative sampling.
 
     Args:
         backend: of the model whose distribution it shall be.
@@ -312,28 +321,28 @@ class Rejection:
         request: whose ends and rules count.
     """
 
-    def __init__(self, backend: Backend, guesser: RandomGuesser, request: Request):
+    def __init__(self, backend: Backend, guesser: SamplingDraftModel, request: GenerationInputs):
         self._step, self._guesser = backend.step, guesser
-        self._ends, self._never = request.ends, request.rules.suppress_tokens
+        self._ends, self._never = request.eos_token_ids, request.rules.suppress_tokens
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         guesser, width = self._guesser, 1 + max(map(len, drafts))
-        logits = without(self._step(state, tokens[:, None])[:, 0, -width:], self._ends, blocked, self._never)
+        logits = mask_eos(self._step(state, tokens[:, None])[:, 0, -width:], self._ends, blocked, self._never)
         histories = (
             [*guesser.texts[row], *draft[:count]]
             for row, draft in zip(rows, drafts, strict=True)
             for count in range(width)
         )
-        odds = odds_after(logits.reshape(-1, logits.shape[-1]), histories, guesser.sampling).reshape(logits.shape)
+        odds = next_token_probs(logits.reshape(-1, logits.shape[-1]), histories, guesser.sampling).reshape(logits.shape)
         return [
-            accept(draft, [each[place] for each in guesser.odds], odds[place], guesser.draws[row])
+            accept_or_resample(draft, [each[place] for each in guesser.odds], odds[place], guesser.draws[row])
             for place, (row, draft) in enumerate(zip(rows, drafts, strict=True))
         ]
 
 
-def accept(
+def accept_or_resample(
     draft: Sequence[int], theirs: Sequence[np.ndarray], ours: Sequence[np.ndarray], random: np.random.Generator
 ) -> list[int]:
     """How many guesses stay, and what comes after them: together distributed as if all were drawn from ``ours``.
@@ -351,7 +360,7 @@ def accept(
         1 to m + 1 tokens.
 
     >>> certain = np.eye(3)
-    >>> accept([0, 1], certain[[0, 1]], certain[[0, 2, 1]], np.random.default_rng(0))
+    >>> accept_or_resample([0, 1], certain[[0, 1]], certain[[0, 2, 1]], np.random.default_rng(0))
     [0, 2]
     """
     for count, guess in enumerate(draft):

@@ -11,12 +11,12 @@ import numpy as np
 from t5accel.checks import as_integers
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.errors import InputError
 
-_ALGORITHMS = {"greedy": greedy, "sample": sample, "lookup": lookup, "speculative": speculative}
+_ALGORITHMS = {"greedy": greedy, "sample": sample, "prompt_lookup": prompt_lookup, "speculative": speculative}
 
 
 def stream(
@@ -29,7 +29,7 @@ def stream(
 
     Args:
         backend, input_ids, attention_mask: as of `greedy.greedy`.
-        algorithm: "greedy", "sample", "lookup" or "speculative".
+        algorithm: "greedy", "sample", "prompt_lookup" or "speculative".
         options: of that algorithm, by name: ``stream(…, algorithm="speculative", draft=small, max_new_tokens=40)``.
 
     Returns:
@@ -92,17 +92,17 @@ def stream_text(
     >>> list(stream_text(Letters(), chunks))
     ['to', ' be', ' or']
     """
-    pieces = TextPieces(tokenizer, skip_special_tokens=skip_special_tokens, ends=ends)
+    pieces = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, ends=ends)
     for chunk in chunks:
         if len(chunk) != 1:
             raise InputError(f"A chunk has the tokens of {len(chunk)} rows: stream the text of one source and answer.")
         if piece := pieces.add(as_integers(chunk[0], "a chunk", rank=1).tolist()):
             yield piece
-    if piece := pieces.rest():
+    if piece := pieces.flush():
         yield piece
 
 
-class TextPieces:
+class IncrementalDetokenizer:
     """The same for tokens that are handed over as they come, by whoever gets them.
 
     Args:
@@ -113,8 +113,8 @@ class TextPieces:
 
     >>> class Letters:  # a toy tokenizer
     ...     def batch_decode(self, ids, skip_special_tokens): return ["".join(map(chr, row)) for row in ids]
-    >>> pieces = TextPieces(Letters())
-    >>> pieces.add([ord("t"), ord("o")]), pieces.add([ord(" "), ord("b")]), pieces.rest()
+    >>> pieces = IncrementalDetokenizer(Letters())
+    >>> pieces.add([ord("t"), ord("o")]), pieces.add([ord(" "), ord("b")]), pieces.flush()
     ('', 'to', ' b')
     """
 
@@ -138,7 +138,7 @@ class TextPieces:
         piece, self._done = certain[len(self._done) :], certain
         return piece
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """What is left when no more tokens come."""
         piece, self._done = self._text[len(self._done) :], self._text
         return piece

@@ -44,7 +44,7 @@ _NEUTRAL = dict(
 
 
 @dataclass(frozen=True)
-class Rules:
+class TokenConstraints:
     """What is asked of every answer of a model.
 
     Attributes:
@@ -58,7 +58,7 @@ class Rules:
         renormalize_logits: beams score by a distribution over the tokens that may be chosen alone.
         unsupported: as ``"no_repeat_ngram_size=3"``, what our own loops do not apply, and therefore refuse.
 
-    >>> Rules(forced_eos_token_id=2, suppress_tokens=(7,)).forced(4, longest=5)
+    >>> TokenConstraints(forced_eos_token_id=2, suppress_tokens=(7,)).forced_token(4, longest=5)
     2
     """
 
@@ -74,28 +74,28 @@ class Rules:
     renormalize_logits: bool = False
     unsupported: tuple[str, ...] = ()
 
-    def ends(self, eos_token_id: int) -> tuple[int, ...]:
+    def eos_tokens(self, eos_token_id: int) -> tuple[int, ...]:
         """All tokens that end an answer, given the backend's one.
 
-        >>> Rules().ends(1), Rules(eos_token_ids=(1, 25)).ends(1)
+        >>> TokenConstraints().eos_tokens(1), TokenConstraints(eos_token_ids=(1, 25)).eos_tokens(1)
         ((1,), (1, 25))
         """
         return self.eos_token_ids or (eos_token_id,)
 
-    def with_bos(self, forced_bos_token_id: int | None) -> Rules:
+    def with_bos(self, forced_bos_token_id: int | None) -> TokenConstraints:
         """The same with another first token, if one is given."""
         return self if forced_bos_token_id is None else replace(self, forced_bos_token_id=forced_bos_token_id)
 
-    def forbidden(self, ends: tuple[int, ...]) -> int | tuple[int, ...] | None:
+    def suppressed(self, ends: tuple[int, ...]) -> int | tuple[int, ...] | None:
         """The tokens that may not be chosen, ``ends`` among them, as backends take them.
 
-        >>> Rules().forbidden(()), Rules().forbidden((1,)), Rules(suppress_tokens=(7,)).forbidden((1, 2))
+        >>> TokenConstraints().suppressed(()), TokenConstraints().suppressed((1,)), TokenConstraints(suppress_tokens=(7,)).suppressed((1, 2))
         (None, 1, (7, 1, 2))
         """
         never = (*self.suppress_tokens, *ends)
         return never if len(never) > 1 else never[0] if never else None
 
-    def forced(self, length: int, *, longest: int, begun: bool = False) -> int | None:
+    def forced_token(self, length: int, *, longest: int, begun: bool = False) -> int | None:
         """The token behind ``length`` new ones, of ``longest`` at most, if it is not for the model to choose.
 
         Args:
@@ -109,14 +109,14 @@ class Rules:
     def steps_alike(self, length: int, *, shortest: int, longest: int) -> int:
         """From behind ``length`` new tokens on, how many steps are asked the same of, before that changes.
 
-        >>> rules = Rules(forced_eos_token_id=1)
+        >>> rules = TokenConstraints(forced_eos_token_id=1)
         >>> rules.steps_alike(2, shortest=5, longest=9), rules.steps_alike(5, shortest=5, longest=9)
         (3, 3)
         """
         last = longest - (self.forced_eos_token_id is not None)
         return (min(shortest, last) if length < shortest else last) - length
 
-    def shortest(self, given: int | None, *, longest: int, prefix: int = 1) -> int:
+    def min_new(self, given: int | None, *, longest: int, prefix: int = 1) -> int:
         """How many new tokens an answer has at least: as given, or by the model, as far as ``longest`` allows.
 
         Args:
@@ -124,7 +124,7 @@ class Rules:
             longest: new tokens.
             prefix: tokens in front of the new ones, with the start token.
 
-        >>> Rules(min_length=5).shortest(None, longest=9), Rules(min_length=5).shortest(0, longest=9)
+        >>> TokenConstraints(min_length=5).min_new(None, longest=9), TokenConstraints(min_length=5).min_new(0, longest=9)
         (4, 0)
         """
         if given is not None:
@@ -135,7 +135,7 @@ class Rules:
     def require_supported(self) -> None:
         """Raise ``InputError`` if the model asks for what our own loops do not apply.
 
-        >>> Rules(unsupported=("no_repeat_ngram_size=3",)).require_supported()
+        >>> TokenConstraints(unsupported=("no_repeat_ngram_size=3",)).require_supported()
         Traceback (most recent call last):
         t5accel.errors.InputError: generation_config sets no_repeat_ngram_size=3, which t5accel's own ...
         """
@@ -152,15 +152,15 @@ class Rules:
                 for name, (value, default) in given.items() if value != default}  # fmt: skip
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Rules:
+    def from_json(cls, content: dict[str, Any]) -> TokenConstraints:
         """What `to_json` wrote."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
 
 
-NONE = Rules()
+NO_CONSTRAINTS = TokenConstraints()
 
 
-def rules_of(model: Any) -> Rules:
+def constraints_from_config(model: Any) -> TokenConstraints:
     """What a model of transformers asks of every answer, by its whole ``generation_config``.
 
     Of ``bad_words_ids`` the words of one token are applied, if that is no end. Everything else that would change an
@@ -191,7 +191,7 @@ def rules_of(model: Any) -> Rules:
         unsupported.append(f"bad_words_ids={_short(longer)}")
     beams = as_count(value("num_beams", 1), "generation_config.num_beams", at_least=1)
     least = value("min_new_tokens", None)
-    return Rules(
+    return TokenConstraints(
         **forced,
         # transformers ignores tokens that the vocabulary does not have
         suppress_tokens=tuple(sorted(token for token in never if 0 <= token < entries)),
@@ -271,7 +271,7 @@ def special_tokens(model: Any) -> dict[str, int]:
     return {key: as_count(value, f"model.config.{key}", at_least=0) for key, value in found.items()}
 
 
-def check_tokens(config: Any, generation_config: Any, found: Any) -> None:
+def check_special_tokens(config: Any, generation_config: Any, found: Any) -> None:
     """Raise ``InputError`` if a backend's special tokens are none of those that these configurations name.
 
     Args:
@@ -289,10 +289,10 @@ def check_tokens(config: Any, generation_config: Any, found: Any) -> None:
             )
 
 
-def ended(tokens: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
+def is_eos(tokens: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
     """Which tokens end an answer: (…) -> (…) bool.
 
-    >>> ended(np.array([[7, 1], [25, 3]]), (1, 25)).tolist()
+    >>> is_eos(np.array([[7, 1], [25, 3]]), (1, 25)).tolist()
     [[False, True], [True, False]]
     """
     found = tokens == ends[0]
@@ -301,10 +301,10 @@ def ended(tokens: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
     return found
 
 
-def until_end(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
+def truncate_at_eos(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
     """The tokens up to the first end, which is the last of them; all where there is none.
 
-    >>> until_end([7, 25, 1], (1, 25)), until_end([7, 8], (1, 25))
+    >>> truncate_at_eos([7, 25, 1], (1, 25)), truncate_at_eos([7, 8], (1, 25))
     ([7, 25], [7, 8])
     """
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)

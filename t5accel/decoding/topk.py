@@ -11,7 +11,7 @@ from t5accel.decoding.backend import Forbidden
 _BLOCK = 2**17  # scores worked on at a time: half a megabyte, which stays in a core's second cache
 
 
-class Continuations:
+class BeamTopK:
     """Finds the best among K * V continuations of each source, and holds the working memory for it.
 
     A row of V logits is read as a matrix whose columns are *lanes*: lane w holds the tokens w, w + W, w + 2W, … Of all
@@ -23,7 +23,7 @@ class Continuations:
         vocab_size: V.
 
     >>> logits = np.log([[[0.5, 0.3, 0.2], [0.89, 0.1, 0.01]]])  # one source with two rows
-    >>> scores, rows, tokens = Continuations(3).best(logits, np.log([[0.4, 0.6]]), 3)
+    >>> scores, rows, tokens = BeamTopK(3).best(logits, np.log([[0.4, 0.6]]), 3)
     >>> [f"{probability:.2f}" for probability in np.exp(scores[0])], rows.tolist(), tokens.tolist()
     (['0.53', '0.20', '0.12'], [[1, 0, 0]], [[0, 0, 1]])
     """
@@ -107,10 +107,10 @@ class Continuations:
         return maxima, highest, np.log(total, out=total)
 
 
-def pick(array: np.ndarray, index: np.ndarray) -> np.ndarray:
+def take_rows(array: np.ndarray, index: np.ndarray) -> np.ndarray:
     """``np.take_along_axis(array, index, axis=1)`` of two matrices, (B, m) and (B, n) -> (B, n), in less time.
 
-    >>> pick(np.array([[5, 6], [7, 8]]), np.array([[1], [0]])).tolist()
+    >>> take_rows(np.array([[5, 6], [7, 8]]), np.array([[1], [0]])).tolist()
     [[6], [7]]
     """
     return array.ravel().take(index + np.arange(0, array.size, array.shape[1])[:, None])

@@ -1,4 +1,4 @@
-"""The model card of a student, and its checkpoint: an ordinary folder that transformers and `load_t5` read."""
+"""The model card of a student, and its checkpoint: an ordinary folder that transformers and `load_model` read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ A student of `{teacher}`, {made} ({how}). It has {parameters:.1f} million parame
 Prefixes and limits are its teacher's. The licenses of its teacher and of the data that it was trained on apply to it.
 """
 PLAIN = "`T5ForConditionalGeneration.from_pretrained` loads it."
-NARROW = "Its layers differ in size: load it with `t5accel.models.load.load_t5(folder)`, not with transformers alone."
+NARROW = (
+    "Its layers differ in size: load it with `t5accel.models.load.load_model(folder)`, not with transformers alone."
+)
 
 
 def require_place(folder: Path) -> None:
@@ -76,8 +78,8 @@ def save_student(
         ExportError: the disk is full, or refuses.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.models.load import load_t5
-    >>> model, tokenizer = load_t5("mini")
+    >>> from t5accel.models.load import load_model
+    >>> model, tokenizer = load_model("mini")
     >>> facts = dict(teacher_name="mini", how="copied", command="none", settings={"steps": 0})
     >>> with TemporaryDirectory() as folder:
     ...     made = save_student(model, tokenizer, Path(folder) / "copy", teacher=model, **facts)

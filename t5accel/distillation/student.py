@@ -177,10 +177,10 @@ def distill(
             missing, the checkpoint was made with another configuration, or the device does not exist.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.models.load import load_model
     >>> from t5accel.models.random_init import random_t5
     >>> sizes = dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=4, vocab_size=8000)
-    >>> teacher, (_, tokenizer) = random_t5(sizes), load_t5("mini")
+    >>> teacher, (_, tokenizer) = random_t5(sizes), load_model("mini")
     >>> rows = [{"source": "translate English to French: Go!", "target": "Va !"}]
     >>> with TemporaryDirectory() as folder:
     ...     student = distill(teacher, tokenizer, rows, Path(folder), DistillConfig(layers=(0, 3), steps=1))

@@ -38,8 +38,8 @@ def make_validator(
         InputError: an unknown metric, or a wrong row, which the message names.
         MissingPackageError: the metric's package is not installed.
 
-    >>> from t5accel.models.load import load_t5
-    >>> model, tokenizer = load_t5("mini")
+    >>> from t5accel.models.load import load_model
+    >>> model, tokenizer = load_model("mini")
     >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
     >>> make_validator(rows, tokenizer, "exact_match")(model)["exact_match"]
     100.0

@@ -15,7 +15,7 @@ import numpy as np
 
 from t5accel import machine
 from t5accel.checks import as_count
-from t5accel.decoding.token_constraints import rules_of, special_tokens
+from t5accel.decoding.token_constraints import constraints_from_config, special_tokens
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
@@ -27,7 +27,7 @@ from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.shortlist_head import head_for, shortlist_graph
 from t5accel.graphs.weights import T5Weights, bart_like_weights, source_vocabulary
 from t5accel.models.families import Family
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.registry import family_of_model
 from t5accel.models.sizes import T5Dims
 from t5accel.models.t5_math import logit_scale
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FP32 = {"name": "fp32"}
 
 
-def export_t5(
+def export_model(
     model: PreTrainedModel | str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
@@ -57,7 +57,7 @@ def export_t5(
     the same folder do the work once. An export of the same model that is already there is checked and kept.
 
     Args:
-        model: a T5-like model, or a name that `checkpoints.load_t5` knows.
+        model: a T5-like model, or a name that `checkpoints.load_model` knows.
         folder: takes the export; made if it is missing.
         tokenizer: saved beside the graphs; by default that of a model given by name.
         name: of the checkpoint, for the manifest; by default the name given, or the class.
@@ -86,7 +86,7 @@ def export_t5(
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> with TemporaryDirectory() as folder:
-    ...     export_t5(model, f"{folder}/tiny").files.keys()
+    ...     export_model(model, f"{folder}/tiny").files.keys()
     dict_keys(['config.json', 'decoder.onnx', 'encoder.onnx', 'generation_config.json'])
     """
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
@@ -100,7 +100,7 @@ def export_t5(
     if isinstance(model, str | os.PathLike):
         name = name or os.fspath(model)
         require_free(target, name, overwrite=overwrite)
-        model, own_tokenizer = load_t5(model)
+        model, own_tokenizer = load_model(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     name = name or type(model).__name__
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
@@ -111,7 +111,7 @@ def export_t5(
     graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights, head_by_rows=head is not None)}
     manifest = Manifest(
         source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=special_tokens(model),
-        recipe=FP32, opset=OPSET, versions=machine.versions(), rules=rules_of(model).to_json(),
+        recipe=FP32, opset=OPSET, versions=machine.versions(), rules=constraints_from_config(model).to_json(),
         family=_family_entry(weights),
     )  # fmt: skip
     exact: dict[str, str] = {}
@@ -193,7 +193,7 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
     facts = {name: getattr(weights, name) for name in names}
     facts |= {"dims": asdict(weights.dims), "tokens": special_tokens(model)}
     facts |= {"family": entry} if (entry := _family_entry(weights)) else {}
-    facts |= {"rules": rules} if (rules := rules_of(model).to_json()) else {}
+    facts |= {"rules": rules} if (rules := constraints_from_config(model).to_json()) else {}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for key in sorted(weights.arrays):
         digest.update(key.encode())

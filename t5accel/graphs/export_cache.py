@@ -33,10 +33,19 @@ from t5accel.errors import ExportError, InputError, ModelUnavailableError, first
 from t5accel.graphs.atomic_write import clear_remnants, locked, reason
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import ENCODER, MANIFEST, as_folder
-from t5accel.graphs.export import FP32, export_t5, model_weights, save_tokenizer, source_hash
+from t5accel.graphs.export import FP32, export_model, model_weights, save_tokenizer, source_hash
 from t5accel.graphs.logit_check import check_export
 from t5accel.graphs.manifest import FORMAT, WRITTEN, Manifest, describe_file, read_manifest
-from t5accel.models.load import BUNDLED, data_folder, has_weights, hub_file, hub_id, hub_resolves, hub_snapshot, load_t5
+from t5accel.models.load import (
+    BUNDLED,
+    data_folder,
+    has_weights,
+    hub_file,
+    hub_id,
+    hub_resolves,
+    hub_snapshot,
+    load_model,
+)
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
 
@@ -95,9 +104,9 @@ def cached_export(
     from that in fp32, which is kept, too.
 
     Args:
-        model: an encoder-decoder of a family that there is, or a name that `checkpoints.load_t5` knows.
+        model: an encoder-decoder of a family that there is, or a name that `checkpoints.load_model` knows.
         precision: a recipe, or the name of one of `recipes.RECIPES`.
-        tokenizer: as of `export.export_t5`.
+        tokenizer: as of `export.export_model`.
         progress: when it is made, say where it is kept, and show a bar, on standard error.
         check_logits: compare the fp32 graphs with the model, when they are made and for every model object.
 
@@ -133,7 +142,7 @@ def checked_export(
         if named and not (place and hashes.kept(place(RECIPES["fp32"]))):
             if progress and machine.watches_stderr():
                 _say(f"Loading {label} …")
-            model, own_tokenizer = load_t5(model)
+            model, own_tokenizer = load_model(model)
             loaded = _key_of_name(label, hashes)  # again: what is published may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
                 raise ExportError(f"{label} changed while it was read: try again when it is whole.")
@@ -151,7 +160,7 @@ def checked_export(
             _clear_damaged(in_fp32, hashes)
             if progress:
                 _say(f"{label} is exported once, and kept in {cache_folder()} (t5accel cache clear empties that).")
-            made = export_t5(
+            made = export_model(
                 model, in_fp32, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None, step=True,
                 overwrite=True, progress=progress, check_logits=check_logits,
             )  # fmt: skip

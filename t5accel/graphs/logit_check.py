@@ -20,7 +20,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec, names
 from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights, source_vocabulary
 from t5accel.models.sizes import T5Dims
-from t5accel.parity import ParityError, parity
+from t5accel.parity import ParityError, assert_close
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +67,7 @@ def check_logits(
     found, finite = run(ids, mask, tokens), np.isfinite(own)  # weights that overflow are no fault of the runtime
     try:
         if finite.any():
-            parity(found[finite], own[finite], atol=tolerance * max(1.0, float(np.abs(own[finite]).max())))
+            assert_close(found[finite], own[finite], atol=tolerance * max(1.0, float(np.abs(own[finite]).max())))
     except ParityError as error:
         raise ExportError(
             f"{type(model).__name__}: the graphs compute other logits than the model itself ({error}). A hook, an "

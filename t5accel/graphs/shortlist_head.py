@@ -47,7 +47,7 @@ class QuantizedHead:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """What `decoding.certified_argmax.Head` has to know about it."""
+        """What `decoding.certified_argmax.OutputHead` has to know about it."""
         return {"largest_row": self.largest_row, "largest_error": self.largest_error}
 
 

@@ -64,7 +64,7 @@ def data_folder() -> Path:
     )
 
 
-def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
     Beside T5s these are models of the families in `models.registry`: BART, mBART, Marian, M2M100 (NLLB) and Pegasus.
@@ -80,7 +80,7 @@ def load_t5(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedM
         ModelUnavailableError: the hub cannot be reached or does not have it, or the folder is incomplete.
         NotT5Error: the checkpoint is of another kind.
 
-    >>> model, tokenizer = load_t5("random:t5-small")
+    >>> model, tokenizer = load_model("random:t5-small")
     >>> model.config.d_model, tokenizer
     (512, None)
     """
@@ -173,7 +173,7 @@ def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         _refuse_instead(repository)
         raise ModelUnavailableError(
             f"{repository!r} is no folder here, and could not be had from the model hub (no network, or no such "
-            "model). Offline, load_t5('mini') and load_t5('random:t5-small') work, as does what was downloaded before."
+            "model). Offline, load_model('mini') and load_model('random:t5-small') work, as does what was downloaded before."
         ) from error
     except Exception as error:  # reached, and broken or too new for the installed transformers
         _refuse_instead(repository)

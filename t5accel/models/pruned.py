@@ -1,7 +1,7 @@
 """T5s whose layers differ in width: fewer heads here, fewer feed-forward neurons there, as pruning leaves them.
 
 A configuration of transformers has one number of heads for all layers, and since 5.x it prunes no heads. Here the sizes
-of each layer stand in the configuration as ``layer_widths``, which is saved with it, and `checkpoints.load_t5` reads
+of each layer stand in the configuration as ``layer_widths``, which is saved with it, and `checkpoints.load_model` reads
 them. A narrow model is transformers' own class with smaller matrices: training, `save_pretrained` and ``generate()``
 work as ever.
 """

@@ -93,10 +93,10 @@ def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[S
             are not in the vocabulary.
         MissingPackageError: there is no onnxruntime.
 
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> ids = np.array([[100, 200, 1]])
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     seen = probe(f"{folder}/mini", [Example(ids, np.ones_like(ids), np.array([[0, 50]]))])
     >>> max(seen, key=lambda one: one.largest).operator  # the squares in a norm
     'Pow'

@@ -32,9 +32,9 @@ def convert_export(
         ExportError, InputError: as of `fp16.half_export`; or no ONNX graph is written for the recipe (fp32, bf16).
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/fp32")
+    ...     _ = export_model("mini", f"{folder}/fp32")
     ...     convert_export(f"{folder}/fp32", f"{folder}/fp16", "fp16").recipe["floats"]
     'float16'
     """

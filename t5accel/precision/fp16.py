@@ -72,7 +72,7 @@ def half_export(
 
     Args:
         folder: an export in fp32 that is not optimised.
-        out: takes the copy, by the rules of `export.export_t5`: there whole or not at all, and kept if it is there.
+        out: takes the copy, by the rules of `export.export_model`: there whole or not at all, and kept if it is there.
         recipe: with ``floats`` "float16"; its ``kept`` groups are computed in fp32, too.
         examples: to probe (`probe`); without any, what is known of T5 decides alone.
         naive: convert everything, as a general converter does: to see what becomes of it.
@@ -84,9 +84,9 @@ def half_export(
         InputError: another argument is wrong.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     before = export_t5("mini", f"{folder}/fp32", external_threshold_bytes=0)
+    ...     before = export_model("mini", f"{folder}/fp32", external_threshold_bytes=0)
     ...     after = half_export(f"{folder}/fp32", f"{folder}/fp16")
     >>> round(after.size_bytes / before.size_bytes, 1), len(after.recipe["in_fp32"]) > 100
     (0.5, True)

@@ -81,9 +81,9 @@ def quantize_export(
     Raises:
         ExportError, InputError: as of `fp16.half_export`; or a weight holds infinity or NaN.
 
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     before = export_t5("mini", f"{folder}/fp32", external_threshold_bytes=0)
+    ...     before = export_model("mini", f"{folder}/fp32", external_threshold_bytes=0)
     ...     after = quantize_export(f"{folder}/fp32", f"{folder}/int8", "int8")
     >>> after.recipe["name"], round(after.size_bytes / before.size_bytes, 1)
     ('int8', 0.3)

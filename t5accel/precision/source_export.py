@@ -26,9 +26,9 @@ class Fp32Export:
     """An export in fp32 that is not optimised, of which converted copies are made.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     Fp32Export.read(f"{folder}/mini").graphs().keys()
     dict_keys(['encoder', 'decoder'])
     """

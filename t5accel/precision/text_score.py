@@ -40,10 +40,10 @@ def text_score(
         MissingPackageError: the metric's package is not installed.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_t5
+    >>> from t5accel.graphs.export import export_model
     >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
     >>> with TemporaryDirectory() as folder:
-    ...     _ = export_t5("mini", f"{folder}/mini")
+    ...     _ = export_model("mini", f"{folder}/mini")
     ...     text_score(rows, "exact_match")(f"{folder}/mini")
     {'exact_match': 100.0}
     """

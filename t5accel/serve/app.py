@@ -20,8 +20,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.streaming import TextPieces
-from t5accel.decoding.token_constraints import NONE
+from t5accel.decoding.streaming import IncrementalDetokenizer
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.errors import EngineError, T5AccelError
 from t5accel.models.languages import Languages
 from t5accel.serve import responses as shapes
@@ -54,8 +54,12 @@ class Service:
 
     def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
         self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
-        self.backend, self.rules, self.languages = backend, getattr(backend, "rules", NONE), Languages(tokenizer)
-        self.ends = self.rules.ends(backend.eos_token_id)
+        self.backend, self.rules, self.languages = (
+            backend,
+            getattr(backend, "rules", NO_CONSTRAINTS),
+            Languages(tokenizer),
+        )
+        self.ends = self.rules.eos_tokens(backend.eos_token_id)
         self.started_s = int(time.time())
         self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
         self.metrics.watch(self.scheduler)
@@ -176,7 +180,9 @@ class Service:
         that fails; at the end of the iteration all are cancelled.
         """
         shown = dict(skip_special_tokens=asked.skip_special_tokens, ends=self.ends)
-        open_ones = [TextStream(*numbered, TextPieces(self.tokenizer, **shown)) for numbered in enumerate(tickets)]
+        open_ones = [
+            TextStream(*numbered, IncrementalDetokenizer(self.tokenizer, **shown)) for numbered in enumerate(tickets)
+        ]
         news = asyncio.Event()
         for ticket in tickets:
             ticket.listener = news.set

@@ -84,7 +84,7 @@ class Job:
 
     @property
     def bounds(self) -> dict[str, int | None]:
-        """What `Request.checked` checks of it, by name."""
+        """What `GenerationInputs.checked` checks of it, by name."""
         names = ("max_new_tokens", "min_new_tokens", "forced_bos_token_id", "decoder_start_token_id")
         return {name: getattr(self, name) for name in names}
 

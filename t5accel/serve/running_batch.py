@@ -19,10 +19,10 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, Forbidden, Source
 from t5accel.decoding.beam import Beams
-from t5accel.decoding.greedy_search import likeliest
+from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.decoding.sampling import Sampling, draw, generators, probabilities
-from t5accel.decoding.token_constraints import NONE, Rules, until_end
-from t5accel.decoding.topk import Continuations
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
+from t5accel.decoding.topk import BeamTopK
 from t5accel.serve.request import Answer, Job
 
 # What becomes of the logits of a job's rows. One step call serves greedy, drawn and beam rows alike.
@@ -40,10 +40,10 @@ class Model(Protocol):
     decoder_start_token_id: int
 
 
-def _rules_and_start(model: Model, job: Job) -> tuple[Rules, int]:
+def _rules_and_start(model: Model, job: Job) -> tuple[TokenConstraints, int]:
     """What the model asks of every answer and the token that its decoder reads first, or what the job says of both."""
     start = model.decoder_start_token_id if job.decoder_start_token_id is None else job.decoder_start_token_id
-    return getattr(model, "rules", NONE).with_bos(job.forced_bos_token_id), start
+    return getattr(model, "rules", NO_CONSTRAINTS).with_bos(job.forced_bos_token_id), start
 
 
 class Greedy:
@@ -53,8 +53,8 @@ class Greedy:
 
     def __init__(self, model: Model, job: Job):
         self._rules, self.start = _rules_and_start(model, job)
-        self._ends, self._longest = self._rules.ends(model.eos_token_id), job.max_new_tokens
-        self._shortest = self._rules.shortest(job.min_new_tokens, longest=self._longest)
+        self._ends, self._longest = self._rules.eos_tokens(model.eos_token_id), job.max_new_tokens
+        self._shortest = self._rules.min_new(job.min_new_tokens, longest=self._longest)
         self._criterion, forced = (
             job.stopping_criterion,
             (self._rules.forced_bos_token_id, self._rules.forced_eos_token_id),
@@ -66,7 +66,7 @@ class Greedy:
     @property
     def forbidden(self) -> Forbidden:
         """What the next token may not be."""
-        return self._rules.forbidden(self._ends if len(self.tokens) < self._shortest else ())
+        return self._rules.suppressed(self._ends if len(self.tokens) < self._shortest else ())
 
     @property
     def shortest(self) -> int:
@@ -81,7 +81,7 @@ class Greedy:
     @property
     def forced(self) -> int | None:
         """The next token, if it is not for the model to choose."""
-        return self._rules.forced(len(self.tokens), longest=self._longest)
+        return self._rules.forced_token(len(self.tokens), longest=self._longest)
 
     def take_all(self, tokens: list[int]) -> None:
         """The next tokens, as many of them as there are before the end.
@@ -143,14 +143,14 @@ class Drawn(Greedy):
 class Searched:
     """The K rows of a beam search."""
 
-    def __init__(self, model: Model, job: Job, continuations: Continuations | None = None):
+    def __init__(self, model: Model, job: Job, continuations: BeamTopK | None = None):
         self.rows, self._returned = job.num_beams, job.num_return_sequences
         rules, self.start = _rules_and_start(model, job)
-        self._ends, self._pad = rules.ends(model.eos_token_id), model.pad_token_id
+        self._ends, self._pad = rules.eos_tokens(model.eos_token_id), model.pad_token_id
         self._beams = Beams(
             1, job.num_beams, vocab_size=model.vocab_size, eos_token_id=model.eos_token_id,
             max_new_tokens=job.max_new_tokens,
-            min_new_tokens=rules.shortest(job.min_new_tokens, longest=job.max_new_tokens),
+            min_new_tokens=rules.min_new(job.min_new_tokens, longest=job.max_new_tokens),
             length_penalty=job.length_penalty, early_stopping=job.early_stopping, rules=rules,
             continuations=continuations,
         )  # fmt: skip
@@ -174,7 +174,7 @@ class Searched:
         sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)
         found = []
         for row, score in zip(sequences.tolist(), scores.tolist(), strict=True):
-            tokens = until_end(row, self._ends)
+            tokens = truncate_at_eos(row, self._ends)
             found.append(Answer(tokens, tokens[-1] in self._ends, score))
         return found
 
@@ -182,7 +182,7 @@ class Searched:
 Writer = Greedy | Drawn | Searched
 
 
-def writers_of(model: Model, job: Job, continuations: Continuations | None = None) -> list[Writer]:
+def writers_of(model: Model, job: Job, continuations: BeamTopK | None = None) -> list[Writer]:
     """A job's writers, in the order of its answers; K drawn answers are K writers.
 
     Raises:
@@ -341,7 +341,7 @@ class RunningBatch:
             if type(part.writer) is Greedy and (forbidden := part.writer.forbidden) is not None:
                 logits[part.rows, forbidden] = -np.inf
         if any(type(part.writer) is Greedy for part in self.parts):
-            best = likeliest(logits)
+            best = argmax_tokens(logits)
         tokens, order = np.array(self._next), np.arange(self.rows)
         for part in self.parts:
             try:
@@ -398,9 +398,9 @@ class DeviceRunningBatch:
         joins_running, parts, rows, steps, tokens, logit_steps, token_steps: as of `RunningBatch`.
 
     >>> from t5accel.backends.torch_static import TorchStatic
-    >>> from t5accel.models.load import load_t5
+    >>> from t5accel.models.load import load_model
     >>> from t5accel.serve.request import Job
-    >>> batch = DeviceRunningBatch(backend := TorchStatic(load_t5("random:t5-small")[0]))
+    >>> batch = DeviceRunningBatch(backend := TorchStatic(load_model("random:t5-small")[0]))
     >>> part = Part(Greedy(backend, Job([100, 1], max_new_tokens=2)), "an owner")
     >>> batch.join(batch.encoder.encode(np.array([[100, 1]]), np.ones((1, 2), dtype=np.int64)), [part])
     >>> batch.step(), batch.step() == [part], len(part.writer.tokens)

@@ -24,9 +24,9 @@ import numpy as np
 
 from t5accel.decoding.backend import Backend, Source
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.decoding.request import Request
-from t5accel.decoding.token_constraints import NONE
-from t5accel.decoding.topk import Continuations
+from t5accel.decoding.request import GenerationInputs
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS
+from t5accel.decoding.topk import BeamTopK
 from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.serve.limits import (
     COLUMNS,
@@ -94,7 +94,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         thread: bool = True,
     ):
-        getattr(backend, "rules", NONE).require_supported()
+        getattr(backend, "rules", NO_CONSTRAINTS).require_supported()
         self.limits = limits or Limits()
         self.backend, self._alone = backend, encodes_alone(backend)
         self._batch = running_batch(backend, self.limits.rows)
@@ -105,7 +105,7 @@ class Scheduler:
         self.why_static = "" if self._batch.joins_running else static
         self.key_value_bytes, self._pace = KeyValueBytes(self._batch.encoder), EncoderPace()
         self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
-        self._continuations = Continuations(backend.vocab_size)
+        self._continuations = BeamTopK(backend.vocab_size)
         self._observe = observe or (lambda name, value: None)
         self._tell = tell or _tell_listeners
         self._clock = clock
@@ -264,7 +264,7 @@ class Scheduler:
 
     def _check(self, job: Job) -> None:
         ids = job.input_ids
-        Request.checked(self.backend, ids[None], np.ones_like(ids)[None], **job.bounds)
+        GenerationInputs.checked(self.backend, ids[None], np.ones_like(ids)[None], **job.bounds)
         self.limits.check(job, self.key_value_bytes)
         writers_of(self.backend, job, self._continuations)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from t5accel.decoding.sampling import Sampling
-from t5accel.decoding.token_constraints import NONE, Rules
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 from t5accel.serve.middleware import Refused
 from t5accel.serve.request import Job
@@ -106,14 +106,14 @@ class Generate(_Common):
     truncate: bool = Field(False, description="Cut a source that is too long. Default: refuse it.")
 
     def job(
-        self, ids: list[int], seed: int, deadline_s: float | None, rules: Rules = NONE,
+        self, ids: list[int], seed: int, deadline_s: float | None, rules: TokenConstraints = NO_CONSTRAINTS,
         stopping_criterion: Callable[[Sequence[int]], bool] | None = None,
     ) -> Job:  # fmt: skip
         """For one of its texts, with the model's rules where a field is left out.
 
         >>> Generate(text="a", num_beams=4).job([5, 1], seed=0, deadline_s=None).rows
         4
-        >>> Generate(text="a").job([5, 1], seed=0, deadline_s=None, rules=Rules(num_beams=3)).rows
+        >>> Generate(text="a").job([5, 1], seed=0, deadline_s=None, rules=TokenConstraints(num_beams=3)).rows
         3
         """
         useless = [name for name in (*_OPTIONS, "seed") if getattr(self, name) is not None and not self.do_sample]

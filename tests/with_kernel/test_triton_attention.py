@@ -20,7 +20,7 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.models.random_init import random_t5
-from t5accel.parity import assert_varied, parity
+from t5accel.parity import assert_close, assert_varied
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="compiled in this process: TRITON_INTERPRET is not 1")
@@ -52,7 +52,7 @@ def test_own_attention_writes_its_position_and_reads_what_is_real(dtype: torch.d
     for row, length in enumerate(lengths):
         memory[:, row, :, length:] = float("nan")  # what is not real is not even multiplied by nothing
     out = triton_attention.attend_own(projected, memory, lengths, biases)
-    parity(out.float().numpy(), attended[:, :, 0].flatten(1).numpy(), atol=CLOSE[dtype])
+    assert_close(out.float().numpy(), attended[:, :, 0].flatten(1).numpy(), atol=CLOSE[dtype])
     for row, length in enumerate(lengths):
         assert torch.equal(memory[:, row, :, length], expected[:, row, :, length])
         assert memory[:, row, :, length + 1 :].isnan().all(), "nothing else is written"
@@ -69,7 +69,7 @@ def test_cross_attention_of_rows_that_share_a_source(dtype: torch.dtype, rows: i
     bias[0, ..., 50:] = torch.finfo(dtype).min
     expected = exact(query.view(batch, rows, heads, d).transpose(1, 2), memory, bias).transpose(1, 2)
     out = triton_attention.attend_cross(query, memory, bias)
-    parity(out.float().numpy(), expected.reshape(batch * rows, -1).numpy(), atol=CLOSE[dtype])
+    assert_close(out.float().numpy(), expected.reshape(batch * rows, -1).numpy(), atol=CLOSE[dtype])
     memory[:, 0, :, 60:] *= 100
     again = triton_attention.attend_cross(query, memory, bias)
     assert torch.equal(again, out), "what is masked counts for nothing"

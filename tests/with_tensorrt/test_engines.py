@@ -12,7 +12,7 @@ import pytest
 from t5accel.backends import tensorrt as tensorrt_engines
 from t5accel.backends.tensorrt import GraphPlan, Plan, Range, Sizes, build_engine, cached_engines, load_tensorrt, plan
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import RECIPES
@@ -29,7 +29,7 @@ def trt() -> Any:
 @pytest.fixture(scope="module")
 def fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports") / "fp32"
-    export_t5("mini", folder)
+    export_model("mini", folder)
     return folder
 
 
@@ -84,7 +84,7 @@ def test_another_precision_than_the_plans_is_refused(trt: Any, fp32: Path, fp16:
 
 
 def test_another_models_plan_is_refused(trt: Any, fp32: Path, tmp_path: Path) -> None:
-    export_t5("mini-d1", tmp_path / "d1")
+    export_model("mini-d1", tmp_path / "d1")
     with pytest.raises(InputError, match="Only one of graph and profile has the inputs .*past_key_1"):
         build_engine(fp32 / "decoder.onnx", planned(tmp_path / "d1").graphs["decoder.onnx"], trt=trt)
 

@@ -17,7 +17,7 @@ from t5accel.backends.model_defaults import by_defaults
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.request import check_positions
-from t5accel.decoding.token_constraints import NONE, ended
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, is_eos
 from t5accel.errors import InputError, JobError, T5AccelError, first_line
 from t5accel.models.languages import Languages
 from t5accel.serve.batch.formats import Unfit
@@ -85,7 +85,7 @@ class Answerer:
         if tokenizer is None:
             raise InputError("This model has no tokenizer (random weights have none): a batch job reads texts.")
         self.backend, self.tokenizer = backend, tokenizer
-        self._rules = getattr(backend, "rules", NONE)
+        self._rules = getattr(backend, "rules", NO_CONSTRAINTS)
         self.beams = self._rules.num_beams if beams is None else as_count(beams, "beams", at_least=1)
         self.max_new_tokens = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         self.batch_tokens = as_count(batch_tokens, "batch_tokens", at_least=1)
@@ -131,7 +131,7 @@ class Answerer:
                 for i in chosen:
                     found[sources[i][0]] = tokens
                 continue
-            ends = ended(tokens, self._rules.ends(self.backend.eos_token_id))
+            ends = is_eos(tokens, self._rules.eos_tokens(self.backend.eos_token_id))
             counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
             answered = 0
             for i, text, count in zip(chosen, self._decoded(tokens), counts, strict=True):
@@ -198,7 +198,7 @@ class Answerer:
 
     def _decoded(self, tokens: np.ndarray) -> list[str | Unfit]:
         try:
-            ends = self._rules.ends(self.backend.eos_token_id)
+            ends = self._rules.eos_tokens(self.backend.eos_token_id)
             return [*decode(self.tokenizer, tokens, skip_special_tokens=self._skips, ends=ends)]
         except InputError as error:
             if len(tokens) == 1:

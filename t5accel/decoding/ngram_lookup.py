@@ -14,19 +14,19 @@ import numpy as np
 
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.drafting import Drafts, Likeliest, verified
-from t5accel.decoding.request import Request, Steps, from_steps
+from t5accel.decoding.drafting import Drafts, GreedyVerifier, verify_drafts
+from t5accel.decoding.request import GenerationInputs, StepStream, collects_steps
 from t5accel.errors import InputError
 
-LONGEST_RUN = 16  # tokens: how far back a match is followed, and the longest n-gram
+MAX_MATCH = 16  # tokens: how far back a match is followed, and the longest n-gram
 # What a call takes, in units of what one more token of one row adds to it. Measured on two cores with the bundled model
 # in fp32 and int8; models that are bound by memory, or a GPU, have more fixed cost, and drafts could be longer there.
 FIXED, VERIFYING = 6.0, 1.0  # a call that reads nothing yet; what forgetting wrong guesses adds
-TRUST = 8.0  # how many guesses of a row weigh as much as what its match makes one expect
+PRIOR_WEIGHT = 8.0  # how many guesses of a row weigh as much as what its match makes one expect
 
 
-@from_steps
-def lookup(
+@collects_steps
+def prompt_lookup(
     backend: Backend,
     input_ids: Any,
     attention_mask: Any = None,
@@ -38,7 +38,7 @@ def lookup(
     decoder_input_ids: Any = None,
     forced_bos_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
-) -> Steps:
+) -> StepStream:
     """Greedy search that guesses from the source and from what it has written itself.
 
     The last tokens of a row, the longest n-gram first, are searched in the row's source and in its output. What
@@ -88,44 +88,47 @@ def lookup(
     ...     def step(self, state, input_ids): return np.eye(12, dtype=np.float32)[input_ids + 1]
     ...     def trim(self, state, accepted): pass
     ...     def keep(self, state, sources): pass
-    >>> found = lookup(Counter(), [[1, 2, 3, 4, 5, 6, 7, 8]])
+    >>> found = prompt_lookup(Counter(), [[1, 2, 3, 4, 5, 6, 7, 8]])
     >>> found.sequences.tolist(), found.decoder_calls, found.drafted, found.accepted
     ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], 4, 7, 5)
     """
     longest = as_count(max_ngram, "max_ngram", at_least=1)
-    if longest > LONGEST_RUN:
-        raise InputError(f"max_ngram is {longest}; give 1 to {LONGEST_RUN}: longer matches tell nothing more.")
+    if longest > MAX_MATCH:
+        raise InputError(f"max_ngram is {longest}; give 1 to {MAX_MATCH}: longer matches tell nothing more.")
     most = as_count(max_draft, "max_draft", at_least=1)
-    request = Request.checked(
+    request = GenerationInputs.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
         decoder_start_token_id=decoder_start_token_id, methods=("trim", "keep"),
     )  # fmt: skip
-    steps = verified(backend, request, Copier(request, longest, most), Likeliest(backend, request.rules))
-    return Steps(request.prefix[:, 1:], backend.pad_token_id, steps)
+    steps = verify_drafts(
+        backend, request, NgramDrafter(request, longest, most), GreedyVerifier(backend, request.rules)
+    )
+    return StepStream(request.prefix[:, 1:], backend.pad_token_id, steps)
 
 
-class Copier:
+class NgramDrafter:
     """A `drafts.Drafter` that guesses that a row goes on as its source, or as it did before itself.
 
     Args:
         request: whose sources are copied from.
-        max_ngram, max_draft: as of `lookup`.
+        max_ngram, max_draft: as of `prompt_lookup`.
     """
 
-    def __init__(self, request: Request, max_ngram: int, max_draft: int):
+    def __init__(self, request: GenerationInputs, max_ngram: int, max_draft: int):
         sources = [ids[mask == 1].tolist() for ids, mask in zip(request.ids, request.mask, strict=True)]
         self._texts = [
-            Text([*source, *prefix], max_ngram) for source, prefix in zip(sources, request.prefix.tolist(), strict=True)
+            NgramIndex([*source, *prefix], max_ngram)
+            for source, prefix in zip(sources, request.prefix.tolist(), strict=True)
         ]
         # By row of the result: of the guesses that were looked at (those after a wrong one were not), how many were
-        # right; both begin as if the match had been believed TRUST times, see _guess.
+        # right; both begin as if the match had been believed PRIOR_WEIGHT times, see _guess.
         self._right, self._tried = [0] * len(sources), [0] * len(sources)
         self._most = max_draft
         self._news: Drafts = [[] for _ in sources]  # what the texts do not have yet
         self._in_vain, self._rest = 0, 0  # looks since something was guessed; calls before the next look
 
-    def guess(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
+    def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
         if self._rest:
             self._rest -= 1
             return [[] for _ in rows]
@@ -138,7 +141,7 @@ class Copier:
         self._rest = max(min(self._in_vain, len(rows)) - 1, 0)
         return [draft[:length] for draft, _ in found]
 
-    def learn(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
+    def update(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
         for row, draft, answer in zip(rows, drafts, found, strict=True):
             self._news[row] += answer
             if draft:
@@ -157,7 +160,7 @@ class Copier:
         place, run = text.match()
         if not run:
             return [], 0.0
-        odds = (TRUST * (run - 0.5) / (run + 1) + self._right[row]) / (TRUST + self._tried[row])
+        odds = (PRIOR_WEIGHT * (run - 0.5) / (run + 1) + self._right[row]) / (PRIOR_WEIGHT + self._tried[row])
         return text.tokens[place : place + most], odds
 
 
@@ -185,14 +188,14 @@ def best_length(promises: Sequence[tuple[int, float]], rows: int) -> int:
     return length
 
 
-class Text:
+class NgramIndex:
     """A growing text that knows where each of its n-grams was last followed by something.
 
     Args:
         tokens: to begin with.
         max_ngram: n of the longest.
 
-    >>> text = Text([5, 6, 7, 8, 5, 6], max_ngram=2)
+    >>> text = NgramIndex([5, 6, 7, 8, 5, 6], max_ngram=2)
     >>> text.match()  # 7 stands at 2; the two tokens before it match
     (2, 2)
     >>> text.extend([9, 8])
@@ -228,6 +231,6 @@ class Text:
             if longer is None:
                 break
             place, run = longer, n
-        while 0 < run < min(place, LONGEST_RUN) and tokens[place - 1 - run] == tokens[end - 1 - run]:
+        while 0 < run < min(place, MAX_MATCH) and tokens[place - 1 - run] == tokens[end - 1 - run]:
             run += 1
         return place, run
