@@ -26,7 +26,7 @@ from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.errors import InputError
-from t5accel.precision.calibration import checked_example
+from t5accel.precision.calibration import as_calibration_sample
 
 often = settings(max_examples=150, deadline=None)
 
@@ -262,11 +262,11 @@ def test_what_generate_hands_a_backend_keeps_the_protocol(mode: dict[str, Any], 
 @pytest.mark.parametrize("case", BAD_BATCHES)
 def test_no_example(case: str) -> None:
     with pytest.raises(InputError, match="input_ids|attention_mask"):
-        checked_example((*BAD_BATCHES[case], [[1]]), vocab_size=12)
+        as_calibration_sample((*BAD_BATCHES[case], [[1]]), vocab_size=12)
 
 
 @pytest.mark.parametrize("given", [None, "abc", ([[3]], [[1]]), ([[3]], [[1]], [[12]]), ([[3]], [[1]], [[]]),
                                    ([[3]], [[1]], [[1], [2]])])  # fmt: skip
 def test_no_example_of_what_the_decoder_is_given(given: Any) -> None:
-    with pytest.raises(InputError, match="Example|decoder_input_ids"):
-        checked_example(given, vocab_size=12)
+    with pytest.raises(InputError, match="CalibrationSample|decoder_input_ids"):
+        as_calibration_sample(given, vocab_size=12)
