@@ -855,7 +855,7 @@ def test_exports_of_the_format_before_are_to_be_made_again(copied: Path) -> None
     content = json.loads((copied / MANIFEST).read_text())
     del content["sha256"]
     (copied / MANIFEST).write_text(json.dumps(content | {"format": 1}))
-    with pytest.raises(ExportError, match=r"has format 1, and this t5accel reads 2\. Export again"):
+    with pytest.raises(ExportError, match="format 2, got 1. Export again"):
         read_manifest(copied)
 
 

@@ -258,7 +258,7 @@ def test_what_cannot_be_rounded(what: str, junk: np.ndarray) -> None:
         lambda: quantize_blocks(junk.astype(np.float32), 8, 16),
         lambda: quantize_channels(junk.astype(np.float32)),
     ):
-        with pytest.raises(InputError, match="has to be a matrix of finite numbers"):
+        with pytest.raises(InputError, match="finite numbers"):
             call()
 
 

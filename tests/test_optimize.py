@@ -133,7 +133,7 @@ def test_weights_beside_a_graph_are_not_read(portable, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("read", [count_nodes, contrib_operators, lambda path: optimized_graph(path).__enter__()])
 def test_what_is_no_graph(tmp_path: Path, read: Callable[[Any], Any]) -> None:
-    refused(read, "path", None, 5, "", b"x", "x\0", match="path is")
+    refused(read, "path", None, 5, "", b"x", "x\0", match="path")
     refused(read, "path", tmp_path, tmp_path / "no.onnx", match="", error=ExportError)
     for data in (b"", b"no graph", b"\xff" * 9):
         (tmp_path / "no.onnx").write_bytes(data)

@@ -333,8 +333,8 @@ def test_groups_that_are_kept(exported, padded_batch, tmp_path: Path) -> None:
 
 def test_recipes_that_are_not_of_fp16(exported, tmp_path: Path) -> None:
     call, mixed = partial(export_fp16, exported(), tmp_path / "new"), Recipe("mixed", dtype="float16", decoder=Scheme())
-    refused(call, "recipe", "fp32", "bf16", "int8", mixed, Recipe("other"), match="is not one of fp16 alone")
-    refused(call, "recipe", "float16", None, 16, match="precision is")
+    refused(call, "recipe", "fp32", "bf16", "int8", mixed, Recipe("other"))
+    refused(call, "recipe", "float16", None, 16, match="precision")
     assert not list(tmp_path.iterdir())
 
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class Rounded(torch.nn.Module):
     """A weight (N, K) as a recipe stores it, with the gradient of the weight itself.
 
-    In blocks, each block keeps the share of its largest weight that it had at first (`integers.quantize_blocks` looks for the
-    best one of several): searching again at every step would take longer than the step.
+    In blocks, each block keeps the share of its largest weight that it had at first (`integers.quantize_blocks` looks
+    for the best one of several): searching again at every step would take longer than the step.
 
     >>> weight = torch.tensor([[-8.0, 7.0, 0.6, 0.0]], requires_grad=True)
     >>> found = Rounded(weight, Scheme(bits=4, block_size=16))(weight)

@@ -91,7 +91,7 @@ def optimize_export(
 
     Args:
         folder: an export of two graphs that is not optimised.
-        out, overwrite: as of `numbers.fp16.export_fp16`.
+        out, overwrite: as in `precision.fp16.export_fp16`.
         level: one of `portability.LEVELS`.
         tool: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX
             Runtime optimise at ``level`` (it knows no "layout"). Below "extended" it looks for the norms by itself, and

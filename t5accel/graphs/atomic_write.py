@@ -1,4 +1,4 @@
-"""Write a folder so that it is there whole or not at all, and by one process at a time."""
+"""Write a folder atomically, one process at a time."""
 
 from __future__ import annotations
 
@@ -16,25 +16,21 @@ from filelock import FileLock, Timeout
 
 from t5accel.errors import ExportError
 
-PATIENCE_S = 5  # of waiting without a word
+PATIENCE_S = 5  # waiting for the lock in silence
 _REMNANT = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{32}\.(?:partial|old)", re.DOTALL)
 _LOCK = re.compile(r"\.(?P<target>.+)\.lock", re.DOTALL)
 
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Wait for whoever is writing ``target``, then keep others from it. The lock file lies hidden beside the folder.
+    """Hold the lock of ``target``, a hidden file beside it; on entry clear what killed processes left there.
 
-    The kernel lets go of the lock when its process ends, however that happens. What that process left is cleared away,
-    and a folder that it was about to replace is put back; so is what others left that were killed beside this folder.
-
-    Raises:
-        ExportError: the folder above cannot be made or written to.
+    The kernel releases the lock when its process ends. Raises ``ExportError`` where the folder above cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         path = target.parent / f".{target.name}.lock"
-        path.open("a").close()  # where no file can be made this fails at once; the lock would go on trying
+        path.open("a").close()  # fails at once where no file can be made; the lock would keep trying
         lock = FileLock(path)
         try:
             lock.acquire(timeout=PATIENCE_S)
@@ -52,14 +48,9 @@ def locked(target: Path) -> Iterator[None]:
 
 
 def clear_remnants(above: Path, *, but: str = "", locks: bool = False) -> None:
-    """Clear away what killed processes left in a folder; what a living one is writing is locked, and left alone.
+    """Delete the remnants of killed processes in a folder; a running process's are locked, and left alone.
 
-    Args:
-        above: the folder in which they wrote.
-        but: the name of one folder that is not looked after.
-        locks: delete lock files that nobody holds, too.
-
-    >>> clear_remnants(Path("no/such/folder"))
+    ``but`` is the name of one target that is skipped. With ``locks``, lock files that nobody holds are deleted, too.
     """
     listed = [path.name for path in above.iterdir()] if above.is_dir() else []
     kinds = (_REMNANT, _LOCK) if locks else (_REMNANT,)
@@ -73,11 +64,11 @@ def clear_remnants(above: Path, *, but: str = "", locks: bool = False) -> None:
 
 
 def _clear(target: Path) -> None:
-    """What was left of writing ``target``, by whoever holds its lock."""
-    # Exactly our names: those of the folder beside it that is called model.v2 must not look like model's.
+    """Delete the remnants of one target, under its lock, and restore a folder that was about to be replaced."""
+    # Exactly our names: remnants of a neighbour model.v2 must not look like those of model.
     ours = f".{escape(target.name)}.{'[0-9a-f]' * 32}"
     for old in target.parent.glob(f"{ours}.old"):
-        if not target.exists():  # killed after the old folder had left its place, and before the new one took it
+        if not target.exists():  # killed between the two renames
             old.rename(target)
     for remnant in [*target.parent.glob(f"{ours}.partial"), *target.parent.glob(f"{ours}.old")]:
         shutil.rmtree(remnant, ignore_errors=True)
@@ -85,12 +76,10 @@ def _clear(target: Path) -> None:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its place when the block ends well, and goes when it does not.
+    """A temporary folder that replaces ``target`` when the block succeeds, and is deleted when it fails.
 
-    Whether the old folder may be replaced is the caller's question. Call it under `locked`.
-
-    Raises:
-        ExportError: the disk is full, or refuses.
+    Call it under `locked`, after deciding that the old folder may be replaced. Raises ``ExportError`` where the disk is
+    full or refuses.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as above:
@@ -124,11 +113,8 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """From the machine's memory to its disk, a file or a folder: a rename must not get there before the content does.
-
-    Raises ``OSError`` where the disk is full, or refuses.
-    """
-    # Windows opens no folders, and some file systems do not flush them; of files it flushes those open for writing.
+    """Flush a file or folder to disk, so that a rename does not get there before the content."""
+    # Windows opens no folders, and some file systems do not flush them. Windows flushes only files open for writing.
     flags, tolerated = (os.O_RDONLY, (OSError,)) if path.is_dir() else (os.O_RDWR, ())
     with suppress(*tolerated):
         descriptor = os.open(path, flags)
@@ -139,9 +125,5 @@ def flush(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What the system says, without its number and the file's name.
-
-    >>> reason(FileNotFoundError(2, "No such file or directory", "a.txt"))
-    'No such file or directory'
-    """
+    """The system's message, without number and file name."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Write an ONNX graph node by node, in the words of the standard, with its weights inside or in a file beside it."""
+"""Build an ONNX graph node by node, with its weights inside or in a file beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 if TYPE_CHECKING:
     from t5accel.graphs.contract import GraphSpec
 
-# The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
+# The newest operator used is Gelu (20). ONNX Runtime 1.17 and later run it, web and mobile builds included.
 OPSET = 20
 ORT_DOMAIN = "com.microsoft"  # ONNX Runtime's own set of operators
 _SMALL = 1024  # bytes: shapes, axes and the like
@@ -22,12 +22,7 @@ IR_VERSION = 9  # what ONNX 1.15 wrote, the first with opset 20: older readers r
 
 @dataclass
 class GraphBuilder:
-    """Nodes are added with `op`, which returns the name of the output, so that calls nest as the arithmetic does.
-
-    Attributes:
-        name: of the graph.
-        weights: by name, in the order of first use; one array that is added twice under one name is stored once.
-        opsets: the version of each set of operators; the standard one is called ``""``.
+    """A graph under construction: `op` adds a node and returns its output's name, so that calls nest.
 
     >>> graph = GraphBuilder("double")
     >>> graph.input("x", "float32", ["N"])
@@ -38,45 +33,45 @@ class GraphBuilder:
     """
 
     name: str
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
+    weights: dict[str, np.ndarray] = field(default_factory=dict)  # by name, in the order of first use
+    opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})  # by domain; the standard's is ""
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     _constants: dict[tuple[str, tuple[int, ...], bytes], str] = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
-    _taken: frozenset[str] = frozenset()  # names that a graph read from a file has
+    _taken: frozenset[str] = frozenset()  # names in a graph that was read from a file
 
     def input(self, name: str, dtype: str, shape: Sequence[str | int]) -> str:
-        """Declare an input; a text in ``shape`` is the name of a dimension that may vary."""
+        """Declare an input; strings in ``shape`` name dimensions that vary."""
         self.inputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
         return name
 
     def output(self, name: str, dtype: str, shape: Sequence[str | int]) -> None:
-        """Declare that the value called ``name`` leaves the graph."""
+        """Declare the value ``name`` an output."""
         self.outputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
 
     def declare(self, spec: GraphSpec) -> None:
-        """Declare all inputs and outputs of a graph at once."""
+        """Declare all inputs and outputs."""
         for tensor in spec.inputs:
             self.input(tensor.name, tensor.dtype, tensor.shape)
         for tensor in spec.outputs:
             self.output(tensor.name, tensor.dtype, tensor.shape)
 
     def op(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        """Add a node of one output and return that output's name, a fresh one unless ``output`` says another."""
+        """Add a node with one output and return the output's name, a fresh one by default."""
         name = output or self.fresh(kind)
         self.multi_output_op(kind, inputs, [name], **attributes)
         return name
 
     def multi_output_op(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
-        """Add a node of several outputs, under these names; an empty one is an output that nobody wants."""
+        """Add a node with several outputs; an empty name leaves one out."""
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}", **attributes))
         if domain := attributes.get("domain"):
             self.opsets.setdefault(domain, 1)
 
     def size(self, tensor: str, axis: int) -> str:
-        """One dimension as a number (a tensor of rank 0)."""
+        """One dimension, as a scalar."""
         return self.op("Squeeze", self.op("Shape", tensor, start=axis, end=axis + 1))
 
     def constant(self, value: Any) -> str:
@@ -89,46 +84,43 @@ class GraphBuilder:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray) -> str:
-        """A weight under a name of its own, which must mean the same array wherever it is used."""
+        """A weight; a name used twice means the same array, stored once."""
         self.weights.setdefault(name, array)
         return name
 
     def branch(self, name: str) -> GraphBuilder:
-        """One side of an ``If`` in this graph: it reads this graph's inputs, and adds its weights to this one's."""
+        """A branch for `if_else`; it sees this graph's values and adds its weights to this graph."""
         return GraphBuilder(name, self.weights, _constants=self._constants, _used=self._used)
 
     def if_else(self, condition: str, then: GraphBuilder, otherwise: GraphBuilder, outputs: Sequence[str]) -> None:
-        """An ``If``: the outputs of the branch that the boolean ``condition`` decides for, under new names.
+        """Add an ``If`` on a boolean scalar, with new names for the branches' outputs.
 
-        No name may stand in a branch and in this graph, ``outputs`` included.
+        No name may occur in a branch and in this graph.
         """
         branches = {"then_branch": then._graph(), "else_branch": otherwise._graph()}
         self.nodes.append(helper.make_node("If", [condition], outputs, name=f"If:{outputs[0]}", **branches))
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the weights."""
         return sum(array.nbytes for array in self.weights.values())
 
     def proto(self, external: dict[str, tuple[str, int, int]] | None = None) -> onnx.ModelProto:
-        """The finished model.
-
-        Args:
-            external: for weights that lie in another file, its name, offset and length in bytes; others are inside.
-        """
+        """The finished model; ``external`` weights, by name their file, offset and length, are left out."""
         external = external or {}
-        tensors = [
-            _external_tensor(name, array, *external[name]) if name in external
-            else numpy_helper.from_array(np.ascontiguousarray(array), name)
-            for name, array in self.weights.items()
-        ]  # fmt: skip
+        tensors = []
+        for name, array in self.weights.items():
+            if name in external:
+                tensors.append(_external_tensor(name, array, *external[name]))
+            else:
+                tensors.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         opsets = [helper.make_opsetid(domain, version) for domain, version in self.opsets.items()]
         model = helper.make_model(self._graph(tensors), opset_imports=opsets, producer_name="t5accel")
         model.ir_version = IR_VERSION
         return model
 
     def skeleton(self) -> onnx.ModelProto:
-        """The model without its large weights, which are inputs in it: for whoever looks at nodes and shapes alone."""
+        """The model with its large weights as inputs, for checks and shape inference."""
         small = {name: array for name, array in self.weights.items() if array.nbytes <= _SMALL}
         others = [
             helper.make_tensor_value_info(name, _onnx_type(array.dtype), array.shape)
@@ -141,7 +133,7 @@ class GraphBuilder:
         return helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
 
     def fresh(self, kind: str) -> str:
-        """A name that nothing in the graph has."""
+        """A new name."""
         while True:
             self._used[kind] = number = self._used.get(kind, -1) + 1
             if (name := f"{kind.lower()}_{number}") not in self._taken:

@@ -1,4 +1,4 @@
-"""The two-graph layout: which files an export has, and the name, type and shape of everything that goes in and out.
+"""The two-graph layout: an export's files, and its graphs' inputs and outputs.
 
 Shapes: B sources in the batch, K rows (beams, samples, drafts) per source, S source positions, T new and P past decoder
 positions, V vocabulary entries, H_i heads of layer i.
@@ -15,17 +15,17 @@ from t5accel.errors import InputError
 from t5accel.models.sizes import T5Dims
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
-SHORTLIST = "decoder_shortlist.onnx"  # an optional third graph: the decoder with a second, smaller head
-STEP = "decoder_step.onnx"  # another: one new token on buffers that stay, in ONNX Runtime's fused operators
-SHORTLIST_EXTRAS = ("hidden", "norm", "error")  # its outputs that only near logits come with
+SHORTLIST = "decoder_shortlist.onnx"  # optional: the decoder with a second head, in 8 bits
+STEP = "decoder_step.onnx"  # optional: one new token in ONNX Runtime's fused operators
+SHORTLIST_EXTRAS = ("hidden", "norm", "error")  # computed with approximate logits alone
 SHORTLIST_OUTPUTS = ("logits", *SHORTLIST_EXTRAS)
-WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
+WEIGHTS = "weights.data"  # all graphs' large weights, unless they are inside the graphs
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph's input or output; texts in ``shape`` name the dimensions that vary from call to call."""
+    """A graph's input or output; strings in ``shape`` name dimensions that vary."""
 
     name: str
     dtype: str
@@ -34,14 +34,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """What goes into a graph and what comes out of it, in this order."""
+    """A graph's inputs and outputs, in order."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
 
 def kv_names(prefix: str, layers: int) -> list[str]:
-    """The tensors of one kind, layer by layer.
+    """The key and value tensors of one kind, layer by layer.
 
     >>> kv_names("past", 2)
     ['past_key_0', 'past_value_0', 'past_key_1', 'past_value_1']
@@ -50,12 +50,7 @@ def kv_names(prefix: str, layers: int) -> list[str]:
 
 
 def encoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
-    """``encoder.onnx``: tokens -> the keys and values of each decoder layer's cross-attention, computed once.
-
-    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    >>> encoder_spec(dims).outputs[0]
-    TensorSpec(name='cross_key_0', dtype='float32', shape=('B', 2, 'S', 6))
-    """
+    """``encoder.onnx``: tokens -> the cross-attention keys and values of each decoder layer."""
     tokens = ("B", "S")
     return GraphSpec(
         inputs=(TensorSpec("input_ids", "int64", tokens), TensorSpec("attention_mask", "int64", tokens)),
@@ -64,14 +59,10 @@ def encoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
 
 
 def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
-    """``decoder.onnx``: T new tokens for K rows of each source, on a history of P -> logits and the longer history.
+    """``decoder.onnx``: T new tokens for K rows of each source, on a history of P -> logits, longer history.
 
-    P may be 0 (the first step). T may be more than 1; the new positions see those before them only. Histories of
-    unequal length end together: what is left of a shorter one is masked by ``past_mask``.
-
-    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    >>> [tensor.name for tensor in decoder_spec(dims).outputs]
-    ['logits', 'present_key_0', 'present_value_0']
+    P may be 0, T more than 1; new positions see only those before them. Histories are right-aligned: ``past_mask``
+    hides the columns in front of a shorter one.
     """
     return GraphSpec(
         inputs=(
@@ -89,15 +80,11 @@ def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
 
 
 def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
-    """``decoder_shortlist.onnx``: the decoder, which is asked at each step for its exact logits or for near ones.
+    """``decoder_shortlist.onnx``: the decoder with exact or approximate logits.
 
-    With ``exact`` its ``logits`` are those of ``decoder.onnx``, N = T. Without, they are near those of the last
-    position, N = 1, computed from weights of 8 bits (`shortlist`). Then what the head reads at that position comes out
-    as well, ``hidden``, with its Euclidean norm and that of what it lost in 8 bits; otherwise these are empty.
-
-    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    >>> shortlist_spec(dims).inputs[-1], [tensor.name for tensor in shortlist_spec(dims).outputs][:4]
-    (TensorSpec(name='exact', dtype='bool', shape=()), ['logits', 'hidden', 'norm', 'error'])
+    With ``exact``, ``logits`` are those of ``decoder.onnx``, N = T, and the other new outputs are empty. Without, they
+    are the last position's, N = 1, from 8-bit weights (`shortlist_head`), beside the head's input ``hidden`` there, its
+    Euclidean norm, and the norm of its rounding ``error``.
     """
     decoder = decoder_spec(dims, dtype)
     return GraphSpec(
@@ -113,18 +100,12 @@ def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
 
 
 def step_spec(dims: T5Dims, *, shortlist: bool = False) -> GraphSpec:
-    """``decoder_step.onnx``: one new token for each of R = B * K rows, on buffers of M columns (`step`).
+    """``decoder_step.onnx``: one new token for each of R = B * K rows, on buffers of M columns (`fused_step`).
 
-    ``past_key_i`` and ``present_key_i`` are the same memory. The keys and values of the new token are written to column
-    P, ``past_length``. ``past_mask`` is 1 where a column is real, or yet to be written, and 0 in front of a row whose
-    history is shorter; what lies under a 0 has to be finite. Mask and length are int32, as the operators take them.
-    With ``shortlist`` the results are those of `shortlist_spec`.
-
-    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    >>> step_spec(dims).inputs[4]
-    TensorSpec(name='past_key_0', dtype='float32', shape=('R', 2, 'M', 6))
-    >>> [tensor.name for tensor in step_spec(dims).outputs]
-    ['logits', 'present_key_0', 'present_value_0']
+    ``past_*_i`` and ``present_*_i`` are the same memory; the new token's key and value are written to column P,
+    ``past_length``. ``past_mask`` is 1 in columns that are real or still to be written, and 0 in front of a shorter
+    history, where buffers must hold finite numbers. The operators take mask and length as int32. With ``shortlist`` the
+    results are those of `shortlist_spec`.
     """
 
     def buffers(prefix: str) -> tuple[TensorSpec, ...]:
@@ -150,31 +131,27 @@ def step_spec(dims: T5Dims, *, shortlist: bool = False) -> GraphSpec:
 
 
 def _cross(dims: T5Dims, dtype: str) -> tuple[TensorSpec, ...]:
-    heads = [heads for heads in dims.cross_heads for _ in range(2)]
     return tuple(
-        TensorSpec(name, dtype, ("B", count, "S", dims.d_kv))
-        for name, count in zip(kv_names("cross", dims.decoder_layers), heads, strict=True)
+        TensorSpec(f"cross_{part}_{layer}", dtype, ("B", heads, "S", dims.d_kv))
+        for layer, heads in enumerate(dims.cross_heads)
+        for part in ("key", "value")
     )
 
 
 def _self(dims: T5Dims, prefix: str, length: str, dtype: str) -> tuple[TensorSpec, ...]:
-    heads = [heads for heads in dims.decoder_heads for _ in range(2)]
     return tuple(
-        TensorSpec(name, dtype, ("B", "K", count, length, dims.d_kv))
-        for name, count in zip(kv_names(prefix, dims.decoder_layers), heads, strict=True)
+        TensorSpec(f"{prefix}_{part}_{layer}", dtype, ("B", "K", heads, length, dims.d_kv))
+        for layer, heads in enumerate(dims.decoder_heads)
+        for part in ("key", "value")
     )
 
 
 def as_folder(value: Any) -> Path:
-    """``value`` as the path of an export; raises ``InputError`` for what no file system takes as a name.
-
-    >>> as_folder("my-export").name
-    'my-export'
-    """
+    """``value`` as a path; raises ``InputError`` for what no file system accepts as a name."""
     try:
         text = os.fspath(value)
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
             return Path(text)
     except (TypeError, UnicodeEncodeError):
         pass
-    raise InputError(f"folder is {value!r}; give the path of a folder as text or a Path.")
+    raise InputError(f"folder must be the path of a folder as text or a Path, got {value!r}.")

@@ -1,4 +1,4 @@
-"""Export a T5 to the two-graph layout: a folder with both graphs, the configuration, the tokenizer and a manifest."""
+"""Export a model to the two-graph layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.logit_check import check_export
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.shortlist_head import maybe_quantize_head, shortlist_graph
-from t5accel.graphs.weights import T5Weights, bart_like_weights, source_vocabulary
+from t5accel.graphs.weights import T5Weights, bart_like_weights
 from t5accel.models.families import Family
 from t5accel.models.load import load_model
 from t5accel.models.registry import family_of_model
@@ -51,36 +51,29 @@ def export_model(
     progress: bool = False,
     check_logits: bool = True,
 ) -> Manifest:
-    """Write ``encoder.onnx`` and ``decoder.onnx`` in fp32, with all that is needed to run them without torch.
+    """Write ``encoder.onnx``, ``decoder.onnx`` and all that running them without torch needs, in fp32.
 
-    The folder is there whole or not at all, whenever the process is killed. Two processes that export the same model to
-    the same folder do the work once. An export of the same model that is already there is checked and kept.
+    The folder is there whole or not at all, even if the process is killed; processes exporting the same model to it do
+    the work once. An export of the same model that is already there is verified and kept.
 
     Args:
-        model: a T5-like model, or a name that `checkpoints.load_model` knows.
+        model: an encoder-decoder, or a name that `models.load.load_model` knows.
         folder: takes the export; made if it is missing.
         tokenizer: saved beside the graphs; by default that of a model given by name.
-        name: of the checkpoint, for the manifest; by default the name given, or the class.
-        external_threshold_bytes: if the weights of a graph are more, those of both graphs lie in one file beside them,
-            each once; at most 2 GB, which is what an ONNX file can hold.
-        shortlist: write ``decoder_shortlist.onnx``, too, with which a backend on a CPU finds the likeliest token faster
-            (`shortlist`); ``None``: where it pays. All weights then lie in the file beside the graphs, whatever
-            ``external_threshold_bytes`` is, and a quarter of the head's bytes is added.
-        step: write ``decoder_step.onnx``, too: the decoder for one new token on buffers that stay, in ONNX Runtime's
-            fused operators (`graphs.fused_step`), which `backends.ort_static` runs. All weights lie in the file beside
-            the graphs, and none is added.
-        overwrite: replace another export that is there. A folder that is no export, or that holds other files, too, is
-            never replaced.
+        name: of the checkpoint in the manifest; by default the name given, or the class.
+        external_threshold_bytes: above it, all graphs' weights lie in one file beside them, each once; at most 2 GB,
+            the size of an ONNX file.
+        shortlist: add ``decoder_shortlist.onnx`` (`shortlist_head`), for faster greedy steps on a CPU, at a quarter of
+            the head's bytes; ``None``: where it pays. All weights then lie beside the graphs.
+        step: add ``decoder_step.onnx`` (`fused_step`), which `backends.ort_static` runs. All weights then lie beside
+            the graphs.
+        overwrite: replace another export; never a folder that holds anything else.
         progress: show a bar on standard error.
-        check_logits: compare the graphs' logits with the model's on one small batch before anything is kept.
+        check_logits: compare the graphs' logits with the model's on a small batch before anything is kept.
 
     Raises:
-        ExportError: the folder is taken, or cannot be written (no space, no permission, beneath a file), or the graphs
-            compute something else than the model; nothing is left of the attempt.
-        InputError: another argument is wrong.
-        NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model, or it has weights that no graph
-            reads.
-        MissingPackageError: ``check_logits`` needs onnxruntime.
+        ExportError: the folder is taken or not writable, or the logits differ; nothing is left of the attempt.
+        NotT5Error: the model has weights that no graph reads.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.models.random_init import random_t5
@@ -91,12 +84,12 @@ def export_model(
     """
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
     if threshold > LARGEST_INSIDE:
-        raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
+        raise InputError(f"external_threshold_bytes must be at most {LARGEST_INSIDE}, got {threshold}.")
     if not isinstance(step, bool):
-        raise InputError(f"step is {step!r:.80}; give True or False.")
+        raise InputError(f"step must be True or False, got {step!r:.80}.")
     target = resolve_target(folder)
     if name is not None and not isinstance(name, str):
-        raise InputError(f"name is {name!r}; give a text.")
+        raise InputError(f"name must be a text, got {name!r}.")
     if isinstance(model, str | os.PathLike):
         name = name or os.fspath(model)
         require_free(target, name, overwrite=overwrite)
@@ -104,22 +97,27 @@ def export_model(
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     name = name or type(model).__name__
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers, which can be saved.")
+        raise InputError(f"tokenizer must be one of transformers, got {tokenizer!r:.80}.")
     weights = model_weights(model)
-    # What is no T5 is noticed here, before anything is written.
+    # Building the graphs refuses other architectures before anything is written.
     head = maybe_quantize_head(weights, shortlist)
     graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights, head_by_rows=head is not None)}
     manifest = Manifest(
-        source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=special_tokens(model),
-        recipe=FP32, opset=OPSET, versions=machine.versions(), rules=constraints_from_config(model).to_json(),
+        source={"name": name, "sha256": source_hash(model, weights)},
+        dims=weights.dims,
+        tokens=special_tokens(model),
+        recipe=FP32,
+        opset=OPSET,
+        versions=machine.versions(),
+        rules=constraints_from_config(model).to_json(),
         family=_family_entry(weights),
-    )  # fmt: skip
+    )
     exact: dict[str, str] = {}
     if step:
-        graphs[STEP], threshold = shortlist_graph(weights, head, step=True) if head else step_graph(weights), 0
+        graphs[STEP] = shortlist_graph(weights, head, step=True) if head else step_graph(weights)
         manifest = replace(manifest, step=asdict(step_spec(weights.dims, shortlist=head is not None)))
     if head:
-        graphs[SHORTLIST], threshold = shortlist_graph(weights, head), 0
+        graphs[SHORTLIST] = shortlist_graph(weights, head)
         exact = {"rows": weights.head} | ({"bias": weights.head_bias} if weights.head_bias else {})
         manifest = replace(manifest, shortlist={**asdict(shortlist_spec(weights.dims)), **head.bounds})
 
@@ -131,39 +129,31 @@ def export_model(
             save_tokenizer(tokenizer, partial)
 
     weights.require_all_read()
+    if step or head:
+        threshold = 0
     check = partial(check_export, model, weights) if check_logits else None
     plan = ExportPlan(manifest, graphs, threshold, tokenizer is not None, add_files, exact, check)
     return write_export(target, plan, overwrite=overwrite, progress=progress)
 
 
 def model_weights(model: PreTrainedModel, family: Family | None = None) -> T5Weights:
-    """What the graphs of a model are built from, whichever family it is of.
-
-    Args:
-        model: with a language-model head.
-        family: by default that of its configuration; another description of the same weights gives other graphs.
-
-    Raises:
-        NotT5Error, InputError: as of `t5_weights`.
-    """
+    """A model's weights, whichever family it is of; another ``family`` gives other graphs of the same weights."""
     found = family_of_model(model)
     return t5_weights(model) if found.is_relative else bart_like_weights(model, family or found)
 
 
 def t5_weights(model: PreTrainedModel) -> T5Weights:
-    """A T5's weights as fp32 numpy arrays, which share memory with it where they can, and its sizes.
+    """A T5's weights as fp32 numpy arrays, which share memory with it where they can.
 
-    Raises:
-        NotT5Error: the model is of another kind.
-        InputError: its weights are on the meta device, where they have no values.
+    Raises ``NotT5Error`` for another architecture, ``InputError`` for weights on torch's meta device.
     """
     import torch
 
     dims = T5Dims.of(model)
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
-    # Each parameter once, under its first name: tied ones are shared.weight. A T5 has no buffers: one that an adapter
-    # brings is an array, too, so that it is missed where no graph reads it.
+    # Each parameter once, under its first name: tied ones are shared.weight. A T5 has no buffers, but an adapter may:
+    # they count as arrays, so that `require_all_read` notices that no graph reads them.
     arrays = {}
     for key, value in (*model.named_parameters(), *model.named_buffers()):
         if not value.is_floating_point():
@@ -175,20 +165,21 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
     attentions = {f"{n}.{i}": b.layer[0].SelfAttention for n, stack in stacks for i, b in enumerate(stack.block)}
     config = model.config
     return T5Weights(
-        arrays=arrays, dims=dims, activation=config.dense_act_fn, norm_epsilon=config.layer_norm_epsilon,
-        buckets=config.relative_attention_num_buckets, max_distance=config.relative_attention_max_distance,
+        arrays=arrays,
+        dims=dims,
+        activation=config.dense_act_fn,
+        norm_epsilon=config.layer_norm_epsilon,
+        buckets=config.relative_attention_num_buckets,
+        max_distance=config.relative_attention_max_distance,
         logit_scale=logit_scale(model),
         pruned_heads={key: tuple(sorted(getattr(a, "pruned_heads", ()))) for key, a in attentions.items()},
-    )  # fmt: skip
+    )
 
 
 def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
-    """The sha256 of a checkpoint: its sizes, what shapes its graphs, its special tokens and all its weights.
-
-    It is that of the values and not of a file, so that a model saved in another format has the same one.
-    """
+    """The sha256 of a checkpoint: its sizes, constants, special tokens and weights, in whatever file format."""
     names = {field.name for field in fields(weights)} - {"arrays", "family", "read"}
-    if weights.family.is_relative:  # as before there were others
+    if weights.family.is_relative:  # a T5's hash is older than these fields
         names -= {"embedding_scale", "pad_token_id", "encoder_d_kv"}
     facts = {name: getattr(weights, name) for name in names}
     facts |= {"dims": asdict(weights.dims), "tokens": special_tokens(model)}
@@ -202,26 +193,25 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
 
 
 def _family_entry(weights: T5Weights) -> dict[str, Any]:
-    """For `Manifest`: empty for a T5."""
+    """The manifest's ``family``."""
     if weights.family.is_relative:
         return {}
-    positions = len(weights.array("encoder.embed_positions.weight")) - weights.family.first_position(
-        weights.pad_token_id
-    )
+    first = weights.family.first_position(weights.pad_token_id)
     return {
-        "model_type": weights.family.model_type, "positions": positions,
-        "source_vocab_size": source_vocabulary(weights),
-    }  # fmt: skip
+        "model_type": weights.family.model_type,
+        "positions": len(weights.array("encoder.embed_positions.weight")) - first,
+        "source_vocab_size": weights.source_vocab_size,
+    }
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files; raises ``ExportError`` where its library fails, on a full disk, too."""
+    """Write a tokenizer's files; raises ``ExportError`` where its library fails."""
     try:
-        if backend := getattr(tokenizer, "backend_tokenizer", None):  # what the last call asked for would be saved, too
+        if backend := getattr(tokenizer, "backend_tokenizer", None):  # else the last call's padding would be saved
             backend.no_padding()
             backend.no_truncation()
         tokenizer.save_pretrained(folder)
-        for path in folder.iterdir():  # of chat templates, which an encoder-decoder has no use for
+        for path in folder.iterdir():  # chat templates, which an encoder-decoder does not use
             if path.is_dir():
                 shutil.rmtree(path)
     except OSError:

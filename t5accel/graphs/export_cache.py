@@ -1,13 +1,7 @@
-"""Exports kept between programs: one folder per model and recipe in the user's cache, made when first asked for.
+"""A cache of exports: one folder per model and recipe, made on first use.
 
-Everything that changes an answer is in the folder's key (`_folder_of`), or outside of the folder: `api.accelerate`
-hands out a model object's own configuration and defaults of ``generate()``, and the tokenizer that it is given. The key
-has
-
-- the model: of a name the hash of every file that loading may read, of an object that of its weights, sizes, special
-  tokens and what it demands of every answer (`export.t5.source_hash`);
-- the tokenizer that is given: the hash of all that it saves;
-- the versions of transformers, which load one folder differently, and of t5accel; the format and the recipe.
+A folder's key (`_folder_of`) covers all that changes an answer, but for a model object's configuration and tokenizer,
+which `api.accelerate` hands on itself.
 """
 
 from __future__ import annotations
@@ -52,20 +46,24 @@ from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ENVIRONMENT = "T5ACCEL_CACHE"  # where to keep exports instead
+ENVIRONMENT = "T5ACCEL_CACHE"  # overrides the cache's location
 HASHES = ".hashes.json"
-ENGINES = "tensorrt-"  # how the folders of `tensorrt_engines` begin
-SETTLED_NS = 2_000_000_000  # a file that was written longer ago does not change without a change of its times
-# What lies beside a model and is not read: all else decides its export.
-UNREAD = (".*", "*.md", "LICENSE*", "*.h5", "*.msgpack", "*.ot", "*.onnx", "*.onnx_data", "*.log", "training_args.bin",
-          "trainer_state.json", "optimizer.*", "scheduler.pt", "scaler.pt", "rng_state*.pth")  # fmt: skip
+ENGINES = "tensorrt-"  # prefix of the folders with TensorRT engines
+SETTLED_NS = 2_000_000_000  # the coarsest tick of a file system's clock: younger files may change and keep their times
+# Files beside a model that loading does not read; all others are part of its key.
+UNREAD = tuple(
+    """
+    .* *.md LICENSE* *.h5 *.msgpack *.ot *.onnx *.onnx_data *.log training_args.bin trainer_state.json optimizer.*
+    scheduler.pt scaler.pt rng_state*.pth
+    """.split()
+)
 _OURS = re.compile(rf"^{ENGINES}|-[0-9a-f]{{16}}(-\w+)?$")  # names of cached exports, whole or not
-_DRAWN_BY = ("torch", "transformers", "t5accel")
+_DRAWN_BY = ("torch", "transformers", "t5accel")  # what random weights depend on
 
 
 @dataclass(frozen=True)
 class CachedExport:
-    """One folder of the cache; ``manifest`` is ``None`` where it is damaged, or holds an export's TensorRT engines."""
+    """A folder of the cache; ``manifest`` is ``None`` for a damaged export and for TensorRT engines."""
 
     folder: Path
     manifest: Manifest | None
@@ -73,14 +71,14 @@ class CachedExport:
 
     @property
     def what(self) -> str:
-        """What lies there, in a word or two."""
+        """The model's name, ``"TensorRT engines"`` or ``"damaged"``."""
         if self.manifest is not None:
             return self.manifest.source["name"]
         return "TensorRT engines" if self.folder.name.startswith(ENGINES) else "damaged"
 
 
 def cache_folder() -> Path:
-    """Where exports are kept: ``$T5ACCEL_CACHE``, or the place for caches on this system (``~/.cache/t5accel`` …)."""
+    """``exports`` in ``$T5ACCEL_CACHE`` or in the system's cache folder (``~/.cache/t5accel`` …)."""
     if chosen := os.environ.get(ENVIRONMENT):
         return Path(chosen).expanduser() / "exports"
     from platformdirs import user_cache_path
@@ -96,23 +94,20 @@ def cached_export(
     progress: bool = False,
     check_logits: bool = True,
 ) -> Path:
-    """The folder with the export of ``model``, which is made now if it is not there, or damaged.
+    """The folder of ``model``'s export, made now if it is missing or damaged.
 
-    A model given by name is not loaded when its export is there. A hub id stands for the commit in the hub's cache:
-    while there is an export of that, the hub is not asked for a newer one. Weights lie in a file that the graphs share:
-    less on disk, and in memory only once. Where it pays, there is a shortlist. An export in another precision is made
-    from that in fp32, which is kept, too.
+    A name is not loaded when its export is cached. A hub id stands for the commit in the hub's cache: the hub is not
+    asked for a newer one. Other precisions are converted from the fp32 export, which is kept as well.
 
     Args:
-        model: an encoder-decoder of a family that there is, or a name that `checkpoints.load_model` knows.
-        precision: a recipe, or the name of one of `recipes.RECIPES`.
-        tokenizer: as of `export.export_model`.
-        progress: when it is made, say where it is kept, and show a bar, on standard error.
+        model: an encoder-decoder, or a name that `models.load.load_model` knows.
+        precision: a recipe or the name of one.
+        tokenizer: saved beside the graphs; by default that of a model given by name.
+        progress: report on standard error.
         check_logits: compare the fp32 graphs with the model, when they are made and for every model object.
 
     Raises:
-        ExportError: the cache cannot be written, or the graphs compute something else than the model.
-        InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
+        ExportError: the cache cannot be written, or the graphs' logits differ from the model's.
     """
     return cached_export_and_manifest(
         model, precision=precision, tokenizer=tokenizer, progress=progress, check_logits=check_logits
@@ -127,10 +122,10 @@ def cached_export_and_manifest(
     progress: bool = False,
     check_logits: bool = True,
 ) -> tuple[Path, Manifest]:
-    """`cached_export` and its manifest, against which every file of that folder was checked, and no other's."""
+    """`cached_export` and the manifest against which the folder's files were verified."""
     recipe = as_recipe(precision)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers.")
+        raise InputError(f"tokenizer must be one of transformers, got {tokenizer!r:.80}.")
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
     with FileHashes() as hashes:
@@ -143,7 +138,7 @@ def cached_export_and_manifest(
             if progress and machine.watches_stderr():
                 _say(f"Loading {label} …")
             model, own_tokenizer = load_model(model)
-            loaded = _key_of_name(label, hashes)  # again: what is published may have been downloaded only now
+            loaded = _key_of_name(label, hashes)  # again: it may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
                 raise ExportError(f"{label} changed while it was read: try again when it is whole.")
             given = tokenizer_hash(own_tokenizer if loaded is None else tokenizer)
@@ -152,21 +147,26 @@ def cached_export_and_manifest(
             tokenizer = own_tokenizer if tokenizer is None else tokenizer
         in_fp32, folder = place(RECIPES["fp32"]), place(recipe)
 
-        def exported() -> Manifest:
-            if manifest := hashes.kept(in_fp32):
-                if weights is not None and check_logits:  # a hook or an overridden forward() leaves the key as it is
-                    check_export(model, weights, in_fp32)
-                return manifest
+        manifest = hashes.kept(in_fp32)
+        if manifest is None:
             _clear_damaged(in_fp32, hashes)
             if progress:
                 _say(f"{label} is exported once, and kept in {cache_folder()} (t5accel cache clear empties that).")
             made = export_model(
-                model, in_fp32, tokenizer=tokenizer, name=label, external_threshold_bytes=0, shortlist=None, step=True,
-                overwrite=True, progress=progress, check_logits=check_logits,
-            )  # fmt: skip
-            return hashes.remember(in_fp32, made)
-
-        manifest = exported()
+                model,
+                in_fp32,
+                tokenizer=tokenizer,
+                name=label,
+                external_threshold_bytes=0,  # one file of weights for both graphs: memory and disk hold them once
+                shortlist=None,
+                step=True,
+                overwrite=True,
+                progress=progress,
+                check_logits=check_logits,
+            )
+            manifest = hashes.remember(in_fp32, made)
+        elif weights is not None and check_logits:  # a hook or an overridden forward() leaves the key as it is
+            check_export(model, weights, in_fp32)
         if recipe == RECIPES["fp32"]:
             return in_fp32, manifest
         if manifest := hashes.kept(folder):
@@ -178,13 +178,10 @@ def cached_export_and_manifest(
 
 
 def find_export(model: Any) -> Path | None:
-    """The folder of the export that a name stands for: that folder, or a hub repository's; else ``None``.
+    """The export that a name stands for, a folder or a hub repository; else ``None``.
 
-    An export on the hub is downloaded once, the files that its manifest names and no others. The hub is not asked about
-    what is in its cache.
-
-    Raises:
-        ModelUnavailableError: the hub does not send the whole export.
+    Of a hub repository the files in the manifest are downloaded, unless the hub's cache has them. Raises
+    ``ModelUnavailableError`` if some cannot be had.
 
     >>> find_export("mini") is None
     True
@@ -235,7 +232,7 @@ def _hub_export(repository: str) -> Path | None:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The sha256 of all that a tokenizer saves: its class, its vocabulary and every setting; empty for none."""
+    """The sha256 of all that a tokenizer saves; empty for ``None``."""
     if tokenizer is None:
         return ""
     with TemporaryDirectory() as folder:
@@ -245,12 +242,12 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 
 def _clear_damaged(folder: Path, hashes: FileHashes) -> None:
-    """Delete what is left of a cached export that is not whole; the folder's name says that it is ours."""
+    """Delete a cached export that is not whole."""
     if not os.path.lexists(folder):
         return
     try:
         with locked(folder):
-            if hashes.kept(folder) is None:  # else another process has just made it
+            if hashes.kept(folder) is None:  # another process may just have made it
                 _delete(folder)
     except OSError as error:
         raise ExportError(f"{folder} is damaged, and cannot be deleted: {reason(error)}.") from error
@@ -268,21 +265,13 @@ def _say(sentence: str) -> None:
 
 
 def verified_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """`read_manifest`, with every file checked against it; what was hashed before and did not change is not read again.
-
-    Raises:
-        ExportError: as `read_manifest`.
-    """
+    """`read_manifest` with remembered hashes: files that did not change are not read again."""
     with FileHashes() as hashes:
         return hashes.checked(as_folder(folder))
 
 
 class FileHashes:
-    """The sha256 of files, remembered beside size, times and inode: what has changed since is hashed again.
-
-    A file that was written in the last two seconds is not remembered, for it may change again without a change of its
-    times (clocks of file systems tick that slowly at worst); what this program itself has just written is.
-    """
+    """A persistent cache of files' sha256, valid while size, times and inode stay the same."""
 
     def __init__(self) -> None:
         self.file, self.new = cache_folder() / HASHES, {}
@@ -301,33 +290,36 @@ class FileHashes:
                 os.replace(partial_file, self.file)
 
     def sha256(self, path: Path) -> str:
-        """Of a file; raises ``OSError`` where there is none."""
-        name, facts, now = str(path.resolve()), _facts(path), time.time_ns()
+        """The hash of a file; raises ``OSError`` if it is missing."""
+        name = str(path.resolve())
+        facts = _facts(path)
+        now = time.time_ns()
         if self.known.get(name, [])[:1] == [facts]:
             return self.known[name][1]
         found = describe_file(path)["sha256"]
+        # A file written just now may change again within one tick of its times: its hash is not remembered.
         if _facts(path) == facts and max(facts[1:3]) < now - SETTLED_NS:
             self.known[name] = self.new[name] = [facts, found]
         return found
 
     def remember(self, folder: Path, manifest: Manifest) -> Manifest:
-        """Take the hashes of files just written from their manifest, which is returned."""
+        """Remember the hashes of an export just written, and return its manifest."""
         for name, entry in manifest.files.items():
             self.new[str((folder / name).resolve())] = [_facts(folder / name), entry["sha256"]]
         self.known |= self.new
         return manifest
 
     def checked(self, folder: Path) -> Manifest:
-        """The manifest of an export, every file of which is as it says; raises ``ExportError``."""
+        """The manifest of an export whose files all match it; else raises ``ExportError``."""
         manifest = read_manifest(folder, verify=False)
         try:
             altered = [name for name, entry in manifest.files.items() if self.sha256(folder / name) != entry["sha256"]]
         except OSError as error:
             raise ExportError(f"{error.filename} cannot be read: {error.strerror}.") from error
-        return read_manifest(folder) if altered else manifest  # which raises, and says what to do
+        return read_manifest(folder) if altered else manifest  # read_manifest raises, and says what to do
 
     def kept(self, folder: Path) -> Manifest | None:
-        """The manifest of a whole export, if there is one."""
+        """`checked`, or ``None`` if there is no whole export."""
         try:
             return self.checked(folder)
         except ExportError:
@@ -347,7 +339,8 @@ def _facts(path: Path) -> list[int]:
 
 
 def _folder_of(label: str, key: str, tokenizer: str, recipe: Recipe) -> Path:
-    """Where the export is kept of a model by its key and that of the tokenizer that was given."""
+    """The cache folder of a model's key, its tokenizer's hash and a recipe."""
+    # transformers' version counts, because releases load one folder differently.
     how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} {_versions().get('transformers')} shortlist step"
     digest = hashlib.sha256(f"{key} {how} {tokenizer}".encode()).hexdigest()[:16]
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
@@ -356,20 +349,19 @@ def _folder_of(label: str, key: str, tokenizer: str, recipe: Recipe) -> Path:
 
 
 def list_exports() -> list[CachedExport]:
-    """What the cache holds, by name. Damaged exports are listed too, and TensorRT engines that were built from exports.
-
-    >>> all(export.folder.parent == cache_folder() for export in list_exports())
-    True
-    """
-    return [CachedExport(folder, _manifest(folder), _size_bytes(folder)) for folder in _folders()]
+    """The cache's exports by name, damaged ones included, and TensorRT engines built from them."""
+    root = cache_folder()
+    if not root.is_dir():
+        return []
+    found = sorted(path for path in root.iterdir() if (path / MANIFEST).is_file() or _OURS.search(path.name))
+    return [CachedExport(folder, _manifest(folder), _size_bytes(folder)) for folder in found]
 
 
 def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
-    """Delete cached exports, all or those of these folder names, and return them. Other files in that folder stay.
+    """Delete cached exports, all or those of these folder names, and return them.
 
-    Raises:
-        InputError: a name is no cached export's; nothing is deleted.
-        ExportError: one cannot be deleted; those before it are.
+    Raises ``InputError`` for a name that is not cached, before anything is deleted, and ``ExportError`` for an export
+    that cannot be deleted.
     """
     found = list_exports()
     if names is not None:
@@ -389,12 +381,9 @@ def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
 
 
 def _key_of_name(name: str, hashes: FileHashes) -> str | None:
-    """What decides the export of a model by name, found without loading it; ``None`` where it has to be loaded.
-
-    Of a published model the hub's cache knows the hashes: each file there is a link to one that is named by its hash.
-    """
+    """The key of a model by name, found without loading it; ``None`` if it must be loaded."""
     if name.startswith("random:"):
-        installed = _versions()  # that draw the weights
+        installed = _versions()
         return " ".join([name, *(f"{package} {installed.get(package)}" for package in _DRAWN_BY)])
     folder = data_folder() / BUNDLED[name] if name in BUNDLED else hub_snapshot(name) or Path(name)
     if not os.path.isdir(folder):
@@ -407,31 +396,25 @@ def _key_of_name(name: str, hashes: FileHashes) -> str | None:
 
 
 def _shards(index: Path) -> Iterator[Path]:
-    """The files of weights that an index names, which may lie in folders below."""
+    """The weight files that an index names, which may lie in subfolders."""
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         yield from (path for name in names if (path := index.parent / name).is_file())
     except (OSError, ValueError, RecursionError, LookupError, AttributeError, TypeError):
-        return  # loading says what is wrong with it
+        return  # loading reports what is wrong with it
 
 
 @cache
 def _versions() -> dict[str, str]:
-    """Read once: it takes longer than all else where nothing has to be hashed."""
+    """Read once: it takes longer than everything else when nothing is hashed."""
     return machine.versions()
 
 
 def _blob(path: Path) -> str | None:
-    """The hash by which the hub's cache names the file that this one is a link to, with its size."""
+    """The hash and size of a file in the hub's cache, a link to a file that is named by its hash; else ``None``."""
     if not path.is_symlink() or (target := path.resolve()).parent.name != "blobs":
         return None
     return f"{target.name} {target.stat().st_size}"
-
-
-def _folders() -> Iterator[Path]:
-    root = cache_folder()
-    if root.is_dir():
-        yield from sorted(path for path in root.iterdir() if (path / MANIFEST).is_file() or _OURS.search(path.name))
 
 
 def _manifest(folder: Path) -> Manifest | None:
@@ -442,5 +425,5 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def _size_bytes(folder: Path) -> int:
-    found = folder.iterdir() if folder.is_dir() else ()  # a link may lead nowhere
-    return sum(path.stat().st_size for path in found if path.is_file())
+    files = folder.iterdir() if folder.is_dir() else ()  # a link may lead nowhere
+    return sum(path.stat().st_size for path in files if path.is_file())

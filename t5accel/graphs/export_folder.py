@@ -1,4 +1,4 @@
-"""From graphs to the folder of an export: whose folder it is, where the weights lie, whole or not at all."""
+"""Write graphs and files as the folder of an export, whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,36 +20,25 @@ from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import WEIGHTS, as_folder
 from t5accel.graphs.manifest import Manifest, describe_file, files_of_export, read_manifest
 
-LARGEST_INSIDE = 2_000_000_000  # bytes; one ONNX file cannot hold more than 2 GiB
-ALIGNMENT = 4096  # so that weights in their own file can be mapped into memory page by page
+LARGEST_INSIDE = 2_000_000_000  # bytes; an ONNX file holds less than 2 GiB
+ALIGNMENT = 4096  # a page: weights in their own file are memory-mapped
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is to be written, known before a file is.
+    """The content of an export, before any file is written."""
 
-    Attributes:
-        manifest: all but ``shared`` and ``files``, which are found out while writing, and the places of ``exact``.
-        graphs: by file name.
-        threshold: if the weights of a graph are more bytes, those of both graphs lie in one file beside them.
-        tokenizer: whether ``add_files`` brings one.
-        add_files: puts all else into the folder that it is given.
-        exact: the names of the weights from which a shortlist's exact logits are computed, by what the manifest calls
-            them; empty if there is no shortlist.
-        check: is given the folder when it is complete, before it is kept; raises ``ExportError`` if it must not be.
-    """
-
-    manifest: Manifest
-    graphs: Mapping[str, GraphBuilder]
-    threshold: int
-    tokenizer: bool
-    add_files: Callable[[Path], None]
-    exact: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[Path], None] | None = None
+    manifest: Manifest  # without shared and files, which follow from writing
+    graphs: Mapping[str, GraphBuilder]  # by file name
+    threshold: int  # bytes of a graph's weights above which all graphs' weights lie in one file beside them
+    tokenizer: bool  # whether add_files writes one
+    add_files: Callable[[Path], None]  # writes all other files into a folder
+    exact: Mapping[str, str] = field(default_factory=dict)  # names of the weights of a shortlist's exact logits
+    check: Callable[[Path], None] | None = None  # may refuse the finished folder with ExportError
 
     @classmethod
     def derived(cls, folder: Path, manifest: Manifest, graphs: Mapping[str, GraphBuilder]) -> ExportPlan:
-        """Of a copy of the export in ``folder`` with these graphs: weights lie where they lay, other files stay."""
+        """A copy of the export in ``folder`` with other graphs: same place of the weights, same other files."""
         kept = {name for name in manifest.files if name != WEIGHTS and not name.endswith(".onnx")}
 
         def add_files(partial: Path) -> None:
@@ -61,11 +50,9 @@ class ExportPlan:
 
 
 def resolve_target(folder: str | os.PathLike[str]) -> Path:
-    """Where links lead to, so that one folder has one lock, and it is the folder that is replaced and not a link.
+    """The folder to write to, with links resolved, so that one folder has one lock.
 
-    Raises:
-        ExportError: it cannot be written to, or this process works in it.
-        InputError: it is no path.
+    Raises ``ExportError`` where it cannot be written to, or is this process's working folder.
 
     >>> resolve_target("an/../export").name
     'export'
@@ -76,16 +63,12 @@ def resolve_target(folder: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError) as error:  # a loop of links, a working folder that is gone
         raise ExportError(f"{folder} cannot be written to: {error}") from error
     if around:
-        raise ExportError(f"{target} is where this process works, and cannot be replaced: give another folder.")
+        raise ExportError(f"{target} is this process's working folder, and cannot be replaced: give another folder.")
     return target
 
 
 def write_export(target: Path, plan: ExportPlan, *, overwrite: bool, progress: bool = False) -> Manifest:
-    """Write an export, unless the same one is there.
-
-    Raises:
-        ExportError: the folder is taken, or cannot be written; nothing is left of the attempt.
-    """
+    """Write an export, unless the same one is there; raises ``ExportError`` if the folder is taken or not writable."""
     layout = WeightsLayout.plan(plan.graphs, plan.threshold)
     manifest = replace(plan.manifest, shared=layout.shared(plan.graphs))
     places = {part: layout.place(name) for part, name in plan.exact.items()}
@@ -105,7 +88,7 @@ def write_export(target: Path, plan: ExportPlan, *, overwrite: bool, progress: b
 
 
 def is_occupied(target: Path) -> bool:
-    """Whether anything but an empty folder lies there; raises ``ExportError`` if that cannot be found out."""
+    """Whether anything but an empty folder is there."""
     try:
         return target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:
@@ -115,7 +98,7 @@ def is_occupied(target: Path) -> bool:
 def require_free(target: Path, name: str, recipe: str = "fp32", *, overwrite: bool) -> None:
     """Raise ``ExportError`` if an export cannot be written there, before its model is loaded or scored.
 
-    An export of the model ``name`` in the same recipe passes: the same export is kept.
+    An export of the same model in the same recipe passes, because it may be kept.
     """
     if not is_occupied(target):
         return
@@ -129,7 +112,7 @@ def require_free(target: Path, name: str, recipe: str = "fp32", *, overwrite: bo
 
 
 def _same(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool) -> bool:
-    """Whether an export of this very model lies there, whole, with the same configuration and tokenizer."""
+    """Whether an export of this very model is there, whole, with the same configuration and tokenizer."""
     try:
         there = read_manifest(target)
     except ExportError:
@@ -164,7 +147,6 @@ def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
 
 
 def _bar(progress: bool, description: str) -> Any:
-
     return machine.progress_bar(shown=progress, total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description)
 
 
@@ -180,14 +162,14 @@ def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: Weig
 
 @dataclass
 class WeightsLayout:
-    """Where each weight of several graphs lies in the one file that they share; nowhere if all are in the graphs."""
+    """Each weight's place in the file that graphs share; empty if weights are inside the graphs."""
 
     places: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)
     size_bytes: int = 0
 
     @classmethod
     def plan(cls, graphs: Mapping[str, GraphBuilder], threshold: int) -> WeightsLayout:
-        """One after the other, each name once. Small ones stay inside: shapes have to be known when a graph is read."""
+        """Lay out each name once. Small weights stay inside: ONNX Runtime needs shapes when it reads a graph."""
         layout = cls()
         if max(graph.size_bytes for graph in graphs.values()) <= threshold:
             return layout
@@ -199,22 +181,22 @@ class WeightsLayout:
         return layout
 
     def references(self) -> dict[str, tuple[str, int, int]]:
-        """For `GraphBuilder.proto`: file, offset and length of each."""
+        """File, offset and length of each weight, for `GraphBuilder.proto`."""
         return {name: (WEIGHTS, offset, array.nbytes) for name, (array, offset) in self.places.items()}
 
     def shared(self, graphs: Mapping[str, GraphBuilder]) -> dict[str, dict[str, Any]]:
-        """For `Manifest`: where those lie that every graph reads."""
+        """The places of the weights that every graph reads, for `Manifest`."""
         return {
             name: self.place(name) for name in self.places if all(name in graph.weights for graph in graphs.values())
         }
 
     def place(self, name: str) -> dict[str, Any]:
-        """Where one lies, for `Manifest`."""
+        """A weight's place, for `Manifest`."""
         array, offset = self.places[name]
         return {"offset": offset, "shape": list(array.shape), "dtype": array.dtype.name}
 
     def write(self, path: Path, bar: Any = None) -> None:
-        """Write them in order, and tell the bar, if there is one, how far it is."""
+        """Write the weights in order, updating a progress bar."""
         with path.open("wb") as file:
             for array, offset in self.places.values():
                 file.seek(offset)

@@ -1,12 +1,7 @@
-"""Encoder and decoder step as ONNX graphs, built from a checkpoint's weights, operator by operator.
+"""Encoder and decoder step as ONNX graphs, built node by node from a checkpoint's weights, not traced.
 
-Nothing is traced: no exporter has to understand transformers' code, and the graphs are those that we mean. The encoder
-ends in the keys and values of cross-attention; the decoder takes one step (`contract`). Every layout's graphs are made
-of `T5Layers`. What sets BART and its relatives apart from T5 are the switches of `models.families.Family`.
-
-Methods take and return the names of values. Shapes: B sources, K rows per source, S source positions, T new and P past
-decoder positions, H heads. The decoder's layers take rows of their own axis, (B, K, T, …), or, as most exports have it,
-rows as the batch: (R, T, …) with R = B * K.
+Methods take and return names of values. Shapes: B sources, K rows per source, S source positions, T new and P past
+decoder positions, H heads. Decoder rows have their own axis, (B, K, T, …), or are the batch, (R, T, …), R = B * K.
 """
 
 from __future__ import annotations
@@ -22,37 +17,29 @@ from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.t5_math import relative_position_bucket
 
-# The numbers of absolute positions, computed in the graph from masks: BART's and its relatives', where T5 has none.
-# A history that is shorter than its neighbours' is padded in front and masked, so a token's column says nothing about
-# its place in the text. The mask does: a new token's number is that of the real ones before it.
+LOWEST = np.finfo(np.float32).min  # added to a score, it makes the softmax ignore the position
 
 
 def mask_with_new(graph: GraphBuilder, axis: int) -> str:
-    """The mask of a history and of the new tokens behind it along ``axis``, of which all are real: (…, P + T).
-
-    >>> graph = GraphBuilder("decoder")
-    >>> mask_with_new(graph, 2), [node.op_type for node in graph.nodes]
-    ('concat_0', ['Shape', 'ConstantOfShape', 'Concat'])
-    """
+    """``past_mask`` extended along ``axis`` by ones for the new tokens: (…, P + T)."""
     ones = numpy_helper.from_array(np.array([1], dtype=np.int64))
     own = graph.op("ConstantOfShape", graph.op("Shape", "input_ids"), value=ones)
     return graph.op("Concat", "past_mask", own, axis=axis)
 
 
 class Positions:
-    """Numbers of rows in the table of positions, as nodes; ``None`` where the model has no such table.
+    """Absolute position ids as nodes; ``None`` where positions are relative, as T5's are."""
 
-    Args:
-        graph: takes the nodes.
-        weights: of the model.
-    """
+    # A history shorter than its neighbours' is padded in front and masked, so a token's column says nothing about its
+    # position. The mask does: a new token's position is the number of real tokens before it.
 
     def __init__(self, graph: GraphBuilder, weights: T5Weights):
-        self.graph, self.weights, self.family, self.pad = graph, weights, weights.family, weights.pad_token_id
+        self.graph, self.weights = graph, weights
+        self.family, self.pad = weights.family, weights.pad_token_id
         self.first = self.family.first_position(self.pad)
 
-    def of_source(self) -> str | None:
-        """Of the tokens ``input_ids`` (B, S): (1, S), or (B, S) where padding is not counted."""
+    def source(self) -> str | None:
+        """Of ``input_ids`` (B, S): (1, S), or (B, S) where padding is not counted."""
         if self.family.is_relative:
             return None
         graph = self.graph
@@ -66,36 +53,34 @@ class Positions:
         counted = graph.op("Add", graph.op("CumSum", real, graph.constant(1)), graph.constant(self.first - 1))
         return graph.op("Where", is_padding, graph.constant(self.pad), counted)
 
-    def on_past(self) -> str | None:
-        """Of the new tokens ``input_ids`` (B, K, T) behind those that ``past_mask`` (B, K, P) shows: (B, K, T)."""
+    def with_past(self) -> str | None:
+        """Of the new tokens ``input_ids`` (B, K, T) behind ``past_mask`` (B, K, P): (B, K, T)."""
         if self.family.is_relative:
             return None
         graph = self.graph
         real = graph.op("ReduceSum", mask_with_new(graph, 2), graph.constant([-1]), keepdims=1)  # T are the new ones
         first = graph.constant(self.first)
         numbers = graph.op("Range", graph.op("Sub", first, graph.size("input_ids", 2)), first, graph.constant(1))
-        return self._of_decoder(graph.op("Add", real, numbers))
+        return self._limited(graph.op("Add", real, numbers))
 
-    def mask_so_far(self) -> str:
-        """Of ``past_mask`` (R, M) the columns 0 … P, the last of which is the new token's own: (R, P + 1)."""
+    def visible_mask(self) -> str:
+        """Columns 0 … P of ``past_mask`` (R, M), of which the last is the new token's own: (R, P + 1)."""
         graph = self.graph
         end = graph.op("Add", graph.op("Cast", "past_length", to=TensorProto.INT64), graph.constant([1]))
         return graph.op("Slice", "past_mask", graph.constant([0]), end, graph.constant([1]))
 
-    def on_columns(self) -> str | None:
+    def one_step(self) -> str | None:
         """Of one new token ``input_ids`` (R, 1) at column ``past_length``: (R, 1)."""
         if self.family.is_relative:
             return None
         graph = self.graph
         so_far = graph.op("ReduceSum", self.visible_mask(), graph.constant([-1]), keepdims=1)
         numbers = graph.op("Add", graph.op("Cast", so_far, to=TensorProto.INT64), graph.constant(self.first - 1))
-        return self._of_decoder(numbers)
+        return self._limited(numbers)
 
-    def _of_decoder(self, numbers: str) -> str:
-        """The numbers, but for padding that the decoder reads where padding has none.
-
-        None is beyond the table: what has ended, and stays in the batch for others' sake, may get longer than it.
-        """
+    def _limited(self, numbers: str) -> str:
+        """Decoder positions limited to the table; padding keeps its own where the family skips it."""
+        # A finished row that stays in the batch for the others may outgrow the table.
         last = len(self.weights.array("decoder.embed_positions.weight")) - 1
         numbers = self.graph.op("Min", numbers, self.graph.constant(last))
         if not self.family.skips_padding:
@@ -104,32 +89,20 @@ class Positions:
         return self.graph.op("Where", is_padding, self.graph.constant(self.pad), numbers)
 
 
-LOWEST = np.finfo(np.float32).min  # added to a score it makes the softmax ignore the position
-
-
 class AttentionBiases:
-    """The biases of one stack's self-attention, one for each layer, and of masks, as nodes of one graph.
-
-    Args:
-        graph: takes the nodes and the tables.
-        weights: of the model.
-        stack: ``"encoder"``, where all see all, or ``"decoder"``, where none sees what comes later.
-    """
+    """Position and mask biases of one stack's self-attention, one for each layer; the decoder's are causal."""
 
     def __init__(self, graph: GraphBuilder, weights: T5Weights, stack: str):
         self.graph, self.weights, self.stack = graph, weights, stack
 
-    def of_mask(self, mask: str, axes: tuple[int, ...] = (1, 2)) -> str:
-        """A mask of 1 and 0 as a bias of 0 and the lowest number, with new axes of size 1 at ``axes``."""
+    def mask_bias(self, mask: str, axes: tuple[int, ...] = (1, 2)) -> str:
+        """A mask of 1 and 0 as biases of 0 and `LOWEST`, with new axes of size 1 at ``axes``."""
         graph = self.graph
         padded = graph.op("Cast", graph.op("Sub", graph.constant(1), mask), to=TensorProto.FLOAT)
         return graph.op("Unsqueeze", graph.op("Mul", padded, graph.constant(LOWEST)), graph.constant(list(axes)))
 
-    def among(self, tokens: str, mask: str | None = None) -> list[str]:
-        """Of positions 0 … n - 1 on each other, where token ids and mask are (B, n): for each layer (B, H, n, n).
-
-        Without a mask, (H, n, n).
-        """
+    def full(self, tokens: str, mask: str | None = None) -> list[str]:
+        """Of positions 0 … n - 1 on each other, for tokens (B, n): (B, H, n, n), without a mask (H, n, n)."""
         if not self.weights.family.is_relative:
             return [self.mask_bias(mask)] * self.weights.dims.encoder_layers
         graph = self.graph
@@ -137,24 +110,19 @@ class AttentionBiases:
         masked = self.mask_bias(mask) if mask else None
         return self._by_layer(positions, positions, lambda bias: graph.op("Add", bias, masked) if masked else bias)
 
-    def on_past(self, *, rows: bool = False) -> list[str]:
-        """Of T new positions on P past ones and on each other: for each layer (R, H, T, P + T).
-
-        It reads ``input_ids`` (R, T) and ``past_mask`` (R, P). With ``rows``, R is two axes everywhere, B and K.
-        """
+    def with_past(self, *, rows: bool = False) -> list[str]:
+        """Of T new positions on P past ones and on each other: (R, H, T, P + T); with ``rows``, R is B and K."""
         graph, axis = self.graph, 2 if rows else 1
         past, new = graph.size("past_mask", axis), graph.size("input_ids", axis)
-        total, zero, one = graph.op("Add", past, new), graph.constant(0), graph.constant(1)
+        total = graph.op("Add", past, new)
+        zero, one = graph.constant(0), graph.constant(1)
         queries, keys = graph.op("Range", past, total, one), graph.op("Range", zero, total, one)
-        # Garbage in front of a shorter history is masked here, the future by the last entry of the tables of biases.
+        # Garbage in front of a shorter history is masked here, the future by the last entry of the bias tables.
         history_bias = self.mask_bias(mask_with_new(graph, axis), axes=(axis, axis + 1))  # (R, 1, 1, P + T)
         return self._by_layer(queries, keys, lambda bias: graph.op("Add", bias, history_bias))
 
-    def on_columns(self) -> list[str]:
-        """Of one new token at column P, ``past_length`` (1,), on the columns 0 … P: for each layer (1, H, 1, P + 1).
-
-        Empty names where positions are not in the scores.
-        """
+    def one_step(self) -> list[str]:
+        """Of one new token on columns 0 … P: (1, H, 1, P + 1); empty names where positions are absolute."""
         if not self.weights.family.is_relative:
             return [""] * self.weights.dims.decoder_layers
         graph, one = self.graph, self.graph.constant(1)
@@ -164,12 +132,9 @@ class AttentionBiases:
         return self._by_layer(queries, keys, lambda bias: graph.op("Unsqueeze", bias, graph.constant([0])))
 
     def _by_layer(self, queries: str, keys: str, finish: Callable[[str], str]) -> list[str]:
-        """For each layer the name of its biases (…, H, n, m), looked up by distance once where layers share them.
-
-        T5 has one table, in its first layer; UMT5 has one in every layer. After pruning, each layer has a table of the
-        heads that it kept, with columns that other layers have as well: those are looked up once, for all layers, and
-        each takes its heads' maps out of what was found.
-        """
+        """For each layer its biases (…, H, n, m), looked up by distance."""
+        # T5 has one table, in its first layer; UMT5 one in every layer. A pruned T5's layers keep different heads of
+        # one table: heads that layers share are looked up once, and each layer gathers its own from the result.
         graph = self.graph
         reach, causal = self.weights.max_distance, self.stack == "decoder"
         axis_0, axis_1 = graph.constant([0]), graph.constant([1])
@@ -199,17 +164,13 @@ class AttentionBiases:
         return f"{self.stack}.block.{layer}.layer.0.SelfAttention"
 
     def _tables(self) -> list[np.ndarray]:
-        """For each layer the biases of its heads by distance, (H, distances).
-
-        The causal ones have one more entry, for the future: the lowest number. It is all that is left of the table
-        where positions are not in the scores: one row for all heads.
-        """
-        if not self.weights.family.is_relative:
+        """For each layer its heads' biases by distance (H, distances); causal ones end in `LOWEST`, the future."""
+        if not self.weights.family.is_relative:  # one row for all heads: only the causal mask is left of the table
             return [np.array([[0, LOWEST]], dtype=np.float32)] * self.weights.dims.decoder_layers
         weights, reach, causal = self.weights, self.weights.max_distance, self.stack == "decoder"
-        distances = np.arange(-reach, (0 if causal else reach) + 1)
+        distance = np.arange(-reach, (0 if causal else reach) + 1)
         bucket = relative_position_bucket(
-            distances, bidirectional=not causal, buckets=weights.buckets, max_distance=reach
+            distance, bidirectional=not causal, buckets=weights.buckets, max_distance=reach
         )
         tables, source = [], ""
         for layer, heads in enumerate(weights.dims.decoder_heads if causal else weights.dims.encoder_heads):
@@ -220,20 +181,15 @@ class AttentionBiases:
             table = table[[head for head in range(len(table)) if head not in pruned]]
             if len(table) != heads:
                 raise NotT5Error(
-                    f"{self.stack} layer {layer} has {heads} heads and {len(table)} position biases: name the others "
-                    "as its pruned_heads."
+                    f"{self.stack} layer {layer} must have a position bias for each of its {heads} heads, got "
+                    f"{len(table)}. Name the removed heads as its pruned_heads."
                 )
             tables.append(np.concatenate([table, np.full((heads, 1), LOWEST)], axis=1) if causal else table)
         return tables
 
 
 class T5Layers:
-    """The layers of the encoder or of the decoder, as nodes of one graph.
-
-    Args:
-        graph: takes the nodes and the weights.
-        weights: of the model.
-        stack: ``"encoder"`` or ``"decoder"``.
+    """The layers of one stack, ``"encoder"`` or ``"decoder"``, as nodes of one graph.
 
     >>> from t5accel.graphs.export import t5_weights
     >>> from t5accel.models.random_init import random_t5
@@ -245,31 +201,24 @@ class T5Layers:
 
     def __init__(self, graph: GraphBuilder, weights: T5Weights, stack: str):
         self.graph, self.weights, self.stack = graph, weights, stack
-        self.biases, self.positions = AttentionBiases(graph, weights, stack), Positions(graph, weights)
+        self.biases = AttentionBiases(graph, weights, stack)
+        self.positions = Positions(graph, weights)
 
     # Whole stacks
 
     def embed(self, tokens: str = "input_ids", numbers: str | None = None) -> str:
-        """Token ids (…) -> (…, d_model). Encoder and decoder share the table, unless they were untied.
-
-        Args:
-            tokens: the ids.
-            numbers: of their positions (`Positions`), to be added where they are not in the scores.
-        """
+        """Token ids (…) -> (…, d_model), with the embeddings of absolute positions ``numbers``, if there are any."""
         graph, own = self.graph, f"{self.stack}.embed_tokens.weight"
         hidden = graph.op("Gather", self.weight(own if own in self.weights.arrays else "shared.weight"), tokens)
         if numbers is None:
             return hidden
         if self.weights.embedding_scale != 1:
             hidden = graph.op("Mul", hidden, graph.constant(np.float32(self.weights.embedding_scale)))
-        hidden = graph.op(
-            "Add", hidden, graph.op("Gather", self.weight(f"{self.stack}.embed_positions.weight"), numbers)
-        )
-        return (
-            self.norm(hidden, f"{self.stack}.layernorm_embedding.weight")
-            if self.weights.family.norm_embedding
-            else hidden
-        )
+        positions = graph.op("Gather", self.weight(f"{self.stack}.embed_positions.weight"), numbers)
+        hidden = graph.op("Add", hidden, positions)
+        if self.weights.family.norm_embedding:
+            hidden = self.norm(hidden, f"{self.stack}.layernorm_embedding.weight")
+        return hidden
 
     def encoder(self, output: str | None = None) -> str:
         """``input_ids`` and ``attention_mask`` (B, S) -> the encoder's output (B, S, d_model), called ``output``."""
@@ -283,7 +232,7 @@ class T5Layers:
         return self.norm(hidden, "encoder.final_layer_norm.weight", output=output)
 
     def cross_keys_and_values(self, encoded: str, prefix: str) -> None:
-        """The encoder's output (B, S, d_model) -> for each decoder layer ``prefix_key_i``, ``prefix_value_i``."""
+        """The encoder's output (B, S, d_model) -> ``prefix_key_i`` and ``prefix_value_i`` of each decoder layer."""
         for layer, heads in enumerate(self.weights.dims.cross_heads):
             for name in ("key", "value"):
                 projection = f"decoder.block.{layer}.layer.1.EncDecAttention.{name[0]}.weight"
@@ -300,25 +249,17 @@ class T5Layers:
         present: str | None = None,
         rows: bool = False,
     ) -> str:
-        """The decoder's layers on embedded tokens (R, T, d_model), with ``rows`` (B, K, T, d_model).
-
-        The K rows of a source share its cross tensors: in cross-attention K and T fold into one axis of queries.
+        """Embedded tokens (R, T, d_model), with ``rows`` (B, K, T, d_model) -> what the head reads, normed and scaled.
 
         Args:
-            hidden: the embedded tokens.
-            bias_of: for each layer, of self-attention.
-            source_bias: of cross-attention.
-            cross: its keys and values are called ``cross_key_i`` … if this is ``"cross"``.
-            past: so are those of the history, in front of which the new ones are put; by default there is no history.
-            present: so shall those be called that self-attention has read, for the next step.
+            bias_of, source_bias: of each layer's self-attention, and of cross-attention.
+            cross, past, present: prefixes of the names of the cross-attention cache, the KV cache read, and the KV
+                cache written (``cross_key_0`` …). Without ``past`` there is no history.
             rows: K is an axis of its own.
-
-        Returns:
-            What the head reads, in the shape of ``hidden``: already scaled and normed.
         """
-        graph, dims = self.graph, self.weights.dims
-        per_source = graph.op("Shape", "input_ids", start=1, end=2) if rows else None
-        for layer in range(dims.decoder_layers):
+        # The K rows of a source share its cross tensors: in cross-attention K and T fold into one axis of queries.
+        per_source = self.graph.op("Shape", "input_ids", start=1, end=2) if rows else None
+        for layer in range(self.weights.dims.decoder_layers):
             hidden = self.self_attention(hidden, layer, bias_of[layer], past=past, present=present, rows=rows)
             hidden = self.cross_attention(hidden, layer, cross, source_bias, per_source)
             hidden = self.feed_forward(hidden, f"decoder.block.{layer}.layer.2")
@@ -331,100 +272,110 @@ class T5Layers:
         self.logits(self.graph, "MatMul", hidden, self.head_weight(by_rows=by_rows), output=output)
 
     def logits(self, graph: GraphBuilder, kind: str, *inputs: str, output: str) -> None:
-        """The node that makes logits, and what is added to them, if anything is, in a graph or in a branch of it."""
+        """The node that computes logits, and the head's bias if there is one, in a graph or one of its branches."""
         bias = self.weights.head_bias
         products = graph.op(kind, *inputs, output=None if bias else output)
         if bias:
             graph.op("Add", products, graph.weight(bias, self.weights.array(bias)), output=output)
 
     def head_weight(self, *, by_rows: bool = False) -> str:
-        """The head's weight as a product takes it: (d_model, V).
-
-        With ``by_rows`` it is stored as (V, d_model) in any case, a row for each token: for who reads single ones.
-        """
+        """The head's weight (d_model, V), stored as (V, d_model) where it is tied or single rows are read."""
         if self.weights.dims.tied or by_rows:  # the embedding serves twice and is stored once
             return self.graph.op("Transpose", self.weight(self.weights.head), perm=[1, 0])
         return self.transposed(self.weights.head)
 
-    # Parts of a layer
+    # Parts of a layer, each with its norm and residual
 
     def self_attention(
-        self, hidden: str, layer: int, bias: str, *, past: str | None = None, present: str | None = None,
+        self,
+        hidden: str,
+        layer: int,
+        bias: str,
+        *,
+        past: str | None = None,
+        present: str | None = None,
         rows: bool = False,
-    ) -> str:  # fmt: skip
-        """A layer's norm, self-attention and residual; names as of `decoder`."""
+    ) -> str:
+        """Self-attention of one layer; arguments as in `decoder`."""
         graph, dims, prefix = self.graph, self.weights.dims, f"{self.stack}.block.{layer}.layer.0"
         heads = (dims.encoder_heads if self.stack == "encoder" else dims.decoder_heads)[layer]
-        normed = self.read(hidden, f"{prefix}.layer_norm.weight")
+        normed = self.pre_norm(hidden, f"{prefix}.layer_norm.weight")
         kept = {name: f"{present}_{name}_{layer}" if present else None for name in ("key", "value")}
-        query, key, value = (
+        query = self.heads(normed, f"{prefix}.SelfAttention.q.weight", heads, rows=rows)
+        key, value = (
             self.heads(
-                normed, f"{prefix}.SelfAttention.{name[0]}.weight", heads, rows=rows,
-                output=None if past else kept.get(name),
+                normed, f"{prefix}.SelfAttention.{name[0]}.weight", heads, rows=rows, output=None if past else output
             )
-            for name in ("query", "key", "value")
-        )  # fmt: skip
+            for name, output in kept.items()
+        )
         if past:
             key, value = (
                 graph.op("Concat", f"{past}_{name}_{layer}", new, axis=3 if rows else 2, output=kept[name])
                 for name, new in (("key", key), ("value", value))
             )
         merged = self.merge_heads(self.attend(query, key, value, bias, rows=rows), heads, rows=rows)
-        found = self.output(merged, f"{prefix}.SelfAttention.o.weight", heads)
-        return self.add(hidden, found, f"{prefix}.layer_norm.weight")
+        projected = self.output(merged, f"{prefix}.SelfAttention.o.weight", heads)
+        return self.add_residual(hidden, projected, f"{prefix}.layer_norm.weight")
 
-    def cross_attention(
-        self, hidden: str, layer: int, cross: str, source_bias: str, per_source: str | None = None
-    ) -> str:
-        """The same with the source's keys and values, ``cross_key_i`` …; ``per_source`` is K, where it has an axis."""
+    def cross_attention(self, hidden: str, layer: int, cross: str, bias: str, per_source: str | None = None) -> str:
+        """Cross-attention of one layer; ``per_source`` is K, where it has an axis."""
         graph, prefix = self.graph, f"decoder.block.{layer}.layer.1"
         heads, d_kv = self.weights.dims.cross_heads[layer], self.weights.dims.d_kv
-        normed = self.read(hidden, f"{prefix}.layer_norm.weight")
+        normed = self.pre_norm(hidden, f"{prefix}.layer_norm.weight")
         query = self.heads(normed, f"{prefix}.EncDecAttention.q.weight", heads)  # (B, H, K * T, d)
-        attended = self.attend(query, f"{cross}_key_{layer}", f"{cross}_value_{layer}", source_bias)
+        attended = self.attend(query, f"{cross}_key_{layer}", f"{cross}_value_{layer}", bias)
         if per_source:
             shape = graph.op("Concat", graph.constant([0]), per_source, graph.constant([-1, heads * d_kv]), axis=0)
             merged = graph.op("Reshape", graph.op("Transpose", attended, perm=[0, 2, 1, 3]), shape)
         else:
             merged = self.merge_heads(attended, heads)
-        found = self.output(merged, f"{prefix}.EncDecAttention.o.weight", heads)
-        return self.add(hidden, found, f"{prefix}.layer_norm.weight")
+        projected = self.output(merged, f"{prefix}.EncDecAttention.o.weight", heads)
+        return self.add_residual(hidden, projected, f"{prefix}.layer_norm.weight")
 
-    def read(self, hidden: str, norm: str) -> str:
-        """What a part of a layer reads of the stream: its norm, where norms come first."""
+    def feed_forward(self, hidden: str, prefix: str) -> str:
+        graph, dense = self.graph, f"{prefix}.DenseReluDense"
+        normed = self.pre_norm(hidden, f"{prefix}.layer_norm.weight")
+        if self.weights.dims.gated:
+            inner = self.activation(self.linear(normed, f"{dense}.wi_0.weight"))
+            inner = graph.op("Mul", inner, self.linear(normed, f"{dense}.wi_1.weight"))
+        else:
+            inner = self.activation(self.linear(normed, f"{dense}.wi.weight"))
+        return self.add_residual(hidden, self.linear(inner, f"{dense}.wo.weight"), f"{prefix}.layer_norm.weight")
+
+    def pre_norm(self, hidden: str, norm: str) -> str:
         return self.norm(hidden, norm) if self.weights.family.norm_first else hidden
 
-    def add(self, hidden: str, found: str, norm: str) -> str:
-        """The stream with what a part of a layer found, normed behind it where norms do not come first."""
-        total = self.graph.op("Add", hidden, found)
+    def add_residual(self, hidden: str, branch: str, norm: str) -> str:
+        """The sum, normed where the family's norms come behind it."""
+        total = self.graph.op("Add", hidden, branch)
         return total if self.weights.family.norm_first else self.norm(total, norm)
 
-    # Operators on a weight
+    # Operators
 
     def require_heads(self, name: str, heads: int, axis: int) -> None:
         width, d_kv = self.weights.array(name).shape[axis], self.weights.d_kv(name)
         if width != heads * d_kv:
-            raise NotT5Error(f"{name} is {width} wide; {heads} heads of d_kv = {d_kv} are {heads * d_kv}.")
+            raise NotT5Error(f"{name} must be {heads * d_kv} wide for {heads} heads of {d_kv}, got {width}.")
 
     def weight(self, name: str) -> str:
         return self.graph.weight(name, self.weights.array(name))
 
+    def transposed(self, name: str) -> str:
+        return self.graph.weight(f"{name}.T", self.weights.array(name).T)
+
     def output(self, merged: str, name: str, heads: int) -> str:
-        """What the heads found, (…, H * d_kv) -> (…, d_model)."""
+        """Merged heads (…, H * d_kv) -> (…, d_model)."""
         self.require_heads(name, heads, axis=1)
         return self.linear(merged, name)
 
     def linear(self, hidden: str, name: str, output: str | None = None) -> str:
-        """(…, in) -> (…, out): torch keeps a Linear's weight as (out, in), a product needs it as (in, out)."""
+        """(…, in) -> (…, out). torch stores the weight as (out, in), a product needs (in, out)."""
         bias = self.weights.bias(name)
         product = self.graph.op("MatMul", hidden, self.transposed(name), output=None if bias else output)
         return self.graph.op("Add", product, self.weight(bias), output=output) if bias else product
 
-    def transposed(self, name: str) -> str:
-        return self.graph.weight(f"{name}.T", self.weights.array(name).T)
-
     def norm(self, hidden: str, name: str, scale: float = 1.0, output: str | None = None) -> str:
-        """x / rms(x) * weight, in the form that ONNX Runtime fuses into one node; or the family's other norm."""
+        """LayerNorm, or x / rms(x) * weight in the form that ONNX Runtime fuses into one node."""
         graph = self.graph
         if self.weights.family.norm == "layer":
             inputs = hidden, self.norm_weight(name, scale), self.weight(self.weights.bias(name))
@@ -437,16 +388,6 @@ class T5Layers:
     def norm_weight(self, name: str, scale: float = 1.0) -> str:
         return self.graph.weight(name, self.weights.array(name) * np.float32(scale))
 
-    def feed_forward(self, hidden: str, prefix: str) -> str:
-        graph, dense = self.graph, f"{prefix}.DenseReluDense"
-        normed = self.read(hidden, f"{prefix}.layer_norm.weight")
-        if self.weights.dims.gated:
-            inner = self.activation(self.linear(normed, f"{dense}.wi_0.weight"))
-            inner = graph.op("Mul", inner, self.linear(normed, f"{dense}.wi_1.weight"))
-        else:
-            inner = self.activation(self.linear(normed, f"{dense}.wi.weight"))
-        return self.add(hidden, self.linear(inner, f"{dense}.wo.weight"), f"{prefix}.layer_norm.weight")
-
     def activation(self, inner: str) -> str:
         graph, kind = self.graph, self.weights.activation
         if kind == "relu":
@@ -455,10 +396,10 @@ class T5Layers:
             return graph.op("Gelu", inner, approximate="tanh" if kind == "gelu_new" else "none")
         if kind in ("silu", "swish"):
             return graph.op("Mul", inner, graph.op("Sigmoid", inner))
-        raise NotT5Error(f"The activation is {kind!r}; there are relu, gelu, gelu_new and silu.")
+        raise NotT5Error(f"The activation must be relu, gelu, gelu_new or silu, got {kind!r}.")
 
     def heads(self, hidden: str, name: str, heads: int, *, rows: bool = False, output: str | None = None) -> str:
-        """Project (B, …, d_model) to (B, H, n, d), all between folded into n; with ``rows`` to (B, K, H, T, d)."""
+        """Project (B, …, d_model) to (B, H, n, d), all axes between folded into n; with ``rows`` to (B, K, H, T, d)."""
         self.require_heads(name, heads, axis=0)
         d_kv = self.weights.d_kv(name)
         shape = [0, 0, 0, heads, d_kv] if rows else [0, -1, heads, d_kv]
@@ -472,7 +413,7 @@ class T5Layers:
         return self.graph.op("Reshape", together, self.graph.constant(shape))
 
     def attend(self, query: str, key: str, value: str, bias: str, *, rows: bool = False) -> str:
-        """softmax(q k' + bias) v. Nothing divides by the root of d: that is in the weights, T5's by their making."""
+        """softmax(q k' + bias) v. The weights already contain 1 / sqrt(d); T5 was trained without it."""
         graph = self.graph
         flipped = graph.op("Transpose", key, perm=[0, 1, 2, 4, 3] if rows else [0, 1, 3, 2])
         scores = graph.op("Add", graph.op("MatMul", query, flipped), bias)
@@ -489,34 +430,14 @@ def encoder_graph(weights: T5Weights) -> GraphBuilder:
 
 
 def decoder_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBuilder:
-    """One step: new tokens, masks, the history and the cross tensors -> logits and the longer history.
-
-    Args:
-        weights: of the model.
-        head_by_rows: store the head's weight as (V, d_model), as `T5Layers.head_weight` explains.
-
-    >>> from t5accel.graphs.export import t5_weights
-    >>> from t5accel.models.random_init import random_t5
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> [output.name for output in decoder_graph(t5_weights(model)).proto().graph.output]
-    ['logits', 'present_key_0', 'present_value_0']
-    """
+    """One decoder step of `contract.decoder_spec`; ``head_by_rows`` as in `T5Layers.head_weight`."""
     layers, hidden = headless_decoder("decoder", weights, decoder_spec(weights.dims))
     layers.head(hidden, output="logits", by_rows=head_by_rows)
     return layers.graph
 
 
 def headless_decoder(name: str, weights: T5Weights, spec: GraphSpec) -> tuple[T5Layers, str]:
-    """A graph with the decoder's layers, to which a head is still to be added.
-
-    Args:
-        name: of the graph.
-        weights: of the model.
-        spec: the inputs and outputs, those of `contract.decoder_spec` among them.
-
-    Returns:
-        The layers, in their graph, and the name of what the head reads: (B, K, T, d_model), normed and scaled.
-    """
+    """The decoder's layers in a graph of ``spec``, and what its head reads: (B, K, T, d_model), normed and scaled."""
     graph = GraphBuilder(name)
     graph.declare(spec)
     layers = T5Layers(graph, weights, "decoder")

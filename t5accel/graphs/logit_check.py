@@ -1,7 +1,6 @@
-"""Comparison of a runtime's logits with those of the model that it came from.
+"""Compare a runtime's logits with those of the model that it came from.
 
-Weights that no graph reads are found by name. A hook, an overridden ``forward`` or a changed constant has no name: only
-the numbers show it.
+It finds what has no weight of its own: a hook, an overridden ``forward`` or a changed constant.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from t5accel.decoding.token_constraints import special_tokens
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec, kv_names
 from t5accel.graphs.ort_levels import import_onnxruntime
-from t5accel.graphs.weights import T5Weights, source_vocabulary
+from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_close
 
@@ -32,26 +31,24 @@ TOLERANCE = 1e-3  # of the largest logit; fp32 on two runtimes differs by a hund
 
 
 def check_logits(
-    model: PreTrainedModel, run: Logits, *, vocab_size: int, source_vocab_size: int | None = None,
+    model: PreTrainedModel,
+    run: Logits,
+    *,
+    vocab_size: int,
+    source_vocab_size: int | None = None,
     tolerance: float = TOLERANCE,
-) -> None:  # fmt: skip
-    """Compare a runtime's logits with the model's own on one seeded batch.
+) -> None:
+    """Raise ``ExportError`` unless a runtime's logits equal the model's on one seeded batch.
 
-    Args:
-        model: an encoder-decoder of transformers; put back into the mode that it was in.
-        run: computes the runtime's logits.
-        vocab_size, source_vocab_size: V, and that of the sources, where it is another.
-        tolerance: largest difference, as a share of the largest logit.
-
-    Raises:
-        ExportError: they differ, or the model cannot be run.
+    ``tolerance`` is the largest difference, as a share of the largest logit. The model's training mode is restored.
 
     >>> from t5accel.backends.torch_eager import TorchEager
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> check_logits(model, backend_logits(TorchEager(model)), vocab_size=32)
     """
-    rng, special = np.random.default_rng(0), special_tokens(model)
+    rng = np.random.default_rng(0)
+    special = special_tokens(model)
     pad = special["pad_token_id"]
     positions = getattr(model.config, "max_position_embeddings", SOURCE)  # T5 has none
 
@@ -64,7 +61,8 @@ def check_logits(
     ids[1, -1], mask[1, -1] = pad, 0
     tokens[:, 0] = special["decoder_start_token_id"]
     own = _own_logits(model, ids, mask, tokens)
-    found, finite = run(ids, mask, tokens), np.isfinite(own)  # weights that overflow are no fault of the runtime
+    found = run(ids, mask, tokens)
+    finite = np.isfinite(own)  # a model that overflows is no fault of the runtime
     try:
         if finite.any():
             assert_close(found[finite], own[finite], atol=tolerance * max(1.0, float(np.abs(own[finite]).max())))
@@ -79,13 +77,19 @@ def check_logits(
 def _own_logits(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     import torch
 
-    device, modes = next(model.parameters()).device, [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device
+    modes = [(module, module.training) for module in model.modules()]
     given = [torch.from_numpy(array).to(device) for array in (ids, mask, tokens)]
     try:
         model.eval()
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            output = model(input_ids=given[0], attention_mask=given[1], decoder_input_ids=given[2], use_cache=False,
-                           return_dict=True)  # fmt: skip
+            output = model(
+                input_ids=given[0],
+                attention_mask=given[1],
+                decoder_input_ids=given[2],
+                use_cache=False,
+                return_dict=True,
+            )
         return output.logits.float().cpu().numpy()
     except Exception as error:
         raise ExportError(
@@ -98,22 +102,22 @@ def _own_logits(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray, token
 
 
 def backend_logits(backend: Backend) -> Logits:
-    """What a backend computes in one step from nothing."""
+    """A backend's logits, in one step from an empty history."""
     return lambda ids, mask, tokens: backend.step(backend.start(backend.encode(ids, mask)), tokens[:, None])[:, 0]
 
 
 def check_export(model: PreTrainedModel, weights: T5Weights, folder: Path) -> None:
-    """Raise ``ExportError`` if the fp32 export in ``folder`` computes other logits than the model that it is of."""
+    """`check_logits` of a model and its fp32 export in ``folder``."""
     import torch
 
     if any(weight.dtype != torch.float32 for weight in model.parameters()):
         model = copy.deepcopy(model).float()  # as its weights were exported
-    sizes = dict(vocab_size=weights.dims.vocab_size, source_vocab_size=source_vocabulary(weights))
+    sizes = dict(vocab_size=weights.dims.vocab_size, source_vocab_size=weights.source_vocab_size)
     check_logits(model, _graph_logits(folder, weights.dims), **sizes)
 
 
 def _graph_logits(folder: Path, dims: T5Dims) -> Logits:
-    """What both graphs of an export in fp32 compute, on ONNX Runtime's CPU, without optimisation."""
+    """The logits of an fp32 export, on ONNX Runtime's CPU, without optimisation."""
 
     def run(ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         onnxruntime = import_onnxruntime()

@@ -1,17 +1,4 @@
-"""ONNX Runtime's levels of graph optimisation, and where a graph that was optimised ahead of time may run.
-
-Each level includes those before it:
-
-- ``disable``: the graph runs as it is written.
-- ``basic``: what can be computed now is, what is not needed goes, equal constants become one. All that is left are
-  operators of the ONNX standard, which every runtime knows.
-- ``extended``: patterns of them become operators of ONNX Runtime's own, called contrib operators. Which patterns do
-  depends on the device.
-- ``layout``: tensors are laid out for this CPU as well: those of convolutions in blocks as wide as its vectors.
-- ``all``: whatever else a release has. In 1.31, fp16 weights become fp32 where the CPU has no arithmetic for them.
-
-T5 has no convolutions: in fp32 the last three make the same graph of it, to the last byte.
-"""
+"""ONNX Runtime's graph optimisation levels, and where an optimised graph may run."""
 
 from __future__ import annotations
 
@@ -30,12 +17,13 @@ if TYPE_CHECKING:
 
     from t5accel.graphs.manifest import Manifest
 
+# Each level includes those before it. T5 has no convolutions: in fp32 the last three give the same graph.
 LEVELS = {
     "disable": "ORT_DISABLE_ALL",
-    "basic": "ORT_ENABLE_BASIC",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "layout": "ORT_ENABLE_LAYOUT",
-    "all": "ORT_ENABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",  # folds constants and drops unused nodes; the result is standard ONNX
+    "extended": "ORT_ENABLE_EXTENDED",  # fuses patterns into contrib operators, which depend on the device
+    "layout": "ORT_ENABLE_LAYOUT",  # lays out convolutions' tensors in blocks as wide as this CPU's vectors
+    "all": "ORT_ENABLE_ALL",  # what else a release has: in 1.31, fp16 weights become fp32 where the CPU lacks fp16
 }
 
 
@@ -46,12 +34,12 @@ def as_level(value: Any, name: str) -> str:
     'basic'
     """
     if not isinstance(value, str) or value not in LEVELS:
-        raise InputError(f"{name} is {value!r}; give one of {', '.join(LEVELS)}.")
+        raise InputError(f"{name} must be one of {', '.join(LEVELS)}, got {value!r}.")
     return value
 
 
 def import_onnxruntime() -> ModuleType:
-    """The package, or ``MissingPackageError``."""
+    """Import onnxruntime, or raise ``MissingPackageError``."""
     if not find_spec("onnxruntime"):
         raise MissingPackageError(f"ONNX graphs need onnxruntime: {install('cpu')} (or [gpu]).")
     import onnxruntime
@@ -60,12 +48,7 @@ def import_onnxruntime() -> ModuleType:
 
 
 def optimization_level(level: str) -> onnxruntime.GraphOptimizationLevel:
-    """ONNX Runtime's own value for one of ``LEVELS``.
-
-    Raises:
-        InputError: this onnxruntime is older than the level.
-        MissingPackageError: there is no onnxruntime.
-    """
+    """ONNX Runtime's value of one of `LEVELS`; raises ``InputError`` if this release is older than the level."""
     onnxruntime = import_onnxruntime()
     value = getattr(onnxruntime.GraphOptimizationLevel, LEVELS[level], None)
     if value is None:  # "layout" came with 1.23; before, it was part of "all" alone
@@ -74,11 +57,7 @@ def optimization_level(level: str) -> onnxruntime.GraphOptimizationLevel:
 
 
 def this_machine(device: str = "cpu") -> dict[str, str]:
-    """What ONNX Runtime's choices depend on, as texts: ``device``, ``architecture``, ``cpu``, ``instruction_sets``.
-
-    >>> sorted(this_machine())
-    ['architecture', 'cpu', 'device', 'instruction_sets']
-    """
+    """The hardware facts that ONNX Runtime's optimiser depends on."""
     from t5accel import machine
 
     facts = machine.facts(gpu=False)
@@ -91,18 +70,7 @@ def this_machine(device: str = "cpu") -> dict[str, str]:
 
 
 def require_runnable_here(manifest: Manifest, folder: Path, device: str = "cpu") -> None:
-    """Refuse an export that was optimised for another machine, or by another ONNX Runtime, or is known to fail there.
-
-    Contrib operators are ONNX Runtime's own business: no standard describes them, a release may change them, and which
-    ones were put in, and how weights were laid out for them, was decided for one device and the vector instructions of
-    one CPU. So a graph that holds any runs where all of that is the same, and one of standard operators runs anywhere.
-    The model of the CPU has to be the same, too, because ``machine.CPU_FLAGS`` are not all instruction sets there are.
-
-    Raises:
-        ExportError: it was optimised for something else; the message says for what, and what is here. Or it is a UMT5,
-            whose first step ONNX Runtime computes wrongly on CUDA.
-        MissingPackageError: there is no onnxruntime.
-    """
+    """Raise ``ExportError`` for an export optimised for another machine or ONNX Runtime, or known to fail here."""
     if device == "cuda" and read_json_object(folder / "config.json", ExportError).get("model_type") == "umt5":
         # 1.30.0 on an H100: logits of a tiny one off by as much as they are large, where those of T5s, mT5s and gated
         # ones are right to 1e-4. Which node does it is not known; on a CPU the same graphs are right.
@@ -111,6 +79,9 @@ def require_runnable_here(manifest: Manifest, folder: Path, device: str = "cpu")
             "(release 1.30.0): run the model itself, not an export, by accelerate(…, device='cuda') in 'fp32', 'fp16' "
             "or 'bf16', which takes PyTorch; or run this on device='cpu'."
         )
+    # No standard describes contrib operators, and a release may change them; which ones were put in, and the layout of
+    # their weights, was decided for one device and CPU. The CPU's model must match as well, because machine.CPU_FLAGS
+    # are not all instruction sets.
     optimized = manifest.optimized
     if not optimized.get("contrib_operators"):
         return

@@ -1,4 +1,4 @@
-"""Change a finished graph: find its products with weights, put other nodes in their place, and check what came out."""
+"""Inspect, load, rewrite and check ONNX graphs."""
 
 from __future__ import annotations
 
@@ -20,40 +20,20 @@ from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export_folder import ALIGNMENT
 
-# Saved graphs: counting their operators, checking where their weights lie, and reading them back to change them.
+# Saved graphs
 
 
 def count_nodes(path: str | os.PathLike[str]) -> Counter[str]:
-    """How many nodes of each operator a graph has, those of its subgraphs included. No weights beside it are read.
+    """Nodes of each operator in a graph file, subgraphs included; weights beside it are not read.
 
-    An operator outside the standard's main set has the name of its set in front: ``com.microsoft.FusedMatMul``.
-
-    Raises:
-        ExportError: the file is no graph.
-        InputError: ``path`` is no path.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> graph = GraphBuilder("double")
-    >>> graph.output(graph.op("Add", graph.input("x", "float32", ["N"]), "x", output="y"), "float32", ["N"])
-    >>> with TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "double.onnx"
-    ...     _ = path.write_bytes(graph.proto().SerializeToString())
-    ...     count_nodes(path), contrib_operators(path)
-    (Counter({'Add': 1}), [])
+    Operators outside the standard's main set have their domain in front: ``com.microsoft.FusedMatMul``.
     """
     return Counter(_name(node) for node in _all_nodes(_load(path).graph.node))
 
 
 def contrib_operators(path: str | os.PathLike[str]) -> list[str]:
-    """Those operators of a graph, named as in `count_nodes`, that no ONNX standard has: ONNX Runtime's own.
-
-    The standard is asked about each. A name does not tell: ONNX Runtime puts ``SimplifiedLayerNormalization``, which is
-    its own, into the standard's main set.
-
-    Raises:
-        ExportError: the file is no graph.
-        InputError: ``path`` is no path.
-    """
+    """Operators of a graph file that no ONNX standard has: ONNX Runtime's own."""
+    # A name does not tell: ONNX Runtime puts its own SimplifiedLayerNormalization into the standard's main set.
     model = _load(path)
     versions = {entry.domain: entry.version for entry in model.opset_import}
     nodes = {(node.op_type, versions.get(node.domain, 1), node.domain): node for node in _all_nodes(model.graph.node)}
@@ -61,35 +41,15 @@ def contrib_operators(path: str | os.PathLike[str]) -> list[str]:
 
 
 def check_external_data(path: str | os.PathLike[str], files: Container[str] | None = None) -> None:
-    """Refuse a graph that names weights anywhere but in a file beside it.
-
-    A graph may name any file as that of its weights, ``../secret`` or a link to it, and what is converted from that
-    graph would hold the content.
-
-    Args:
-        path: the graph. Its weights are not read.
-        files: those that it may name; by default any.
-
-    Raises:
-        ExportError: the file is no graph; or it names another path than that of a regular file in the graph's folder,
-            or one that is not among ``files``.
-        InputError: ``path`` is no path.
-    """
+    """Refuse a graph file that keeps weights anywhere but in a regular file beside it, one of ``files`` if given."""
+    # A graph may name any file, ../secret or a link to it, and a conversion of the graph would contain its content.
     _check_external_data(as_graph_path(path), _load(path), files)
 
 
 def load_graphs(paths: Iterable[Path], files: Container[str] | None = None) -> dict[str, GraphBuilder]:
-    """Saved graphs, by the names of their files, as `folder.write_export` takes them.
+    """Saved graphs by file name, for `export_folder.write_export`; ``files`` as in `check_external_data`.
 
-    What lies beside a graph is mapped into memory, and has to stay until the graphs are written. Sets of operators that
-    a graph names and does not use, as ONNX Runtime does, are left out: other runtimes would ask for them.
-
-    Args:
-        paths: the graphs.
-        files: as in `check_external_data`.
-
-    Raises:
-        ExportError: as in `check_external_data`; or a weight is damaged.
+    Weights in files beside a graph are memory-mapped: keep the files until the graphs are written.
     """
     graphs: dict[str, GraphBuilder] = {}
     seen: dict[str, np.ndarray] = {}
@@ -97,8 +57,8 @@ def load_graphs(paths: Iterable[Path], files: Container[str] | None = None) -> d
         model = _load(path)
         _check_external_data(path, model, files)
         weights = {tensor.name: _array(tensor, path) for tensor in model.graph.initializer}
-        # An optimiser makes up names, which may mean another weight in another graph. In the file that both share, a
-        # name means one. (Small weights stay inside the graphs.)
+        # An optimiser's made-up name may mean another weight in another graph; in the weights file that graphs share,
+        # a name means one. (Small weights stay inside the graphs.)
         renamed = {
             name: f"{path.stem}.{name}"
             for name, array in weights.items()
@@ -113,6 +73,7 @@ def load_graphs(paths: Iterable[Path], files: Container[str] | None = None) -> d
         graphs[path.name] = GraphBuilder(
             model.graph.name,
             weights,
+            # ONNX Runtime declares operator sets that it does not use, for which other runtimes would ask.
             opsets={entry.domain: entry.version for entry in model.opset_import if entry.domain in used},
             nodes=list(model.graph.node),
             inputs=list(model.graph.input),
@@ -123,11 +84,11 @@ def load_graphs(paths: Iterable[Path], files: Container[str] | None = None) -> d
 
 
 def as_graph_path(value: Any) -> Path:
-    """``value`` as the path of a graph; raises ``InputError`` for what no file system takes as a name."""
+    """``value`` as the path of a graph file."""
     try:
         return as_folder(value)
     except InputError as error:
-        raise InputError(f"path is {value!r}; give the path of an ONNX graph as text or a Path.") from error
+        raise InputError(f"path must be the path of an ONNX graph, got {value!r}.") from error
 
 
 def _load(path: Any) -> onnx.ModelProto:
@@ -136,7 +97,7 @@ def _load(path: Any) -> onnx.ModelProto:
     check_file(file, ExportError, "Give the path of an ONNX graph.")
     try:
         model = onnx.load(file, load_external_data=False)
-    except Exception as error:  # what is no graph is an error of protobuf, which is not for us to import
+    except Exception as error:  # protobuf's own, and protobuf is not ours to import
         raise ExportError(f"{file} cannot be read as an ONNX graph: {error}") from error
     if not model.HasField("graph"):
         raise ExportError(f"{file} holds no ONNX graph.")
@@ -147,9 +108,13 @@ def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """These and those of their subgraphs: the branches of an If, the body of a Loop."""
     for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(graph.node)
+        for graph in _subgraphs(node):
+            yield from _all_nodes(graph.node)
+
+
+def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        yield from (attribute.g, *attribute.graphs)
 
 
 def _name(node: onnx.NodeProto) -> str:
@@ -183,9 +148,9 @@ def _constants(graph: onnx.GraphProto) -> Iterator[TensorProto]:
         for attribute in node.attribute:
             yield from (attribute.t, *attribute.tensors)
             sparse += attribute.sparse_tensor, *attribute.sparse_tensors
-            for inner in (attribute.g, *attribute.graphs):
-                yield from inner.initializer
-                yield from _constants(inner)
+        for inner in _subgraphs(node):
+            yield from inner.initializer
+            yield from _constants(inner)
     for tensor in sparse:
         yield from (tensor.values, tensor.indices)
 
@@ -205,15 +170,12 @@ def _array(tensor: TensorProto, path: Path) -> np.ndarray:
         raise ExportError(f"The weight {tensor.name!r:.80} of {path} cannot be read: {error}.") from error
 
 
+# Rewriting
+
+
 @dataclass(frozen=True)
 class WeightMatMul:
-    """A node that multiplies by a weight, or by several side by side.
-
-    Attributes:
-        node: the MatMul.
-        weights: the names of the arrays, by transformers' names where they are ours.
-        transposed: the array is (N, K), and the product is with its transpose.
-    """
+    """A MatMul by one weight, or by several concatenated; ``transposed`` weights are stored as (N, K)."""
 
     node: onnx.NodeProto
     weights: tuple[str, ...]
@@ -221,14 +183,13 @@ class WeightMatMul:
 
     @property
     def weight(self) -> str:
-        """The only one, or the first of those that are joined: they all belong to one group."""
+        """The first one; concatenated weights all belong to one group."""
         return self.weights[0]
 
 
 def find_matmuls(graph: GraphBuilder) -> list[WeightMatMul]:
-    """All MatMul nodes whose second operand is a weight, its transpose, or several joined, in order.
+    """All MatMul nodes whose second operand is a weight, its transpose, or several concatenated, in order.
 
-    >>> import numpy as np
     >>> graph = GraphBuilder("two")
     >>> hidden = graph.op("MatMul", graph.input("x", "float32", ["N", 2]), graph.weight("w", np.eye(2)))
     >>> _ = graph.op("MatMul", hidden, graph.op("Transpose", graph.weight("v", np.eye(2)), perm=[1, 0]))
@@ -248,16 +209,19 @@ def find_matmuls(graph: GraphBuilder) -> list[WeightMatMul]:
     return found
 
 
+def float_values(graph: GraphBuilder) -> set[str]:
+    """The names of a graph's fp32 values, weights included, by shape inference."""
+    inferred = onnx.shape_inference.infer_shapes(graph.skeleton()).graph
+    values = (*inferred.value_info, *inferred.input, *inferred.output)
+    found = {value.name for value in values if value.type.tensor_type.elem_type == TensorProto.FLOAT}
+    return found | {name for name, array in graph.weights.items() if array.dtype == np.float32}
+
+
 def rewrite_nodes(graph: GraphBuilder, change: Callable[[GraphBuilder, onnx.NodeProto], bool]) -> None:
-    """Go through a graph node by node; ``change`` may add others in the place of one.
+    """Rewrite a graph in place, node by node; then drop what nothing reads, and check it.
 
-    Args:
-        graph: is changed in place. Nodes and weights that nothing reads any more are dropped, and it is `checked`.
-        change: gets the graph so far, to which it may add nodes, and the next node; returns whether it has replaced
-            it. The new nodes have to yield the old one's outputs, by their names.
-
-    Raises:
-        ExportError: what came out is no valid graph.
+    ``change`` gets the graph so far and the next node, and returns whether it has added nodes in its place, which must
+    have its outputs' names.
     """
     before, graph.nodes = graph.nodes, []
     for node in before:
@@ -268,7 +232,7 @@ def rewrite_nodes(graph: GraphBuilder, change: Callable[[GraphBuilder, onnx.Node
 
 
 def drop_unused(graph: GraphBuilder) -> None:
-    """Drop nodes whose outputs nobody reads, and weights likewise."""
+    """Drop nodes, weights and operator sets that nothing uses."""
     wanted = {output.name for output in graph.outputs}
     kept = []
     for node in reversed(graph.nodes):
@@ -277,24 +241,13 @@ def drop_unused(graph: GraphBuilder) -> None:
             wanted.update(_reads(node))
     graph.nodes = kept[::-1]
     graph.weights = {name: array for name, array in graph.weights.items() if name in wanted}
-    graph.opsets = {domain: version for domain, version in graph.opsets.items() if not domain or _uses(graph, domain)}
+    domains = {"", *(node.domain for node in graph.nodes)}
+    graph.opsets = {domain: version for domain, version in graph.opsets.items() if domain in domains}
 
 
 def check_graph(graph: GraphBuilder) -> None:
-    """Raise ``ExportError`` unless every value is made once, before it is read, and each node is one of its set.
-
-    Nodes of ONNX Runtime's own set are checked by ONNX Runtime alone, when it opens the graph.
-
-    >>> graph = GraphBuilder("late")
-    >>> _ = graph.op("Neg", "y", output="z")
-    >>> _ = graph.op("Neg", graph.input("x", "float32", ["N"]), output="y")
-    >>> graph.output("z", "float32", ["N"])
-    >>> check_graph(graph)
-    Traceback (most recent call last):
-    t5accel.errors.ExportError: Graph late: Neg:z reads y, which is made after it.
-    >>> sort_nodes(graph)
-    >>> check_graph(graph)
-    """
+    """Raise ``ExportError`` unless each value is computed once, before it is read, and ONNX's checker accepts it."""
+    # The checker ignores nodes of ONNX Runtime's own set, which a session checks when it opens the graph.
     made = {value.name for value in graph.inputs} | graph.weights.keys() | {""}
     times = Counter(output for node in graph.nodes for output in node.output)
     for node in graph.nodes:
@@ -309,14 +262,14 @@ def check_graph(graph: GraphBuilder) -> None:
     if missing := [output.name for output in graph.outputs if output.name not in made]:
         raise ExportError(f"Graph {graph.name}: nothing makes its output {missing[0]}.")
     try:
-        # As if all weights lay elsewhere: their values do not matter, and a model of more than 2 GB cannot be checked.
+        # Without the weights: their values do not matter, and a model of more than 2 GB cannot be checked.
         onnx.checker.check_model(graph.skeleton())
     except onnx.checker.ValidationError as error:
         raise ExportError(f"Graph {graph.name} is not valid: {error}") from error
 
 
 def sort_nodes(graph: GraphBuilder) -> None:
-    """Put the nodes in an order in which each stands after those that it reads; raises ``ExportError`` for a circle."""
+    """Sort the nodes topologically; raises ``ExportError`` for a circle."""
     makers = {output: number for number, node in enumerate(graph.nodes) for output in node.output}
     needs = {
         number: [makers[name] for name in _reads(node) if name in makers] for number, node in enumerate(graph.nodes)
@@ -329,14 +282,9 @@ def sort_nodes(graph: GraphBuilder) -> None:
 
 
 def _reads(node: onnx.NodeProto) -> Iterable[str]:
-    """What a node needs, the branches of an If included."""
+    """What a node reads, including what the branches of an If read from outside."""
     yield from node.input
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            inside = {output for inner in graph.node for output in inner.output}
-            for inner in graph.node:
-                yield from (name for name in _reads(inner) if name not in inside)
-
-
-def _uses(graph: GraphBuilder, domain: str) -> bool:
-    return any(node.domain == domain for node in graph.nodes)
+    for graph in _subgraphs(node):
+        inside = {output for inner in graph.node for output in inner.output}
+        for inner in graph.node:
+            yield from (name for name in _reads(inner) if name not in inside)

@@ -1,11 +1,11 @@
-"""What the graphs are built from: a checkpoint's weights as numpy arrays, its sizes and what else shapes a model."""
+"""The builder's input: a checkpoint's weights as numpy arrays, its sizes and constants."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,55 +22,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class T5Weights:
-    """What the graphs are built from. Models of other families are here under T5's names (`export.weights`).
+    """A model's weights by T5's names, whatever its family, and the constants of its graphs."""
 
-    Attributes:
-        arrays: by transformers' names (``decoder.block.0.layer.1.EncDecAttention.q.weight`` …), fp32.
-        dims: the sizes.
-        activation: ``"relu"``, ``"gelu_new"``, ``"gelu"`` or ``"silu"``.
-        norm_epsilon: of every layer norm.
-        buckets, max_distance: of the relative position biases.
-        logit_scale: what the decoder's output is multiplied by before the head.
-        pruned_heads: for decoder and encoder layers that lost heads, which: ``{"decoder.0": (1, 5)}``.
-        family: how the weights are put together.
-        embedding_scale: of the embedded tokens, before their positions are added.
-        pad_token_id: the token that has no position, where the family says so.
-        encoder_d_kv: where it is another than the decoder's.
-        read: names of the arrays that a graph was built from so far.
-    """
-
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[
+        str, np.ndarray
+    ]  # fp32, by transformers' names ("decoder.block.0.layer.1.EncDecAttention.q.weight")
     dims: T5Dims
-    activation: str
+    activation: str  # "relu", "gelu_new", "gelu", "silu" or "swish"
     norm_epsilon: float
-    buckets: int
+    buckets: int  # of relative positions
     max_distance: int
-    logit_scale: float
-    pruned_heads: Mapping[str, tuple[int, ...]]
+    logit_scale: float  # of the decoder's output, before the head
+    pruned_heads: Mapping[str, tuple[int, ...]]  # removed heads by layer: {"decoder.0": (1, 5)}
     family: Family = T5
     embedding_scale: float = 1.0
-    pad_token_id: int = 0
-    encoder_d_kv: int | None = None
-    read: set[str] = field(default_factory=set, compare=False)
+    pad_token_id: int = 0  # without a position, where the family says so
+    encoder_d_kv: int | None = None  # where it differs from the decoder's
+    read: set[str] = field(default_factory=set, compare=False)  # names of arrays that a graph was built from
 
     @property
     def head(self) -> str:
-        """The name of the output head's weight (V, d_model), which is the embedding where the two are tied."""
+        """The name of the output head's weight (V, d_model), the embedding where they are tied."""
         return "shared.weight" if self.dims.tied else "lm_head.weight"
 
     @property
     def head_bias(self) -> str | None:
-        """The name of what is added to the logits (V,), if anything is."""
+        """The name of the logits' bias (V,), if there is one."""
         return "final_logits_bias" if "final_logits_bias" in self.arrays else None
 
     def array(self, name: str) -> np.ndarray:
-        """The weight of that name; raises ``NotT5Error`` if the model lacks it.
-
-        >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-        >>> arrays = {"shared.weight": np.zeros((300, 8), dtype=np.float32)}
-        >>> T5Weights(arrays, dims, "relu", 1e-6, 32, 128, 1.0, {}).array("shared.weight").shape
-        (300, 8)
-        """
+        """The weight of that name; raises ``NotT5Error`` if the model lacks it."""
         if name not in self.arrays:
             raise NotT5Error(
                 f"There is no weight {name}: unwrap the model, merge its adapters, or load it without quantisation."
@@ -79,13 +60,7 @@ class T5Weights:
         return self.arrays[name]
 
     def require_all_read(self) -> None:
-        """Raise ``NotT5Error`` if there are weights that no graph was built from.
-
-        >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-        >>> T5Weights({"lm_head.bias": np.zeros(300)}, dims, "relu", 1e-6, 32, 128, 1.0, {}).require_all_read()
-        Traceback (most recent call last):
-        t5accel.errors.NotT5Error: The model computes with lm_head.bias, which this architecture does not have: ...
-        """
+        """Raise ``NotT5Error`` for weights that no graph was built from."""
         if unread := sorted(self.arrays.keys() - self.read):
             more = f" and {len(unread) - 1} more weights" if len(unread) > 1 else ""
             raise NotT5Error(
@@ -94,55 +69,53 @@ class T5Weights:
             )
 
     def bias(self, weight: str) -> str | None:
-        """The name of the bias that belongs to a weight, if there is one."""
+        """The name of a weight's bias, if there is one."""
         name = f"{weight.removesuffix('weight')}bias"
         return name if name in self.arrays else None
 
     def d_kv(self, weight: str) -> int:
-        """The width of the heads that this weight projects to."""
+        """The width of a head of this weight's stack."""
         own = self.encoder_d_kv if weight.startswith("encoder.") else None
         return own or self.dims.d_kv
 
-
-# The weights of BART and its relatives under T5's names, so that one builder, and every recipe, serves them all.
+    @property
+    def source_vocab_size(self) -> int:
+        """Entries of the encoder's embedding, which may be its own."""
+        return len(self.arrays.get("encoder.embed_tokens.weight", range(self.dims.vocab_size)))
 
 
 _ADVICE = "unwrap the model, merge adapters first."
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
-# Of a layer; {} is the number of its feed-forward part, which stands behind one or two attentions.
-_PARTS = {f"{theirs}.{part}_proj": f"{ours}.{part[0]}"
-          for theirs, ours in (("self_attn", "0.SelfAttention"), ("encoder_attn", "1.EncDecAttention"))
-          for part in ("q", "k", "v", "out")}  # fmt: skip
-_PARTS |= {"self_attn_layer_norm": "0.layer_norm", "encoder_attn_layer_norm": "1.layer_norm",
-           "fc1": "{}.DenseReluDense.wi", "fc2": "{}.DenseReluDense.wo",
-           "final_layer_norm": "{}.layer_norm"}  # fmt: skip
+# T5's names of a BART-like layer's weights; {} is the number of its feed-forward part, behind one or two attentions.
+_PARTS = {
+    f"{theirs}.{part}_proj": f"{ours}.{part[0]}"
+    for theirs, ours in (("self_attn", "0.SelfAttention"), ("encoder_attn", "1.EncDecAttention"))
+    for part in ("q", "k", "v", "out")
+} | {
+    "self_attn_layer_norm": "0.layer_norm",
+    "encoder_attn_layer_norm": "1.layer_norm",
+    "fc1": "{}.DenseReluDense.wi",
+    "fc2": "{}.DenseReluDense.wo",
+    "final_layer_norm": "{}.layer_norm",
+}
 
 
 def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
-    """A model's weights as fp32 numpy arrays, which share memory with it where they can, and its sizes.
+    """The weights of BART or a relative under T5's names, so that one builder and every recipe serve it.
 
-    The root by which attention scores are divided goes into the weights and biases of the queries.
-
-    Args:
-        model: of the family, with a language-model head.
-        family: how it is put together.
-
-    Raises:
-        NotT5Error: it has no head, or weights that the family knows nothing of.
-        InputError: its weights are on the meta device, where they have no values.
+    Arrays share memory with the model where they can. Raises ``NotT5Error`` for weights that the family lacks.
     """
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
-    beside = {name for name, _ in (*model.named_parameters(), *model.named_buffers()) if not name.startswith("model.")}
-    if unknown := sorted(beside - {"lm_head.weight", "final_logits_bias"}):
-        raise NotT5Error(
-            f"There is a weight {unknown[0]}, which no family has: unwrap the model, merge adapters first."
-        )
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    outside = {name for name in names if not name.startswith("model.")} - {"lm_head.weight", "final_logits_bias"}
+    if outside:
+        raise NotT5Error(f"There is a weight {min(outside)}, which no family has: {_ADVICE}")
     config, inner = model.config, model.model
-    below, above = inner.encoder.embed_tokens.weight, inner.decoder.embed_tokens.weight
-    arrays = {"shared.weight": _array(above)}
-    if below is not above:
-        arrays["encoder.embed_tokens.weight"] = _array(below)
+    encoder_table, decoder_table = inner.encoder.embed_tokens.weight, inner.decoder.embed_tokens.weight
+    arrays = {"shared.weight": _array(decoder_table)}
+    if encoder_table is not decoder_table:
+        arrays["encoder.embed_tokens.weight"] = _array(encoder_table)
     dims = dims_of(model, family)
     if not dims.tied:
         arrays["lm_head.weight"] = _array(model.lm_head.weight)
@@ -157,17 +130,26 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         arrays["final_logits_bias"] = _array(logits_bias).reshape(-1)
     if not family.biases:
         arrays = {name: array for name, array in arrays.items() if not name.endswith(".bias") or "norm" in name}
-    heads, d_model = (config.encoder_attention_heads, config.decoder_attention_heads), config.d_model
-    if family.scales_attention:
+    d_model = config.d_model
+    encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
+    if family.scales_attention:  # 1 / sqrt(d) goes into the weights and biases of the queries
         for name in [name for name in arrays if ".q." in name]:
-            width = d_model // heads[name.startswith("decoder.")]
+            width = d_model // (decoder_heads if name.startswith("decoder.") else encoder_heads)
             arrays[name] = arrays[name] * np.float32(width**-0.5)
-    scaled = family.scales_embedding and config.scale_embedding
     return T5Weights(
-        arrays=arrays, dims=dims, activation=config.activation_function, norm_epsilon=1e-5, buckets=0, max_distance=0,
-        logit_scale=1.0, pruned_heads={}, family=family, embedding_scale=d_model**0.5 if scaled else 1.0,
-        pad_token_id=config.pad_token_id, encoder_d_kv=d_model // heads[0],
-    )  # fmt: skip
+        arrays=arrays,
+        dims=dims,
+        activation=config.activation_function,
+        norm_epsilon=1e-5,
+        buckets=0,
+        max_distance=0,
+        logit_scale=1.0,
+        pruned_heads={},
+        family=family,
+        embedding_scale=d_model**0.5 if family.scales_embedding and config.scale_embedding else 1.0,
+        pad_token_id=config.pad_token_id,
+        encoder_d_kv=d_model // encoder_heads,
+    )
 
 
 def _array(weight: torch.Tensor) -> np.ndarray:
@@ -191,9 +173,3 @@ def _renamed(name: str) -> str:
     elif ".layernorm_embedding." in name:
         return name
     raise NotT5Error(f"There is a weight {name}, which no family has: {_ADVICE}")
-
-
-def source_vocabulary(weights: T5Weights) -> int:
-    """How many entries the encoder's embedding has, which may be its own."""
-    own: Any = weights.arrays.get("encoder.embed_tokens.weight")
-    return weights.dims.vocab_size if own is None else len(own)

@@ -1,4 +1,4 @@
-"""A copy of an export by any recipe: in integers, or in fp16."""
+"""Convert an export by any recipe, to integers or to fp16."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ def convert_export(
     examples: Iterable[CalibrationSample] = (),
     overwrite: bool = False,
 ) -> Manifest:
-    """Write a copy of an export in fp32 as the recipe says, without looking at what it loses.
+    """Write a copy of an fp32 export by ``recipe``, without measuring what it loses.
 
-    Args:
-        folder, out, overwrite: as of `fp16.export_fp16`.
-        recipe: of integers or of fp16, or its name.
-        examples: to probe. "static" schemes need some; in fp16 they tell what has to stay in fp32.
-
-    Raises:
-        ExportError, InputError: as of `fp16.export_fp16`; or no ONNX graph is written for the recipe (fp32, bf16).
+    "static" schemes need ``examples`` for calibration; in fp16 they tell what must stay in fp32. Errors are those of
+    `fp16.export_fp16`, and ``InputError`` for a recipe without an ONNX graph (fp32, bf16).
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.graphs.export import export_model
@@ -45,6 +40,6 @@ def convert_export(
     if recipe.dtype == "float16":
         return export_fp16(folder, out, recipe, examples=examples, overwrite=overwrite)
     raise InputError(
-        f"Recipe {recipe.name} is not one that an export is converted to: fp32 is what it is in, and bfloat16 runs in "
-        "torch, by accelerate(model, precision='bf16')."
+        f"recipe must have integers or dtype='float16', got {recipe.name}. An export is in fp32 already; bfloat16 runs "
+        "in torch: accelerate(model, precision='bf16')."
     )

@@ -1,7 +1,6 @@
-"""Quantise an export by a recipe, behind a gate: what loses more quality than is allowed is not written.
+"""Quantise an export behind a quality gate: what loses more than allowed is not written.
 
-Scores come from the caller, as a function from the folder of an export to named numbers, the higher the better: this
-module runs no model. What has to stay in floats for a recipe to pass is found in the order of a sweep (`sensitivity`).
+Scores come from the caller, as a function from an export's folder to named numbers, the higher the better.
 """
 
 from __future__ import annotations
@@ -36,27 +35,20 @@ class Attempt:
 
 @dataclass(frozen=True)
 class GateReport:
-    """How a recipe came through the gate.
+    """How a recipe passed the gate; the last attempt is the one that was written."""
 
-    Attributes:
-        baseline: the scores of the export in floats.
-        max_loss: what was allowed.
-        tried: all recipes that were scored, in order; the last one is what was written.
-        manifest: of what was written.
-    """
-
-    baseline: Mapping[str, float]
+    baseline: Mapping[str, float]  # scores of the fp32 export
     max_loss: Mapping[str, float]
-    tried: tuple[Attempt, ...]
+    attempts: tuple[Attempt, ...]
     manifest: Manifest
 
     @property
     def chosen(self) -> Attempt:
-        return self.tried[-1]
+        return self.attempts[-1]
 
     @property
     def warning(self) -> str:
-        """A sentence where the export in floats scores too low for the gate to mean anything; else empty."""
+        """A sentence where fp32 scores too low for the gate to mean anything; else empty."""
         return floor_warning({name: self.baseline[name] for name in self.max_loss}, "The model in fp32")
 
 
@@ -68,25 +60,10 @@ def quantize_export(
     ranges: Mapping[str, Ranges] | None = None,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write a copy of an export in integers, as the recipe says, without looking at what it loses.
+    """Write a copy of an fp32 export in integers, without measuring what it loses (``"gated": false``).
 
-    Its manifest has the recipe, with ``"gated": false``. A copy has no shortlist: near logits of 8 bits save nothing
-    where the logits are of 8 bits.
-
-    Args:
-        folder, out, overwrite: as of `fp16.export_fp16`.
-        recipe: one with integers.
-        ranges: for "static" schemes, by graph (`probe.ranges`).
-
-    Raises:
-        ExportError, InputError: as of `fp16.export_fp16`; or a weight holds infinity or NaN.
-
-    >>> from t5accel.graphs.export import export_model
-    >>> with TemporaryDirectory() as folder:
-    ...     before = export_model("mini", f"{folder}/fp32", external_threshold_bytes=0)
-    ...     after = quantize_export(f"{folder}/fp32", f"{folder}/int8", "int8")
-    >>> after.recipe["name"], round(after.size_bytes / before.size_bytes, 1)
-    ('int8', 0.3)
+    "static" schemes need ``ranges`` (`calibration.ranges_by_graph`). Errors are those of `fp16.export_fp16`, and
+    ``InputError`` for a recipe without integers and for weights that are not finite.
     """
     source, recipe = Fp32Export.read(folder), _with_integers(recipe)
     return _converted(source, source.target(out), recipe, ranges, {}, overwrite)
@@ -104,29 +81,29 @@ def quantize(
     ranges: Mapping[str, Ranges] | None = None,
     overwrite: bool = False,
 ) -> GateReport:
-    """Write a copy of an export in integers if it loses no more than is allowed, with as few exceptions as possible.
+    """Write a copy of an fp32 export in integers if it loses no more than ``max_loss``, with few exceptions.
 
-    First the whole recipe is scored. If it loses too much, groups of weights are taken out of it in the order of
-    ``groups``, one, two, four, … of them, until it passes; then as few as a bisection finds.
+    The whole recipe is scored first. If it loses too much, 1, 2, 4, … of ``groups`` are excluded until it passes, then
+    as few as a bisection finds.
 
     Args:
-        folder, out, recipe, ranges, overwrite: as of `quantize_export`.
-        score: from the folder of an export to named numbers, the higher the better, such as ``{"bleu": 43.9}``.
-        max_loss: for each of them that shall be watched, what it may be lower than that of ``folder``.
-        groups: of weights, the most sensitive first, as `sensitivity.ranked` orders them; by default none is taken out.
-        instead: the scheme of those that are taken out, such as ``Scheme()``, 8 bits, beside a recipe of 4; by default
-            they stay in floats.
+        folder, out, recipe, ranges, overwrite: as in `quantize_export`.
+        score: maps an export's folder to scores, such as ``{"bleu": 43.9}``.
+        max_loss: what each watched score may lose against that of ``folder``.
+        groups: groups of weights that may be excluded, the most sensitive first.
+        instead: scheme of the excluded groups, such as 8 bits in a recipe of 4; by default floats.
 
     Raises:
-        GateError: no recipe passed; it says which came closest. Nothing was written.
-        ExportError, InputError: as of `quantize_export`; or ``score`` does not return what ``max_loss`` names.
+        GateError: no recipe passed; the message names the closest one. Nothing was written.
     """
     source, recipe = Fp32Export.read(folder), _with_integers(recipe)
     target = source.target(out)
     require_free(target, source.manifest.source["name"], recipe.name, overwrite=overwrite)
-    limits, order, tried = _limits(max_loss), list(groups or ()), []
-    recipe.without(order, instead=instead)  # what is no group is refused before anything is scored
+    limits = _limits(max_loss)
+    order = list(groups or ())
+    recipe.without(order, instead=instead)  # refuses unknown groups before anything is scored
     baseline = _scores(score, source.folder, limits)
+    attempts: list[Attempt] = []
 
     def candidate_of(count: int) -> Recipe:
         return recipe.without(order[:count], instead=instead) if count else recipe
@@ -137,55 +114,47 @@ def quantize(
             _converted(source, Path(temporary) / "candidate", candidate, ranges, {})
             scores = _scores(score, Path(temporary) / "candidate", limits)
         losses = {name: baseline[name] - scores[name] for name in limits}
-        tried.append(Attempt(candidate, scores, losses))
+        attempts.append(Attempt(candidate, scores, losses))
         return all(losses[name] <= limits[name] for name in limits)
 
     count = _smallest_exclusion(passes, len(order))
     if count is None:
-        closest = min(tried, key=lambda one: max(one.losses[name] - limits[name] for name in limits))
-        lost = ", ".join(
-            f"{name} {loss:.3g} (allowed {limits[name]:g})"
-            for name, loss in closest.losses.items()
-            if not loss <= limits[name]
-        )
-        raise GateError(
-            f"Recipe {recipe.name} does not pass the gate. The closest, {closest.recipe.name}, lost {lost}. Nothing "
-            "was written: allow more (max_loss, --max-loss), take a gentler recipe (int8 for int4), or name groups of "
-            "weights that may stay in floats (quantize(…, groups=…))."
-        )
-    chosen = next(one for one in tried if one.recipe == candidate_of(count))
-    tried.append(tried.pop(tried.index(chosen)))
+        raise GateError(_failure(recipe, attempts, limits))
+    chosen = next(one for one in attempts if one.recipe == candidate_of(count))
+    attempts.append(attempts.pop(attempts.index(chosen)))
     gate = {"baseline": dict(baseline), "scores": dict(chosen.scores), "max_loss": limits}
     manifest = _converted(source, target, chosen.recipe, ranges, gate, overwrite)
-    return GateReport(baseline, limits, tuple(tried), manifest)
+    return GateReport(baseline, limits, tuple(attempts), manifest)
 
 
 def _converted(
-    source: Fp32Export, target: Path, recipe: Recipe, ranges: Mapping[str, Ranges] | None, gate: Mapping[str, Any],
+    source: Fp32Export,
+    target: Path,
+    recipe: Recipe,
+    ranges: Mapping[str, Ranges] | None,
+    gate: Mapping[str, Any],
     overwrite: bool = False,
-) -> Manifest:  # fmt: skip
-    # What calibration has seen are values of the other two graphs.
+) -> Manifest:
+    # Calibration sees values of the two portable graphs, so static schemes leave out the step graph.
     graphs = source.graphs(step=all(scheme.method != "static" for scheme in recipe.schemes))
-    integers = IntegerRewriter(recipe, ranges or {})
+    rewriter = IntegerRewriter(recipe, ranges or {})
     for part, graph in graphs.items():
-        integers.rewrite(graph, "decoder" if part == "step" else part)
+        rewriter.rewrite(graph, "decoder" if part == "step" else part)
     return source.write(target, graphs, recipe, {"gated": bool(gate), "gate": dict(gate)}, overwrite=overwrite)
 
 
 def _with_integers(recipe: Any) -> Recipe:
     recipe = as_recipe(recipe)
-    if not recipe.integers:
-        raise InputError(f"Recipe {recipe.name} has no integers: there is nothing to quantise.")
-    if recipe.dtype != "float32":
-        raise InputError(f"Recipe {recipe.name} has integers beside dtype={recipe.dtype!r}: give them 'float32'.")
+    if not recipe.integers or recipe.dtype != "float32":
+        raise InputError(f"recipe must have integers and dtype='float32', got {recipe.name} in {recipe.dtype}.")
     return recipe
 
 
 def _smallest_exclusion(passes: Callable[[int], bool], most: int) -> int | None:
-    """The fewest groups with which it passes, if more of them never harm; ``None`` if not even all do.
+    """The smallest count that passes, if larger ones pass too; ``None`` if not even ``most`` does.
 
-    >>> _smallest_exclusion(lambda count: count >= 5, 20), _smallest_exclusion(lambda count: False, 3), _smallest_exclusion(lambda count: True, 0)
-    (5, None, 0)
+    >>> _smallest_exclusion(lambda count: count >= 5, 20), _smallest_exclusion(lambda count: False, 3)
+    (5, None)
     """
     failed, count = -1, 0
     while not passes(count):
@@ -201,15 +170,29 @@ def _smallest_exclusion(passes: Callable[[int], bool], most: int) -> int | None:
     return count
 
 
+def _failure(recipe: Recipe, attempts: list[Attempt], limits: Mapping[str, float]) -> str:
+    closest = min(attempts, key=lambda one: max(one.losses[name] - limits[name] for name in limits))
+    lost = ", ".join(
+        f"{name} {loss:.3g} (allowed {limits[name]:g})"
+        for name, loss in closest.losses.items()
+        if not loss <= limits[name]  # NaN is a loss, too
+    )
+    return (
+        f"Recipe {recipe.name} does not pass the gate. The closest, {closest.recipe.name}, lost {lost}. Nothing was "
+        "written. Allow more (max_loss, --max-loss), take a gentler recipe (int8 for int4), or name groups of weights "
+        "that may stay in floats (quantize(…, groups=…))."
+    )
+
+
 def _limits(max_loss: Mapping[str, float]) -> dict[str, float]:
     good = isinstance(max_loss, Mapping) and max_loss
     if not good or not all(isinstance(value, int | float) and math.isfinite(value) for value in max_loss.values()):
-        raise InputError(f"max_loss is {max_loss!r}; give the names of scores and what each may lose, {{'bleu': 0.5}}.")
+        raise InputError(f"max_loss must map scores to what each may lose, {{'bleu': 0.5}}, got {max_loss!r}.")
     return dict(max_loss)
 
 
 def _scores(score: Score, folder: Path, limits: Mapping[str, float]) -> dict[str, float]:
     scores = score(folder)
     if not isinstance(scores, Mapping) or not limits.keys() <= scores.keys():
-        raise InputError(f"score returned {scores!r:.200}; max_loss names {', '.join(limits)}.")
+        raise InputError(f"score must return {', '.join(limits)}, which max_loss names, got {scores!r:.200}.")
     return {name: float(value) for name, value in scores.items()}

@@ -1,7 +1,4 @@
-"""Put integers in the place of a graph's weights: products and look-ups by a recipe, in ONNX Runtime's operators.
-
-Everything here takes a finished graph apart, so it works on whatever graph has products with weights in it.
-"""
+"""Replace a graph's float products and look-ups by ONNX Runtime's integer operators."""
 
 from __future__ import annotations
 
@@ -18,17 +15,15 @@ from t5accel.graphs.rewriting import WeightMatMul, find_matmuls, rewrite_nodes
 from t5accel.precision.integers import quantize_blocks, quantize_channels
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, group_of
 
-# By the name of what is multiplied: the lowest and the highest number that calibration has seen of it.
+# By the name of a product's input: the lowest and the highest number that calibration has seen of it.
 Ranges = Mapping[str, tuple[float, float]]
 
 
 @dataclass
 class IntegerRewriter:
-    """Rewrites the graphs of one export by a recipe. A weight that several nodes read is quantised and stored once.
+    """Rewrites the graphs of one export by a recipe; a weight that several nodes read is quantised and stored once.
 
-    Args:
-        recipe: which parts, and how.
-        ranges: by graph, for "static" products.
+    ``ranges``, by graph, are needed for "static" products.
 
     >>> graph = GraphBuilder("decoder")
     >>> weight = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
@@ -42,24 +37,17 @@ class IntegerRewriter:
     recipe: Recipe
     ranges: Mapping[str, Ranges] = field(default_factory=dict)
     _arrays: dict[str, np.ndarray] = field(default_factory=dict)  # by name in the graphs
+    _inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # dynamically quantised, of the current graph
 
     def rewrite(self, graph: GraphBuilder, stack: str) -> dict[str, str]:
-        """Change one graph in place.
+        """Change one graph, ``"encoder"`` or ``"decoder"``, in place.
 
-        Args:
-            graph: the encoder's or the decoder's.
-            stack: which of them, ``"encoder"`` or ``"decoder"``.
-
-        Returns:
-            The group of each weight that is now in integers, by its old name.
-
-        Raises:
-            ExportError: what came out is no valid graph.
-            InputError: a weight holds what is no finite number; a "static" product was not calibrated.
+        Returns the group of each weight that is now in integers, by its old name. Raises ``InputError`` for a weight
+        that is not finite and for a "static" product without a range.
         """
         by_node = {product.node.name: product for product in find_matmuls(graph)}
         changed: dict[str, str] = {}
-        quantized: dict[str, tuple[str, ...]] = {}  # by the name of what is multiplied
+        self._inputs = {}
 
         def change(graph: GraphBuilder, node: onnx.NodeProto) -> bool:
             if node.name in by_node:
@@ -68,7 +56,7 @@ class IntegerRewriter:
                 scheme = self.recipe.scheme(group, stack) if group else None
                 if scheme is None:
                     return False
-                self._multiply(graph, product, scheme, self.ranges.get(stack, {}), quantized)
+                self._multiply(graph, product, scheme, self.ranges.get(stack, {}))
                 changed.update(dict.fromkeys(product.weights, group))
                 return True
             if node.op_type == "Gather" and _is_table(graph, node):
@@ -83,78 +71,81 @@ class IntegerRewriter:
         rewrite_nodes(graph, change)
         return changed
 
-    def _multiply(
-        self, graph: GraphBuilder, product: WeightMatMul, scheme: Scheme, ranges: Ranges,
-        quantized: dict[str, tuple[str, ...]],
-    ) -> None:  # fmt: skip
+    def _multiply(self, graph: GraphBuilder, product: WeightMatMul, scheme: Scheme, ranges: Ranges) -> None:
         output = product.node.output[0]
-        joined = scheme.method == "weight-only" or (scheme.method == "dynamic" and scheme.per_channel)
-        if len(product.weights) > 1 and not joined:  # a scale for each
-            parts = [replace(product, weights=(name,)) for name in product.weights]
-            made = [graph.fresh("part") for _ in parts]
-            for part, name in zip(parts, made, strict=True):
-                self._product(graph, part, name, scheme, ranges, quantized)
-            graph.op("Concat", *made, axis=-1, output=output)
-        else:
-            self._product(graph, product, output, scheme, ranges, quantized)
-
-    def _product(
-        self, graph: GraphBuilder, product: WeightMatMul, output: str, scheme: Scheme, ranges: Ranges,
-        quantized: dict[str, tuple[str, ...]],
-    ) -> None:  # fmt: skip
-        hidden = product.node.input[0]
         if scheme.method == "weight-only":
-            self._in_blocks(graph, product, output, scheme)
-            return
-        arrays = [graph.weights[name] for name in product.weights]
-        stored = [
-            self._channels(graph, name, array.T if product.transposed else array, scheme)
-            for name, array in zip(product.weights, arrays, strict=True)
-        ]
-        integers, scales = (
-            _joined(graph, parts, axis) for parts, axis in zip(zip(*stored, strict=True), (1, 0), strict=True)
-        )
+            self._multiply_blocks(graph, product, output, scheme)
+        elif len(product.weights) == 1 or (scheme.method == "dynamic" and scheme.per_channel):
+            self._multiply_channels(graph, product, output, scheme, ranges)
+        else:  # joined weights with a scale for each: one product a weight
+            parts = [graph.fresh("part") for _ in product.weights]
+            for weight, part in zip(product.weights, parts, strict=True):
+                self._multiply_channels(graph, replace(product, weights=(weight,)), part, scheme, ranges)
+            graph.op("Concat", *parts, axis=-1, output=output)
+
+    def _multiply_channels(
+        self, graph: GraphBuilder, product: WeightMatMul, output: str, scheme: Scheme, ranges: Ranges
+    ) -> None:
+        hidden = product.node.input[0]
+        stored = []
+        for name in product.weights:
+            array = graph.weights[name]
+            stored.append(self._channels(graph, name, array.T if product.transposed else array, scheme))
+        integers = _joined(graph, [integers for integers, _ in stored], 1)
+        scales = _joined(graph, [scales for _, scales in stored], 0)
         if scheme.method == "static":
             if hidden not in ranges:
-                raise InputError(f"{product.weight} has a static scheme, and {hidden} was not calibrated.")
+                raise InputError(f"ranges must hold {hidden}, which {product.weight} multiplies in a static scheme.")
             scale, zero = _affine(*ranges[hidden])
             parts = hidden, graph.constant(scale), graph.constant(zero)
-            near = graph.op("DequantizeLinear", graph.op("QuantizeLinear", *parts), *parts[1:])
+            rounded = graph.op("DequantizeLinear", graph.op("QuantizeLinear", *parts), *parts[1:])
             weight = graph.op("DequantizeLinear", integers, scales, axis=1)
-            graph.op("MatMul", near, weight, output=output)
+            graph.op("MatMul", rounded, weight, output=output)
             return
-        if hidden not in quantized:  # once for queries, keys and values
-            quantized[hidden] = tuple(f"{hidden}.{part}" for part in ("integers", "scale", "zero"))
-            graph.multi_output_op("DynamicQuantizeLinear", [hidden], quantized[hidden])
-        numbers, scale, zero = quantized[hidden]
+        if hidden not in self._inputs:  # once for queries, keys and values
+            self._inputs[hidden] = tuple(f"{hidden}.{part}" for part in ("integers", "scale", "zero"))
+            graph.multi_output_op("DynamicQuantizeLinear", [hidden], self._inputs[hidden])
+        numbers, scale, zero = self._inputs[hidden]
         sums = graph.op("MatMulInteger", numbers, integers, zero)
-        # ONNX Runtime makes one operator of these, and of the one above.
+        # ONNX Runtime fuses these with the operator above.
         graph.op("Mul", graph.op("Cast", sums, to=TensorProto.FLOAT), graph.op("Mul", scale, scales), output=output)
 
-    def _in_blocks(self, graph: GraphBuilder, product: WeightMatMul, output: str, scheme: Scheme) -> None:
+    def _multiply_blocks(self, graph: GraphBuilder, product: WeightMatMul, output: str, scheme: Scheme) -> None:
         arrays = [graph.weights[name] for name in product.weights]
         rows = [array if product.transposed else array.T for array in arrays]  # (N, K)
         stored = [self._blocks(graph, *named, scheme) for named in zip(product.weights, rows, strict=True)]
         integers, scales = (_joined(graph, parts, 0) for parts in zip(*stored, strict=True))
         graph.op(
-            "MatMulNBits", product.node.input[0], integers, scales, output=output, domain=ORT_DOMAIN,
-            N=sum(map(len, rows)), K=rows[0].shape[1], bits=scheme.bits, block_size=scheme.block_size,
+            "MatMulNBits",
+            *(product.node.input[0], integers, scales),
+            output=output,
+            domain=ORT_DOMAIN,
+            N=sum(map(len, rows)),
+            K=rows[0].shape[1],
+            bits=scheme.bits,
+            block_size=scheme.block_size,
             accuracy_level=scheme.accuracy_level,
-        )  # fmt: skip
+        )
 
     def _look_up(self, graph: GraphBuilder, node: onnx.NodeProto, scheme: Scheme) -> None:
-        """Rows of a table in blocks. It is the array that `_in_blocks` makes of a tied head."""
+        """Embedding rows in blocks, stored once with a tied head."""
         table, axis = graph.weights[node.input[0]], graph.constant([-1])
         integers, scales = self._blocks(graph, node.input[0], table, scheme)
         blocks = graph.op(
-            "GatherBlockQuantized", integers, node.input[1], graph.op("Unsqueeze", scales, graph.constant([2])),
-            domain=ORT_DOMAIN, gather_axis=0, quantize_axis=2, block_size=scheme.block_size, bits=scheme.bits,
-        )  # fmt: skip
+            "GatherBlockQuantized",
+            *(integers, node.input[1], graph.op("Unsqueeze", scales, graph.constant([2]))),
+            domain=ORT_DOMAIN,
+            gather_axis=0,
+            quantize_axis=2,
+            block_size=scheme.block_size,
+            bits=scheme.bits,
+        )
         joined = graph.op("Concat", graph.op("Shape", node.input[1]), axis, axis=0)
         width = table.shape[1]
-        padded = width % scheme.block_size != 0
-        rows = graph.op("Reshape", blocks, joined, output=None if padded else node.output[0])
-        if padded:
+        if width % scheme.block_size == 0:
+            graph.op("Reshape", blocks, joined, output=node.output[0])
+        else:  # cut off the padding of the last block
+            rows = graph.op("Reshape", blocks, joined)
             graph.op("Slice", rows, graph.constant([0]), graph.constant([width]), axis, output=node.output[0])
 
     def _blocks(self, graph: GraphBuilder, name: str, rows: np.ndarray, scheme: Scheme) -> tuple[str, str]:
@@ -181,17 +172,13 @@ def _joined(graph: GraphBuilder, names: Sequence[str], axis: int) -> str:
 
 
 def _is_table(graph: GraphBuilder, node: onnx.NodeProto) -> bool:
-    """Whether a Gather looks up embeddings."""
+    """Whether a Gather looks up token embeddings."""
     name = node.input[0]
     return name in graph.weights and (name == "shared.weight" or name.endswith("embed_tokens.weight"))
 
 
 def _affine(low: float, high: float) -> tuple[np.float32, np.uint8]:
-    """Scale and zero point with which 8 bits cover a range; 0 is exact.
-
-    >>> _affine(-1.0, 1.55)
-    (np.float32(0.01), np.uint8(100))
-    """
+    """Scale and zero point with which 8 bits cover a range; 0 is exact."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = (high - low) / 255 or 1.0
     return np.float32(scale), np.uint8(round(-low / scale))

@@ -1,4 +1,4 @@
-"""Weights rounded to integers: in blocks that have a scale each, or with a scale for each output."""
+"""Round weights to integers, with a scale for each block or for each output channel."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import numpy as np
 
 from t5accel.errors import InputError
 
-SHRUNK = np.linspace(1.0, 0.75, 11, dtype=np.float32)  # of the scale that reaches the largest weight of a block
-ROWS_AT_ONCE = 2048  # so that what is computed with takes little memory
+SHRUNK = np.linspace(1.0, 0.75, 11, dtype=np.float32)  # factors of the scale that reaches a block's largest weight
+ROWS_AT_ONCE = 2048  # bounds the memory of intermediate results
 
 
 @dataclass(frozen=True)
 class QuantizedBlocks:
-    """A weight (N, K) in integers, of which each block of one output has a scale, as MatMulNBits takes it.
+    """A weight (N, K) with a scale for each block of one output, as MatMulNBits takes it.
 
-    Attributes:
-        integers: (N, blocks, bytes of a block) uint8: of 8 bits one each, of 4 bits two in a byte, the first one low.
-            The integer 2 ** (bits - 1) stands for 0.
-        scales: (N, blocks) float32.
-        bits: 4 or 8.
-        block_size: how many weights a block has.
+    ``integers`` are (N, blocks, bytes of a block) uint8, two of 4 bits in a byte, the first one low, with the zero
+    point 2 ** (bits - 1). ``scales`` are (N, blocks) float32.
     """
 
     integers: np.ndarray
@@ -30,7 +26,7 @@ class QuantizedBlocks:
     block_size: int
 
     def floats(self) -> np.ndarray:
-        """What the integers stand for: (N, K), or wider, where the last block was filled up with zeros."""
+        """Dequantised, (N, K); wider where the last block was padded with zeros."""
         codes = self.integers
         if self.bits == 4:
             codes = np.stack([codes & 15, codes >> 4], axis=-1)
@@ -40,14 +36,6 @@ class QuantizedBlocks:
 
 def quantize_blocks(weight: np.ndarray, bits: int, block_size: int) -> QuantizedBlocks:
     """Round (N, K) float32 weights in blocks of ``block_size`` along K.
-
-    With 8 bits a scale is such that the largest weight of the block is reached. With 4 bits that wastes levels on a
-    single large weight: of ``SHRUNK`` scales that one is taken which loses least, in squares, over the block. The
-    integers reach from -2 ** (bits - 1) to one less than its opposite, so a scale may be negative: then the largest
-    weight, whatever its sign, gets the level that has no opposite.
-
-    Raises:
-        InputError: the weight is no matrix, or holds what is no finite number.
 
     >>> blocks = quantize_blocks(np.array([[-8.0, 7.0, 0.5, 0.0]], np.float32), bits=4, block_size=16)
     >>> blocks.floats()[0, :4].tolist(), blocks.scales.tolist()
@@ -63,12 +51,15 @@ def quantize_blocks(weight: np.ndarray, bits: int, block_size: int) -> Quantized
         part = np.zeros((len(weight[rows]), count * block_size), dtype=np.float32)
         part[:, :inputs] = weight[rows]
         part = part.reshape(len(part), count, block_size)
+        # Levels reach from -half to half - 1. A negative scale gives the largest weight, whatever its sign, the level
+        # that has no opposite.
         extreme = np.take_along_axis(part, np.abs(part).argmax(axis=2)[:, :, None], axis=2)
         scale = extreme / np.float32(-half)
         best, lost = scale, np.full(scale.shape, np.inf, dtype=np.float32)
+        # In 4 bits, reaching a single large weight wastes levels: take the scale with the least squared error.
         for share in SHRUNK if bits == 4 else SHRUNK[:1]:
             tried = scale * share
-            with np.errstate(over="ignore"):  # of numbers whose squares 32 bits do not hold, the first scale is taken
+            with np.errstate(over="ignore"):  # where squares overflow 32 bits, the first scale is taken
                 error = np.square(_levels(part, tried, half) * tried - part).sum(axis=2, keepdims=True)
             best, lost = np.where(error < lost, tried, best), np.minimum(error, lost)
         codes = (_levels(part, best, half) + half).astype(np.uint8)
@@ -86,19 +77,12 @@ class QuantizedChannels:
 
 
 def quantize_channels(weight: np.ndarray, *, per_channel: bool = True, reduce_range: bool = False) -> QuantizedChannels:
-    """Round (K, N) float32 weights to -127 … 127, with ``reduce_range`` to -64 … 64.
-
-    Raises:
-        InputError: the weight is no matrix, or holds what is no finite number.
-
-    >>> quantize_channels(np.array([[1.0, -4.0], [-2.0, 0.0]], np.float32)).integers.tolist()
-    [[64, -127], [-127, 0]]
-    """
+    """Round (K, N) float32 weights to -127 … 127, with ``reduce_range`` to -64 … 64."""
     _check(weight)
     largest = np.abs(weight).max(axis=0 if per_channel else None, initial=0)
     levels = 64 if reduce_range else 127
     scales = np.where(largest > 0, largest / np.float32(levels), 1).astype(np.float32)
-    scales = np.where(scales > 0, scales, 1).astype(np.float32)  # of weights so tiny that 32 bits have no scale
+    scales = np.where(scales > 0, scales, 1).astype(np.float32)  # weights so tiny that their scale underflows
     return QuantizedChannels(np.rint(weight / scales).clip(-levels, levels).astype(np.int8), scales)
 
 
@@ -110,4 +94,4 @@ def _levels(part: np.ndarray, scale: np.ndarray, half: int) -> np.ndarray:
 
 def _check(weight: np.ndarray) -> None:
     if weight.ndim != 2 or not weight.size or not np.isfinite(weight).all():
-        raise InputError(f"A weight of shape {weight.shape} has to be a matrix of finite numbers to be quantised.")
+        raise InputError(f"A weight must be a matrix of finite numbers to be quantised, got shape {weight.shape}.")

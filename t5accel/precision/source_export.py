@@ -1,4 +1,4 @@
-"""From an export in fp32 to a copy in other numbers: read it, take its graphs, write them changed."""
+"""Read an fp32 export and write converted copies of it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from t5accel.graphs.shortlist_head import drop_shortlist
 from t5accel.precision.recipes import Recipe
 
 STACKS = {"encoder": ENCODER, "decoder": DECODER}
+_FILES = {**STACKS, "step": STEP}
 
 
 @dataclass(frozen=True)
 class Fp32Export:
-    """An export in fp32 that is not optimised, of which converted copies are made.
+    """An fp32 export that is not optimised, the source of conversions.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.graphs.export import export_model
@@ -38,12 +39,7 @@ class Fp32Export:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Fp32Export:
-        """Check an export, every file of it.
-
-        Raises:
-            ExportError: there is no export, or it is damaged.
-            InputError: it is optimised, or in other numbers already.
-        """
+        """Verify every file; raises ``ExportError`` for damage, ``InputError`` for an optimised or converted export."""
         folder = as_folder(folder)
         manifest = read_manifest(folder)
         if manifest.optimized or manifest.recipe["name"] != "fp32":
@@ -52,18 +48,15 @@ class Fp32Export:
         return cls(folder, manifest)
 
     def graphs(self, *, step: bool = False) -> dict[str, GraphBuilder]:
-        """Both graphs, to be changed; their weights are mapped from the files.
-
-        With ``step`` also ``"step"``, if the export has one: without the shortlist, whose 8 bits belong to fp32.
-        """
-        wanted = {**STACKS, "step": STEP} if step and self.manifest.step else STACKS
+        """Both graphs, to be changed, and ``"step"`` if asked for and exported; weights are mapped from the files."""
+        wanted = _FILES if step and self.manifest.step else STACKS
         found = load_graphs((self.folder / name for name in wanted.values()), self.manifest.files)
         if STEP in found and self.manifest.shortlist:
             drop_shortlist(found[STEP])
         return {part: found[name] for part, name in wanted.items()}
 
     def target(self, out: str | os.PathLike[str]) -> Path:
-        """``out`` as a folder that can be written to. Raises ``ExportError``, or ``InputError`` if it is this one."""
+        """``out`` as a folder to write to; it must not be this export's own."""
         target = resolve_target(out)
         if target == self.folder.resolve():
             raise InputError(f"{self.folder} is the export in fp32, which is kept: give another folder for the copy.")
@@ -78,16 +71,14 @@ class Fp32Export:
         *,
         overwrite: bool = False,
     ) -> Manifest:
-        """Write a copy with these graphs; its manifest has the recipe, and ``notes`` beside it.
-
-        It has no shortlist: near logits of 8 bits belong to exact ones in fp32.
-
-        Raises:
-            ExportError: ``target`` is taken, or cannot be written; nothing is left of the attempt.
-        """
-        entry = {**recipe.to_json(), **notes}
+        """Write a copy with these graphs; its manifest has the recipe and ``notes``."""
         step = asdict(step_spec(self.manifest.dims)) if "step" in graphs else {}
-        manifest = replace(self.manifest, recipe=entry, versions=machine.versions(), shortlist={}, step=step)
-        files = {**STACKS, "step": STEP}
-        plan = ExportPlan.derived(self.folder, manifest, {files[part]: graph for part, graph in graphs.items()})
+        manifest = replace(
+            self.manifest,
+            recipe={**recipe.to_json(), **notes},
+            versions=machine.versions(),
+            shortlist={},  # its 8-bit logits approximate exact ones in fp32, and save nothing beside an 8-bit head
+            step=step,
+        )
+        plan = ExportPlan.derived(self.folder, manifest, {_FILES[part]: graph for part, graph in graphs.items()})
         return write_export(target, plan, overwrite=overwrite)
