@@ -21,7 +21,7 @@ from bench.harness import Way, measured
 from bench.results import Row
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import UnknownModelError
-from t5accel.models.load import in_floats
+from t5accel.models.load import cast_model
 from t5accel.timing import Work
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class Gpt2:
             return recomputed(graph, bound=bound, last_logits=last_logits, **how)
         if way == OPTIMUM:
             return torch_greedy(self._optimum())
-        model = self.model if self.device == "cpu" else in_floats(self.model, "float32", self.device)
+        model = self.model if self.device == "cpu" else cast_model(self.model, "float32", self.device)
         return torch_greedy(model, cache=way == PYTORCH)
 
     def _optimum(self) -> Any:

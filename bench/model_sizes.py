@@ -11,7 +11,7 @@ from typing import Any
 from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
 from t5accel.graphs.contract import MANIFEST
-from t5accel.models.load import BUNDLED, HUB_ALIASES, allowed_names, data_folder, hub_snapshot
+from t5accel.models.load import BUNDLED, HUB_ALIASES, data_folder, hub_snapshot, known_model_names
 from t5accel.models.random_init import RANDOM_SIZES, kind_of
 from t5accel.models.registry import BEYOND_T5, SIZES, family_of
 from t5accel.models.sizes import T5Dims
@@ -69,7 +69,7 @@ def config_of(name: str) -> Mapping[str, Any] | None:
     hub_id = HUB_ALIASES.get(name, name)
     size = published_size(hub_id)
     if size is None and ("/" not in hub_id or hub_id.startswith("random:")):
-        raise UnknownModelError(f"No model {name!r}. {allowed_names()}")
+        raise UnknownModelError(f"No model {name!r}. {known_model_names()}")
     if size in SIZES:
         family, sizes = SIZES[size]
         return {**sizes, "model_type": family.model_type}

@@ -24,7 +24,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import Sampling, sample
-from t5accel.models.load import in_floats, load_model
+from t5accel.models.load import cast_model, load_model
 from t5accel.serve.limits import Limits
 from t5accel.serve.request import Job
 from t5accel.serve.scheduler import Scheduler
@@ -63,12 +63,12 @@ class ModelOnDevice:
     def model(self) -> PreTrainedModel:
         """Random weights are drawn on the device, which takes no time, save those of `SMALL`, whose export has them."""
         if self.name == SMALL or not self.name.startswith("random:"):
-            return in_floats(load_model(self.name)[0], self.dtype, self.device)
+            return cast_model(load_model(self.name)[0], self.dtype, self.device)
         if self.device == "cuda":
             torch.cuda.manual_seed(0)
         with torch.device(self.device):
             model = load_model(self.name)[0]
-        return in_floats(model, self.dtype, self.device)
+        return cast_model(model, self.dtype, self.device)
 
     @cached_property
     def export(self) -> Path:

@@ -244,13 +244,13 @@ def _in_torch(
     from t5accel.backends.hf_generate import AcceleratedT5
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.backends.torch_static import TorchStatic
-    from t5accel.models.load import in_floats, load_model
+    from t5accel.models.load import cast_model, load_model
 
     if isinstance(model, str | os.PathLike):
         model, own_tokenizer = load_model(model)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     torch.set_num_threads(settings.threads or machine.cpu_threads())
-    moved = in_floats(model, recipe.dtype, settings.device)
+    moved = cast_model(model, recipe.dtype, settings.device)
     captured = settings.device != "cpu"
     backend = TorchStatic(moved) if captured else TorchEager(moved)
     if captured and check_logits:

@@ -65,13 +65,13 @@ def distill(
 
     from t5accel import machine
     from t5accel.distillation.checkpointing import require_device
-    from t5accel.distillation.model_card import require_place
+    from t5accel.distillation.model_card import require_student_folder
     from t5accel.distillation.student import DistillConfig, layer_map, shrink_decoder
     from t5accel.distillation.student import distill as run
     from t5accel.models.sizes import T5Dims
 
     torch.set_num_threads(threads or machine.cpu_threads())
-    require_place(out / "model")
+    require_student_folder(out / "model")
     status(f"Loading {teacher} …")
     model, tokenizer = _with_tokenizer(teacher)
     chosen = _numbers(layers) if layers else layer_map(T5Dims.of(model).decoder_layers, decoder_layers)
@@ -116,7 +116,7 @@ def prune(
     import torch
 
     from t5accel import machine
-    from t5accel.distillation.model_card import require_place
+    from t5accel.distillation.model_card import require_student_folder
     from t5accel.distillation.pruning import PruneConfig
     from t5accel.distillation.pruning import prune as run
 
@@ -125,7 +125,7 @@ def prune(
         heads=heads, neurons=neurons, importance=importance, steps=steps,
         training=replace(PruneConfig().training, loss=loss, seed=seed),
     )  # fmt: skip
-    require_place(out / "model")
+    require_student_folder(out / "model")
     status(f"Loading {model} …")
     whole, tokenizer = _with_tokenizer(model)
     of = None if teacher is None else _with_tokenizer(teacher)[0]
@@ -168,20 +168,20 @@ class _UserRows:
 
     def written_by(self, generate: Callable[[list[str]], list[str]], file: Path) -> _UserRows:
         """The same sources with what the teacher writes to them, which is kept in ``file``."""
-        from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
+        from t5accel.distillation.teacher_outputs import read_teacher_outputs, write_teacher_outputs
 
         wanted = {("examples", source): None for rows in self.examples for source, _ in rows}
-        write_teacher_texts(file, generate, list(wanted))
-        texts = dict(read_teacher_texts(file)["examples"])
+        write_teacher_outputs(file, generate, list(wanted))
+        texts = dict(read_teacher_outputs(file)["examples"])
         return replace(self, examples=[[(source, texts[source]) for source, _ in rows] for rows in self.examples])
 
     def mixture(self, tokens: int, *, by_teacher: bool = False):  # noqa: ANN201
-        from t5accel.distillation.examples import mixed
+        from t5accel.distillation.examples import mix_examples
 
         known = sum(source in self.evaluated for rows in self.examples for source, _ in rows)
         if known:
             typer.echo(f"{known} rows of --data have a source of --eval and are left out.", err=True)
-        return mixed(self.examples, self.weights, tokens=tokens, forbidden=self.evaluated, by_teacher=by_teacher)
+        return mix_examples(self.examples, self.weights, tokens=tokens, forbidden=self.evaluated, by_teacher=by_teacher)
 
     def keep(self, student, tokenizer, folder, whole, **facts) -> None:  # noqa: ANN001, ANN003
         """Save the student with its card, and say how it and the whole model score."""

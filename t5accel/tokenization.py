@@ -78,7 +78,7 @@ def text_to_text(
             raise InputError("A text holds half of a surrogate pair, as undecodable bytes become: decode it first.")
         ids, mask = tokenize(tokenizer, [prefix + text for text in given])
         if language is not None:
-            ids = languages.marked(ids, mask, language)
+            ids = languages.set_language(ids, mask, language)
         answers = as_integers(generate_ids(ids, mask), "the result of generate_ids", rank=2)
         if len(answers) != len(given):
             raise InputError(f"generate_ids returned {len(answers)} rows for {len(given)} texts.")

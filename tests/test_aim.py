@@ -9,7 +9,7 @@ import torch
 
 from t5accel.errors import InputError
 from t5accel.models.load import random_t5
-from training.head_init import Aim, aim_heads, choose_aims
+from training.head_init import HeadInit, choose_head_inits, init_heads
 
 SIZES = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
@@ -30,7 +30,7 @@ def attended(model, layer: int, head: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("first", "last"), [(1, 1), (-1, -1), (2, 4), (-7, -2)])
 def test_a_head_looks_at_the_distances_that_it_is_aimed_at(model, first, last):
-    aim_heads(model, [Aim(2, like=0, first=first, last=last)])
+    init_heads(model, [HeadInit(2, like=0, first=first, last=last)])
     for layer in range(2):
         shares = attended(model, layer, 2)
         places = range(8, 16)
@@ -41,7 +41,7 @@ def test_a_head_looks_at_the_distances_that_it_is_aimed_at(model, first, last):
 
 def test_it_reads_and_writes_as_the_other_does_and_all_else_stays(model):
     before = copy.deepcopy(model.state_dict())
-    aim_heads(model, [Aim(3, like=1, first=1, last=2)])
+    init_heads(model, [HeadInit(3, like=1, first=1, last=2)])
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert changed == {bias} | {f"encoder.block.{i}.layer.0.SelfAttention.{m}.weight" for i in (0, 1) for m in "qvo"}
@@ -58,11 +58,13 @@ def test_it_reads_and_writes_as_the_other_does_and_all_else_stays(model):
             assert torch.equal(old[:24], new[:24])
 
 
-@pytest.mark.parametrize("aim", [Aim(4, 0, 1, 1), Aim(-1, 0, 1, 1), Aim(0, 4, 1, 1), Aim(0, 1, 2, 1)])
+@pytest.mark.parametrize(
+    "aim", [HeadInit(4, 0, 1, 1), HeadInit(-1, 0, 1, 1), HeadInit(0, 4, 1, 1), HeadInit(0, 1, 2, 1)]
+)
 def test_what_cannot_be_aimed_is_refused_and_nothing_is_changed(model, aim):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=r"give heads of 0 ... 3, and first <= last"):
-        aim_heads(model, [Aim(2, like=0, first=1, last=1), aim])
+        init_heads(model, [HeadInit(2, like=0, first=1, last=1), aim])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -85,7 +87,7 @@ def planted() -> torch.nn.Module:
 def test_the_heads_that_matter_least_are_aimed_like_the_one_that_looks_at_the_token_before():
     model = planted()
     before = copy.deepcopy(model.state_dict())
-    assert choose_aims(model, BATCHES) == (Aim(0, 2, 1, 1), Aim(4, 2, 2, 7), Aim(5, 2, -7, -2))
+    assert choose_head_inits(model, BATCHES) == (HeadInit(0, 2, 1, 1), HeadInit(4, 2, 2, 7), HeadInit(5, 2, -7, -2))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -94,7 +96,7 @@ def test_the_head_that_looks_back_is_never_given_away_even_if_it_matters_least()
     with torch.no_grad():
         for block in model.encoder.block:
             block.layer[0].SelfAttention.o.weight[:, 16:24] *= 1e-6
-    assert {aim.head for aim in choose_aims(model, BATCHES)} == {0, 4, 5}
+    assert {aim.head for aim in choose_head_inits(model, BATCHES)} == {0, 4, 5}
 
 
 @pytest.mark.parametrize(
@@ -103,4 +105,4 @@ def test_the_head_that_looks_back_is_never_given_away_even_if_it_matters_least()
 )
 def test_a_model_that_is_not_ready_for_aims_is_refused(sizes, message):
     with pytest.raises(InputError, match=message):
-        choose_aims(random_t5(sizes, seed=3), BATCHES)
+        choose_head_inits(random_t5(sizes, seed=3), BATCHES)

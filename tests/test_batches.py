@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import PAIRS, characters, texts_of
 
-from t5accel.distillation.batches import Mixture, Part, Phase, block, draw_batches, pack, steps_from
+from t5accel.distillation.batches import Mixture, Part, Phase, draw_batches, draw_block, pack, steps_from
 from t5accel.errors import InputError
 from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import mini_examples
@@ -66,16 +66,16 @@ def test_weights_sum_to_one_and_follow_the_labels_or_the_phase(targets):
 
 
 def test_a_block_is_a_function_of_seed_and_number():
-    first = list(block(SMALL, characters, 0, 0))
-    assert first == list(block(SMALL, characters, 0, 0))
-    assert first != list(block(SMALL, characters, 0, 1)) and first != list(block(SMALL, characters, 1, 0))
+    first = list(draw_block(SMALL, characters, 0, 0))
+    assert first == list(draw_block(SMALL, characters, 0, 0))
+    assert first != list(draw_block(SMALL, characters, 0, 1)) and first != list(draw_block(SMALL, characters, 1, 0))
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_step_sees_translation_and_the_other_tasks_as_its_phase_says(number):
     parts = {part.task: part for part in PHASES[number].parts}
     starts = {"translation": TRANSLATE, "summaries": "summarize: ", "repetition": "repeat: "}
-    steps = list(block(SMALL, characters, 0, number))
+    steps = list(draw_block(SMALL, characters, 0, number))
     assert [step[0][0] for step in steps] == ["translation"] * 4
     assert {len(step) for step in steps} == {round(sum(part.per_step for part in parts.values()))}
     for task, (sources, targets) in [batch for step in steps for batch in step]:
@@ -88,14 +88,16 @@ def test_each_step_sees_translation_and_the_other_tasks_as_its_phase_says(number
 
 def test_steps_go_on_from_the_middle_of_a_block():
     whole = list(islice(steps_from(SMALL, characters, 0, 0), 9))
-    assert whole[:4] == list(block(SMALL, characters, 0, 0)) and whole[4:8] == list(block(SMALL, characters, 0, 1))
+    assert whole[:4] == list(draw_block(SMALL, characters, 0, 0)) and whole[4:8] == list(
+        draw_block(SMALL, characters, 0, 1)
+    )
     for start in (1, 4, 6):
         assert list(islice(steps_from(SMALL, characters, 0, start), 9 - start)) == whole[start:]
 
 
 def test_forbidden_sources_are_never_drawn():
     def drawn(mixture):
-        steps = [step for number in range(2) for step in block(mixture, characters, 0, number)]
+        steps = [step for number in range(2) for step in draw_block(mixture, characters, 0, number)]
         return {text for step in steps for _, (sources, _) in step for text in texts_of(sources)}
 
     free = drawn(SMALL)
@@ -110,7 +112,7 @@ def test_when_every_source_is_forbidden_drawing_stops():
     single = mini_examples(PAIRS, joined_share=0.0)
     mixture = replace(SMALL, examples=single, forbidden=frozenset(TRANSLATE + english for english, _ in PAIRS))
     with pytest.raises(InputError, match="are in the evaluation sets"):
-        next(block(mixture, characters, 0, 0))
+        next(draw_block(mixture, characters, 0, 0))
 
 
 def test_as_many_batches_are_drawn_as_asked_and_each_within_its_budget():
@@ -129,10 +131,10 @@ def test_what_the_teacher_wrote_takes_the_place_of_fresh_examples():
     phases = (Phase(0, (Part("translation", 300), Part("questions", 1500))),)
     written = [(TRANSLATE + f"Text {i}.", f"Texte {i}.") for i in range(9)]
     fresh = replace(SMALL, curriculum=phases, forbidden=frozenset([written[4][0]]))
-    mixture = fresh.learnt_from({"translation": written})
+    mixture = fresh.with_teacher_outputs({"translation": written})
     assert mixture.by_teacher and not fresh.by_teacher
     drawn: dict[str, set[tuple[str, str]]] = {"translation": set(), "questions": set()}
-    for step in block(mixture, characters, 0, 0):
+    for step in draw_block(mixture, characters, 0, 0):
         for task, (sources, targets) in step:
             drawn[task] |= set(zip(texts_of(sources), texts_of(targets), strict=True))
     assert drawn["translation"] == {*written[:4], *written[5:]}

@@ -34,7 +34,7 @@ from t5accel import accelerate
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.distillation.gates import Gates
-from t5accel.distillation.pruning import remove
+from t5accel.distillation.pruning import prune_to
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
 from t5accel.graphs.export import export_model
 from t5accel.models import load as checkpoints
@@ -204,7 +204,7 @@ def test_dims_from_a_configuration_are_those_of_its_weights(tiny_t5, kind: str) 
 
     model = tiny_t5(kind)
     assert from_config(model) == T5Dims.of(model)
-    narrow = remove(model, {name: every[1:] for name, every in Gates(model).kept().items()})
+    narrow = prune_to(model, {name: every[1:] for name, every in Gates(model).kept().items()})
     dims = from_config(narrow)
     assert dims == T5Dims.of(narrow) and dims.decoder_ff != T5Dims.of(model).decoder_ff
 

@@ -22,10 +22,10 @@ import t5accel.distillation.pruning as pruning
 import t5accel.distillation.student as module
 import t5accel.distillation.teacher_outputs as texts
 from t5accel.distillation.student import DistillConfig
-from t5accel.distillation.teacher_outputs import read_teacher_texts
+from t5accel.distillation.teacher_outputs import read_teacher_outputs
 from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE
-from t5accel.models.pruned import widths
+from t5accel.models.pruned import layer_widths
 from t5accel.models.random_init import random_t5
 from t5accel.models.sizes import T5Dims
 
@@ -131,7 +131,7 @@ def test_distill_lets_the_teacher_write_first_where_that_is_the_loss(teacher: Pa
     monkeypatch.setattr(module, "train_student", lambda *given, **named: seen.append(given[3]) or own(*given, **named))
     options = ("distill", "--data", data, "--out", out, "--teacher", teacher, *SMALL, "--loss", "sequence")
     written(call(*options, "--steps", 1), out / "model")
-    found = dict(read_teacher_texts(out / "teacher.jsonl")["examples"])
+    found = dict(read_teacher_outputs(out / "teacher.jsonl")["examples"])
     assert set(found) == {TRANSLATE + english for english, _ in PAIRS[:6]}
     rng = random.Random(0)
     drawn = dict(seen[0].examples["examples"](rng) for _ in range(200))
@@ -171,7 +171,7 @@ def test_a_model_that_lies_where_the_student_would_is_not_replaced(command: str,
 
 
 def test_distill_refuses_what_it_cannot_do_and_writes_nothing(teacher, data, dev: Path, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(texts, "write_teacher_texts", lambda *given: pytest.fail("the teacher writes for nothing"))
+    monkeypatch.setattr(texts, "write_teacher_outputs", lambda *given: pytest.fail("the teacher writes for nothing"))
     out = tmp_path / "out"
     options = ("distill", "--data", data, "--out", out, "--teacher", teacher, "--threads", 1)
     for what, wrong in {
@@ -213,7 +213,7 @@ def test_prune_writes_a_narrow_model_that_loads(teacher, data: Path, tmp_path, i
         "--importance", importance, "--steps", steps, "--loss", "labels",
     )  # fmt: skip
     model = written(result, out / "model")
-    found = widths(model)
+    found = layer_widths(model)
     assert 12 <= sum(sum(found[kind]) for kind in found if kind.endswith("heads")) < 16
     neurons = [width for kind in found if kind.endswith("ff") for width in found[kind]]
     assert sum(neurons) < 5 * 128 - 100 and all(width % 32 == 0 for width in neurons)

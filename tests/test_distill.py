@@ -39,7 +39,7 @@ from t5accel.distillation.batches import Mixture, Part, Phase
 from t5accel.distillation.checkpointing import run_steps
 from t5accel.distillation.losses import OBJECTIVES
 from t5accel.distillation.model_card import save_student
-from t5accel.distillation.optimizer import PooledDropout, optimiser_step
+from t5accel.distillation.optimizer import PooledDropout, optimizer_step
 from t5accel.distillation.student import DistillConfig, distill, shrink_decoder, train_student
 from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, JobError
@@ -96,9 +96,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         if len(steps) == after:
             raise KeyboardInterrupt
         steps.append(1)
-        return optimiser_step(*arguments, **options)
+        return optimizer_step(*arguments, **options)
 
-    monkeypatch.setattr(module, "optimiser_step", killed)
+    monkeypatch.setattr(module, "optimizer_step", killed)
 
 
 def run(teacher: Any, folder: Path, config: DistillConfig = TOY, **options: Any) -> Any:
@@ -114,10 +114,10 @@ def test_each_loss_falls_and_the_teacher_stays_as_it_was(tiny_t5, tmp_path: Path
     before, config = stored(teacher), teacher.config.to_dict()
 
     def noting(*arguments: Any, **options: Any) -> float:
-        losses.append(optimiser_step(*arguments, **options))
+        losses.append(optimizer_step(*arguments, **options))
         return losses[-1]
 
-    monkeypatch.setattr(module, "optimiser_step", noting)
+    monkeypatch.setattr(module, "optimizer_step", noting)
     student = run(teacher, tmp_path, replace(TOY, loss=loss, steps=16))
     assert len(losses) == 16 and np.mean(losses[-4:]) < 0.8 * np.mean(losses[:4])
     assert same_weights(teacher, before) and teacher.config.to_dict() == config and not teacher.training
@@ -152,7 +152,7 @@ def test_an_interrupted_run_ends_with_exactly_the_weights_of_an_uninterrupted_on
     assert same_weights(whole, resumed := run(teacher, tmp_path / "cut", config, validate=looking()))
     assert same_weights(whole, run(teacher, tmp_path / "cut", config)), "a finished run is not trained on"
     assert log(tmp_path / "cut")[-1]["loss"] == log(tmp_path / "whole")[-1]["loss"]
-    monkeypatch.setattr(module, "optimiser_step", optimiser_step)
+    monkeypatch.setattr(module, "optimizer_step", optimizer_step)
     assert not same_weights(resumed, run(teacher, tmp_path / "other", replace(config, seed=1)))
 
 
@@ -164,7 +164,7 @@ def test_a_run_of_slow_steps_is_saved_by_the_clock_and_says_from_where_it_goes_o
 
     def slow(*arguments: Any, **options: Any) -> float:
         seconds[0] += 20
-        return optimiser_step(*arguments, **options)
+        return optimizer_step(*arguments, **options)
 
     def save(self: Any, path: Path, step: int) -> None:
         seconds[0] += 1
@@ -174,7 +174,7 @@ def test_a_run_of_slow_steps_is_saved_by_the_clock_and_says_from_where_it_goes_o
     own = resumable.Checkpoint.save
     monkeypatch.setattr(resumable, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     monkeypatch.setattr(resumable.Checkpoint, "save", save)
-    monkeypatch.setattr(module, "optimiser_step", slow)
+    monkeypatch.setattr(module, "optimizer_step", slow)
     run(tiny_t5(), tmp_path, replace(TOY, steps=5, decay_share=0.0))
     assert saved == [2, 4, 5] and "Going on" not in capfd.readouterr().err
     run(tiny_t5(), tmp_path, replace(TOY, steps=6, decay_share=0.0))
@@ -205,7 +205,7 @@ def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_its_last_checkpoint(
     interrupt(monkeypatch, after=5)
     with pytest.raises(KeyboardInterrupt):
         run(tiny_t5(), folder)
-    monkeypatch.setattr(module, "optimiser_step", optimiser_step)
+    monkeypatch.setattr(module, "optimizer_step", optimizer_step)
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     with limited_files(len(kept["checkpoint.pt"]) // 2):
         with pytest.raises(JobError, match=r"\.pt could not be written: File too large. The checkpoint before"):
@@ -447,7 +447,7 @@ def test_a_student_of_the_comparison_is_trained_once(script: Any, tiny_t5, tmp_p
 
     monkeypatch.setattr(script, "load_model", lambda name: (tiny_t5(), toy_tokenizer()))
     monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, []))
-    monkeypatch.setattr(script, "validation", lambda held_out, tokenizer: None)
+    monkeypatch.setattr(script, "make_loss_validator", lambda held_out, tokenizer: None)
     monkeypatch.setattr(script, "distill", made)
     (first, *_) = script.runs(10, 40)
     for _ in range(2):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from made_up import PAIRS, characters, texts_of
 
-from t5accel.distillation.batches import block
-from t5accel.distillation.examples import mixed, read_examples
+from t5accel.distillation.batches import draw_block
+from t5accel.distillation.examples import mix_examples, read_examples
 from t5accel.distillation.pruning import PruneConfig, prune
 from t5accel.distillation.student import DistillConfig, distill
 from t5accel.distillation.validation import METRICS, make_validator
@@ -69,7 +69,7 @@ def test_without_rows_there_is_nothing_to_learn(tmp_path: Path) -> None:
 def test_lists_are_drawn_from_by_weight_or_by_their_rows() -> None:
     few, many = [("a", "A")], [(f"b{i}", "B") for i in range(9)]
     for weights, share in ((None, 0.1), ([1, 1], 0.5), ([3.0, 1.0], 0.75)):
-        draw, rng = mixed([few, many], weights).examples["examples"], random.Random(0)
+        draw, rng = mix_examples([few, many], weights).examples["examples"], random.Random(0)
         counts = Counter(draw(rng) for _ in range(4000))
         assert counts["a", "A"] / 4000 == pytest.approx(share, abs=0.03)
         assert len(counts) == 10 and min(counts.values()) > 50
@@ -77,8 +77,8 @@ def test_lists_are_drawn_from_by_weight_or_by_their_rows() -> None:
 
 def test_a_step_is_one_batch_within_its_tokens_and_without_what_is_forbidden() -> None:
     examples = [(row["source"], row["target"]) for row in ROWS]
-    mixture = mixed([examples], tokens=300, forbidden=[examples[0][0]])
-    steps = list(block(mixture, characters, 0, 0))
+    mixture = mix_examples([examples], tokens=300, forbidden=[examples[0][0]])
+    steps = list(draw_block(mixture, characters, 0, 0))
     assert len(steps) == mixture.steps_per_block and all(len(step) == 1 for step in steps)
     seen = set()
     for ((_, (sources, targets)),) in steps:
@@ -95,7 +95,7 @@ def test_a_mixture_that_makes_no_sense_is_refused() -> None:
         ([rows], dict(tokens=0), "tokens"), ([rows], dict(forbidden=["a"]), "evaluate"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=what):
-            mixed(given, **options)
+            mix_examples(given, **options)
 
 
 # --- any T5, on rows --------------------------------------------------------------------------------------------------

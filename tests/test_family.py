@@ -17,7 +17,7 @@ from bench.results import checked
 from bench.scoreboard import family_rows, pareto, recorded_family
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.distillation.gates import Gates
-from t5accel.distillation.pruning import remove
+from t5accel.distillation.pruning import prune_to
 from t5accel.distillation.student import shrink_decoder
 from t5accel.models.load import load_model
 from t5accel.models.random_init import random_t5
@@ -34,7 +34,7 @@ def tiny(saved) -> tuple[Path, Path]:
     """The folders of a tiny model with the bundled one's tokenizer, and of what pruning left of it."""
     model = random_t5(TINY, seed=3)
     kept = {name: those[: len(those) // 2] for name, those in Gates(model).kept().items()}
-    return saved(model, "whole"), saved(remove(model, kept), "pruned")
+    return saved(model, "whole"), saved(prune_to(model, kept), "pruned")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from test_narrow import SIZES, narrowed
 
 from t5accel.distillation.gates import Gates, gated
 from t5accel.errors import InputError
-from t5accel.models.pruned import parts
+from t5accel.models.pruned import prunable_modules
 from t5accel.parity import ParityError
 
 ATTENTION = "decoder.block.2.layer.1.EncDecAttention"
@@ -45,7 +45,7 @@ def test_every_head_and_neuron_has_a_factor_that_changes_nothing_at_first(tiny_t
     gates = Gates(model)
     heads = [4 if name.endswith("Attention") else 64 for name in gates.names]
     assert [len(factor) for factor in gates.factors] == [len(m) for m in gates.movement] == heads
-    assert gates.names == [name for _, _, name, _ in parts(model)]
+    assert gates.names == [name for _, _, name, _ in prunable_modules(model)]
     before = teacher_forced(model, *padded_batch, NEW)
     with gated(model, gates):
         np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), before)

@@ -16,10 +16,10 @@ from test_gates import hooks
 from test_narrow import SIZES, narrowed
 
 from t5accel.distillation.gates import Gates, gated
-from t5accel.distillation.importance import alike, choose, everything, magnitude, movement, taylor
+from t5accel.distillation.importance import keep_all, magnitude, movement, normalize_scores, select_kept, taylor
 from t5accel.distillation.optimizer import model_inputs
 from t5accel.errors import InputError
-from t5accel.models.pruned import parts
+from t5accel.models.pruned import prunable_modules
 
 BATCH = ([[5, 6, 7, 8, 1], [9, 10, 1], [40, 41, 42, 1]], [[20, 21, 1], [22, 23, 24, 25, 1], [30, 31, 1]])
 OTHER = ([[50, 51, 52, 1], [60, 61, 62, 63, 1]], [[70, 71, 72, 1], [80, 81, 1]])
@@ -37,7 +37,7 @@ def exact_loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
 def test_magnitude_is_the_norm_of_what_would_be_removed(tiny_t5, kind: str) -> None:
     model = tiny_t5(kind)
     scores = magnitude(model)
-    assert list(scores) == [name for _, _, name, _ in parts(model)]
+    assert list(scores) == [name for _, _, name, _ in prunable_modules(model)]
     for name, values in scores.items():
         module = model.get_submodule(name)
         weights = {key: weight.detach().double().numpy() for key, weight in module.named_parameters()}
@@ -63,7 +63,7 @@ def test_taylor_foretells_what_leaving_out_does(tiny_t5) -> None:
     """The change of the loss and its first-order estimate agree where what is left out is small."""
     model = copy.deepcopy(tiny_t5()).double()
     with torch.no_grad():
-        for kind, _, _, module in parts(model):
+        for kind, _, _, module in prunable_modules(model):
             (module.o if kind.endswith("heads") else module.wo).weight.mul_(0.02)
         model.decoder.block[2].layer[2].DenseReluDense.wo.weight[:, 7] = 0.0
     scores = taylor(model, [BATCH], lambda batch: exact_loss(model, batch))
@@ -122,7 +122,7 @@ def test_movement_is_high_where_training_makes_weights_grow(tiny_t5) -> None:
         exact_loss(model, BATCH)[0].backward()
     gates.collect()
     scores = movement(gates)
-    for kind, _, name, module in parts(model):
+    for kind, _, name, module in prunable_modules(model):
         last, width = (module.o, 12) if kind.endswith("heads") else (module.wo, 1)
         along = (last.weight * last.weight.grad).sum(dim=0).unflatten(0, (-1, width)).sum(dim=1)
         torch.testing.assert_close(scores[name], -along.detach().float(), rtol=1e-3, atol=1e-4)
@@ -131,7 +131,7 @@ def test_movement_is_high_where_training_makes_weights_grow(tiny_t5) -> None:
         for weight in model.parameters():
             weight -= 1e-7 * weight.grad
     rising = falling = 0
-    for kind, _, name, module in parts(model):
+    for kind, _, name, module in prunable_modules(model):
         last, width = (module.o, 12) if kind.endswith("heads") else (module.wo, 1)
         grown = last.weight.detach().square().sum(dim=0).unflatten(0, (-1, width)).sum(dim=1) - before[name]
         clear = scores[name].abs() > 0.05
@@ -144,7 +144,7 @@ def test_movement_is_high_where_training_makes_weights_grow(tiny_t5) -> None:
 
 def test_scores_of_equal_norm_keep_their_order() -> None:
     scores = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 0.0, 0.0]), "c": torch.tensor([-5.0, 12.0])}
-    found = alike(scores)
+    found = normalize_scores(scores)
     assert found["a"].tolist() == pytest.approx([0.6, 0.8]) and found["c"].tolist() == pytest.approx([-5 / 13, 12 / 13])
     assert found["b"].tolist() == [0.0] * 3
 
@@ -160,7 +160,7 @@ NEURONS = {"0.DenseReluDense": torch.arange(8.0), "1.DenseReluDense": 10.0 + tor
 
 
 def test_the_least_important_heads_of_all_layers_go_and_one_of_each_stays() -> None:
-    assert choose(HEADS) == everything(HEADS)
+    assert select_kept(HEADS) == keep_all(HEADS)
     kept = {
         0.25: ((0, 1, 2, 3), (3,), (0, 1, 2, 3)),  # 3 of 12
         0.5: ((0, 2), (3,), (0, 1, 2, 3)),  # 6 of 12, of which layer 1 may lose only 3
@@ -168,28 +168,28 @@ def test_the_least_important_heads_of_all_layers_go_and_one_of_each_stays() -> N
         0.99: ((2,), (3,), (2,)),
     }
     for share, expected in kept.items():
-        assert choose(HEADS, heads=share, neurons=0.9) == dict(zip(HEADS, expected, strict=True))
+        assert select_kept(HEADS, heads=share, neurons=0.9) == dict(zip(HEADS, expected, strict=True))
 
 
 def test_neurons_stay_in_multiples() -> None:
     def found(share: float, multiple: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(choose(NEURONS, neurons=share, multiple_of=multiple).values())
+        return tuple(select_kept(NEURONS, neurons=share, multiple_of=multiple).values())
 
     assert found(0.25, 1) == ((4, 5, 6, 7), tuple(range(8)))
     assert found(0.25, 4) == ((4, 5, 6, 7), tuple(range(8)))
     assert found(0.5, 2) == ((6, 7), tuple(range(8)))  # never a layer without any
     assert found(0.75, 4) == ((4, 5, 6, 7), (0, 1, 2, 3))
     assert found(0.75, 32) == found(0.0, 32) == (tuple(range(8)), tuple(range(8)))
-    assert choose(NEURONS, heads=0.9) == everything(NEURONS)
+    assert select_kept(NEURONS, heads=0.9) == keep_all(NEURONS)
 
 
 def test_each_kind_is_ranked_for_itself_and_the_order_of_the_modules_stays() -> None:
     scores = {"0.DenseReluDense": 1e-3 * torch.arange(8.0), **HEADS, "1.DenseReluDense": NEURONS["1.DenseReluDense"]}
-    kept = choose(scores, heads=0.5, neurons=0.25, multiple_of=4)
+    kept = select_kept(scores, heads=0.5, neurons=0.25, multiple_of=4)
     assert list(kept) == list(scores)
-    assert {name: kept[name] for name in HEADS} == choose(HEADS, heads=0.5)
+    assert {name: kept[name] for name in HEADS} == select_kept(HEADS, heads=0.5)
     assert kept["0.DenseReluDense"] == (4, 5, 6, 7) and len(kept["1.DenseReluDense"]) == 8
-    assert choose({}) == {}
+    assert select_kept({}) == {}
 
 
 def test_ties_are_broken_alike_each_time() -> None:
@@ -197,7 +197,7 @@ def test_ties_are_broken_alike_each_time() -> None:
     expected = {"0.SelfAttention": (0,), "1.SelfAttention": (0, 1), "1.EncDecAttention": (0, 1, 2, 3),
                 "0.DenseReluDense": (0, 1, 2, 3)}  # fmt: skip
     for _ in range(3):
-        assert choose(scores, heads=0.5, neurons=0.5, multiple_of=4) == expected
+        assert select_kept(scores, heads=0.5, neurons=0.5, multiple_of=4) == expected
 
 
 values = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12)
@@ -208,7 +208,7 @@ values = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12)
 def test_what_stays_in_a_layer_is_its_best(layers: list[list[float]], share: float, multiple: int) -> None:
     for ending, options in (("SelfAttention", dict(heads=share)), ("Dense", dict(neurons=share, multiple_of=multiple))):
         scores = {f"{i}.{ending}": torch.tensor(layer) for i, layer in enumerate(layers)}
-        for name, kept in choose(scores, **options).items():
+        for name, kept in select_kept(scores, **options).items():
             layer = scores[name]
             assert kept and list(kept) == sorted({*kept}) and set(kept) <= set(range(len(layer)))
             gone = [index for index in range(len(layer)) if index not in kept]
@@ -217,11 +217,11 @@ def test_what_stays_in_a_layer_is_its_best(layers: list[list[float]], share: flo
                 assert len(kept) % multiple == 0 or len(kept) == len(layer)
         total = sum(map(len, layers))
         if ending == "SelfAttention":
-            stay = sum(map(len, choose(scores, **options).values()))
+            stay = sum(map(len, select_kept(scores, **options).values()))
             assert total - round(share * total) <= stay <= max(total - round(share * total), 0) + len(layers)
 
 
 def test_shares_and_multiples_that_are_none_are_refused() -> None:
     for name in ("heads", "neurons"):
-        refused(partial(choose, HEADS), name, 1.0, 1, -0.1, float("nan"), True, "0.5", None, match=f"{name} is ")
-    refused(partial(choose, NEURONS, neurons=0.5), "multiple_of", 0, -8, 1.5, True, "8", None)
+        refused(partial(select_kept, HEADS), name, 1.0, 1, -0.1, float("nan"), True, "0.5", None, match=f"{name} is ")
+    refused(partial(select_kept, NEURONS, neurons=0.5), "multiple_of", 0, -8, 1.5, True, "8", None)

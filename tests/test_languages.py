@@ -209,7 +209,7 @@ def test_sources_padded_on_the_left(make) -> None:
         batch = made.tokenizer(TEXTS, return_tensors="np", padding=True)
         made.tokenizer.padding_side = "right"
         ids, mask = batch["input_ids"], batch["attention_mask"]
-        found = Languages(made.tokenizer).marked(ids, mask, made.token(made.other))
+        found = Languages(made.tokenizer).set_language(ids, mask, made.token(made.other))
         for row, real, expected in zip(found, mask == 1, made.source(TEXTS, made.other)["input_ids"], strict=True):
             assert row[real].tolist() == expected[: real.sum()].tolist() and (row[~real] == 1).all()
 

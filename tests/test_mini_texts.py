@@ -28,9 +28,7 @@ from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from t5accel.models.load import load_model
 from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
-from training import curriculum as mixture
-from training import exercises as practice
-from training import vocabulary
+from training import curriculum, exercises, vocabulary
 from training.curriculum import (
     CONTEXT,
     FOURTH_CURRICULUM,
@@ -38,10 +36,10 @@ from training.curriculum import (
     SECOND_CURRICULUM,
     STUDENTS_MIXTURE,
     THIRD_CURRICULUM,
+    draw_sources,
     evaluation_sources,
     mini_examples,
     mini_mixture,
-    sources,
     student_mixture,
 )
 from training.exercises import (
@@ -51,12 +49,12 @@ from training.exercises import (
     recall_example,
     repetition_example,
 )
-from training.pairs import balanced, joined, read_pairs, split_pairs, tidy
+from training.pairs import balance_pairs, join_pairs, read_pairs, split_pairs, tidy
 from training.texts import report_templates, story_templates
 from training.texts.composed_reports import composed_event, make_composed_report, statements
 from training.texts.composed_stories import composed_family, make_composed_crowd, make_composed_question, training_names
-from training.texts.reports import Report, make_report, reports
-from training.texts.stories import Question, make_crowd, make_question, questions
+from training.texts.reports import Report, generate_reports, make_report
+from training.texts.stories import Question, generate_questions, make_crowd, make_question
 from training.train import SECOND_STAGE
 from training.vocabulary import ALPHABET, train_tokenizer
 
@@ -67,12 +65,12 @@ FORTY = Path(__file__).resolve().parents[1] / "data/forty.jsonl"
 
 @cache
 def some_reports(held_out: bool) -> list[Report]:
-    return list(reports(1000, 3, held_out=held_out))
+    return list(generate_reports(1000, 3, held_out=held_out))
 
 
 @cache
 def some_questions(held_out: bool) -> list[Question]:
-    return list(questions(2000, 3, held_out=held_out))
+    return list(generate_questions(2000, 3, held_out=held_out))
 
 
 @cache
@@ -107,7 +105,7 @@ def test_the_evaluation_set_of_summaries_is_generated() -> None:
         half = "unseen" if held_out else "seen"
         assert tasks.rows("summaries")[100 * held_out :][:100] == [
             {"id": f"summaries-{half}-{i:03d}", "source": report.source, "references": [report.summary]}
-            for i, report in enumerate(reports(100, EVAL_SEED, held_out=held_out), start=1)
+            for i, report in enumerate(generate_reports(100, EVAL_SEED, held_out=held_out), start=1)
         ]
 
 
@@ -121,7 +119,7 @@ def test_the_evaluation_set_of_questions_is_generated() -> None:
                 "context": q.context,
                 "answers": list(q.answers),
             }
-            for i, q in enumerate(questions(100, EVAL_SEED, held_out=held_out), start=1)
+            for i, q in enumerate(generate_questions(100, EVAL_SEED, held_out=held_out), start=1)
         ]
 
 
@@ -227,7 +225,9 @@ def test_crowds_are_large_told_alike_and_of_seen_families_and_one_in_four_has_no
 
 def test_the_seed_decides_everything() -> None:
     state = random.getstate()
-    for (many, one), held_out in product(((reports, make_report), (questions, make_question)), HALVES):
+    for (many, one), held_out in product(
+        ((generate_reports, make_report), (generate_questions, make_question)), HALVES
+    ):
         expected = list(many(30, 11, held_out=held_out))
         assert list(many(60, 11, held_out=held_out))[:30] == expected  # how many are wanted does not matter
         rng = random.Random(11)
@@ -494,25 +494,25 @@ def test_pairs_are_joined_in_step_and_as_often_as_asked():
     french_of = dict(PAIRS)
     counts = []
     for _ in range(400):
-        english, french = joined(PAIRS, rng, share=0.5)
+        english, french = join_pairs(PAIRS, rng, share=0.5)
         parts = english.replace(". ", ".|").replace("! ", "!|").split("|")
         assert french == " ".join(french_of[part] for part in parts)
         counts.append(len(parts))
     assert set(counts) == {1, 2, 3, 4} and 150 < counts.count(1) < 250
-    assert all(joined(PAIRS, rng, share=0.0) in PAIRS for _ in range(50))
-    assert joined(PAIRS, random.Random(5)) == joined(PAIRS, random.Random(5))
+    assert all(join_pairs(PAIRS, rng, share=0.0) in PAIRS for _ in range(50))
+    assert join_pairs(PAIRS, random.Random(5)) == join_pairs(PAIRS, random.Random(5))
 
 
 @pytest.mark.parametrize(("words", "times"), [(1, 2), (4, 2), (6, 3), (8, 4), (10, 5), (30, 5)])
 def test_long_sentences_are_drawn_more_often(words, times):
     pair = (" ".join("a" * words), "b")
-    assert balanced([pair] * 200) == (pair,) * times * 200
+    assert balance_pairs([pair] * 200) == (pair,) * times * 200
 
 
 @pytest.mark.parametrize(("count", "times"), [(1, 6), (16, 6), (38, 4), (150, 2), (400, 2)])
 def test_sentences_with_a_rare_word_are_drawn_more_often(count, times):
     usual, rare = ("We sing.", "Nous chantons."), ("We yodel!", "Nous iodlons !")
-    drawn = balanced([usual] * 400 + [rare] * count)
+    drawn = balance_pairs([usual] * 400 + [rare] * count)
     assert (drawn.count(usual), drawn.count(rare)) == (800, times * count)
 
 
@@ -602,7 +602,7 @@ MANY_WORDS = tuple("".join(letters) for letters in product("bdfgklmnprst", "aeio
 
 
 def asked_and_clauses(source: str) -> tuple[str, list[str]]:
-    for form in practice._ASKED:
+    for form in exercises._ASKED:
         if found := re.fullmatch(re.escape(form).replace(r"\{\}", "(.+)") + r" (.+)\.", source):
             return found[1], found[2].split(". ")
     raise AssertionError(source)
@@ -701,28 +701,28 @@ def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, p
 
 def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once():
     mixture_of_all = replace(mini_mixture(()), examples=mini_examples(PAIRS, joined_share=0.5))
-    found = sources(mixture_of_all, 200, seed=0)
+    found = draw_sources(mixture_of_all, 200, seed=0)
     assert len(found) == len(set(found)) == 200
     counts = Counter(task for task, _ in found)
-    assert counts.keys() == mixture.SHARES.keys()
-    assert all(abs(counts[task] - 2 * share) < 25 for task, share in mixture.SHARES.items())
+    assert counts.keys() == curriculum.SHARES.keys()
+    assert all(abs(counts[task] - 2 * share) < 25 for task, share in curriculum.SHARES.items())
     starts = {"translation": TRANSLATE, "questions": "question: "}
     assert all(source.startswith(starts.get(task.split()[-1], SUMMARIZE)) for task, source in found)
-    assert found == sources(mixture_of_all, 200, seed=0) and found[:50] == sources(mixture_of_all, 50, seed=0)
-    assert found != sources(mixture_of_all, 200, seed=1)
+    assert found == draw_sources(mixture_of_all, 200, seed=0) and found[:50] == draw_sources(mixture_of_all, 50, seed=0)
+    assert found != draw_sources(mixture_of_all, 200, seed=1)
 
 
 def test_no_source_is_one_of_the_evaluation_sets():
-    found = sources(mini_mixture(PAIRS), 60, seed=0)
+    found = draw_sources(mini_mixture(PAIRS), 60, seed=0)
     forbidden = frozenset(source for _, source in found[::2])
     assert {source.split(":")[0] for source in forbidden} >= {"translate English to French", "question"}
-    again = sources(replace(mini_mixture(PAIRS), forbidden=forbidden), 60, seed=0)
+    again = draw_sources(replace(mini_mixture(PAIRS), forbidden=forbidden), 60, seed=0)
     assert len(again) == 60 and not {source for _, source in again} & forbidden
 
 
 def test_more_sources_than_there_are_are_refused(monkeypatch):
-    monkeypatch.setattr(mixture, "SHARES", {"translation": 1})
+    monkeypatch.setattr(curriculum, "SHARES", {"translation": 1})
     few = replace(mini_mixture(()), examples=mini_examples(PAIRS[:3], joined_share=0.0))
-    assert {source for _, source in sources(few, 3, seed=0)} == {TRANSLATE + english for english, _ in PAIRS[:3]}
+    assert {source for _, source in draw_sources(few, 3, seed=0)} == {TRANSLATE + english for english, _ in PAIRS[:3]}
     with pytest.raises(InputError, match="Of 4 different sources only 3"):
-        sources(few, 4, seed=0)
+        draw_sources(few, 4, seed=0)

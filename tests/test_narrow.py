@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.models.load import load_model
-from t5accel.models.pruned import KINDS, parts, resize, widths
+from t5accel.models.pruned import KINDS, layer_widths, prunable_modules, resize
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_varied
 
@@ -38,7 +38,7 @@ def narrowed(model: Any, sizes: dict[str, list[int]] = SIZES) -> Any:
     resize(small, sizes)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for _, _, name, module in parts(small):
+        for _, _, name, module in prunable_modules(small):
             old = model.get_submodule(name)
             for key, weight in module.named_parameters():
                 if key.startswith("relative") and not hasattr(old, "relative_attention_bias"):
@@ -65,7 +65,7 @@ def test_a_narrow_model_is_saved_and_loaded(tiny_t5, padded_batch, tmp_path: Pat
         with quiet() if kind == "deeper-decoder" else nullcontext():  # of untied heads transformers 5 always speaks
             model, tokenizer = load_model(folder)
         assert tokenizer is None and type(model) is type(whole) and not model.training
-        assert widths(model) == SIZES == model.config.layer_widths
+        assert layer_widths(model) == SIZES == model.config.layer_widths
         np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), expected)
         assert json.loads((folder / "config.json").read_text())["architectures"] == [type(whole).__name__]
 
@@ -73,13 +73,13 @@ def test_a_narrow_model_is_saved_and_loaded(tiny_t5, padded_batch, tmp_path: Pat
 @pytest.mark.parametrize("kind", NARROW)
 def test_sizes_are_read_layer_by_layer(tiny_t5, kind: str) -> None:
     whole, model = tiny_t5(kind), narrowed(tiny_t5(kind))
-    assert widths(whole) == FULL and not hasattr(whole.config, "layer_widths")
+    assert layer_widths(whole) == FULL and not hasattr(whole.config, "layer_widths")
     dims = T5Dims.of(model)
     assert {name: list(getattr(dims, name)) for name in KINDS} == SIZES
     assert (dims.d_kv, dims.d_model, dims.tied) == (12, 32, T5Dims.of(whole).tied)
-    names = [name for _, _, name, _ in parts(model)]
+    names = [name for _, _, name, _ in prunable_modules(model)]
     assert len(names) == len(set(names)) == 2 * 2 + 3 * 3
-    assert all(model.get_submodule(name) is module for _, _, name, module in parts(model))
+    assert all(model.get_submodule(name) is module for _, _, name, module in prunable_modules(model))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -129,9 +129,9 @@ def test_new_matrices_are_of_the_old_ones_type_and_a_second_time_adds_no_hook(ti
     model = copy.deepcopy(tiny_t5()).to(torch.bfloat16)
     for sizes in (SIZES, FULL):
         resize(model, sizes)
-        assert widths(model) == sizes == model.config.layer_widths
+        assert layer_widths(model) == sizes == model.config.layer_widths
         assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-        hooks = [len(m._forward_pre_hooks) for kind, _, _, m in parts(model) if kind.endswith("heads")]
+        hooks = [len(m._forward_pre_hooks) for kind, _, _, m in prunable_modules(model) if kind.endswith("heads")]
         assert hooks == [1] * 8
 
 
@@ -147,7 +147,7 @@ def test_wrong_widths_are_refused_and_change_nothing(tiny_t5, sizes: Any) -> Non
     model = copy.deepcopy(tiny_t5())
     with pytest.raises(InputError, match="layer_widths"):
         resize(model, sizes)
-    assert widths(model) == FULL and not hasattr(model.config, "layer_widths")
+    assert layer_widths(model) == FULL and not hasattr(model.config, "layer_widths")
 
 
 @pytest.fixture

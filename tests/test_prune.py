@@ -39,15 +39,15 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.distillation.gates import Gates, gated
-from t5accel.distillation.importance import Kept, choose, magnitude
-from t5accel.distillation.pruning import PruneConfig, prune, remove
+from t5accel.distillation.importance import Kept, magnitude, select_kept
+from t5accel.distillation.pruning import PruneConfig, prune, prune_to
 from t5accel.distillation.student import distill, shrink_decoder
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER
 from t5accel.graphs.export import export_model, t5_weights
 from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.models.load import load_model
-from t5accel.models.pruned import parts, widths
+from t5accel.models.pruned import layer_widths, prunable_modules
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_close, assert_varied
 from t5accel.precision.convert import convert_export
@@ -75,7 +75,7 @@ def masked(model: Any, kept: Kept, batch: Any) -> np.ndarray:
 
 def sizes_of(kept: Kept, model: Any) -> dict[str, list[int]]:
     sizes: dict[str, list[int]] = {}
-    for kind, _, name, _ in parts(model):
+    for kind, _, name, _ in prunable_modules(model):
         sizes.setdefault(kind, []).append(len(kept[name]))
     return sizes
 
@@ -89,13 +89,13 @@ def test_what_is_left_computes_what_the_masked_model_does(tiny_t5, padded_batch,
     model = tiny_t5(kind)
     before, config = stored(model), model.config.to_dict()
     kept = some_kept(Gates(model), seed, at_least=1)
-    small = remove(model, kept)
+    small = prune_to(model, kept)
     expected = masked(model, kept, padded_batch)
     equal(teacher_forced(small, *padded_batch, NEW), expected)
     with pytest.raises(ParityError):
         equal(teacher_forced(model, *padded_batch, NEW), expected)
-    assert widths(small) == sizes_of(kept, model) and T5Dims.of(small).cross_heads == tuple(
-        widths(small)["cross_heads"]
+    assert layer_widths(small) == sizes_of(kept, model) and T5Dims.of(small).cross_heads == tuple(
+        layer_widths(small)["cross_heads"]
     )
     assert type(small) is type(model) and not small.training
     assert same_weights(model, before) and model.config.to_dict() == config
@@ -107,10 +107,10 @@ def test_another_head_or_another_heads_biases_are_noticed(tiny_t5, padded_batch,
     whole = Gates(model).kept()
     kept, other = {**whole, SECOND: (1, 3)}, {**whole, SECOND: (1, 2)}
     expected = masked(model, kept, padded_batch)
-    small = remove(model, kept)
+    small = prune_to(model, kept)
     equal(teacher_forced(small, *padded_batch, NEW), expected)
     with pytest.raises(ParityError):
-        equal(teacher_forced(remove(model, other), *padded_batch, NEW), expected)
+        equal(teacher_forced(prune_to(model, other), *padded_batch, NEW), expected)
     table = small.get_submodule(SECOND).relative_attention_bias.weight
     with torch.no_grad():
         table.copy_(table.flip(1))
@@ -128,7 +128,7 @@ def test_what_nobody_reads_can_go_without_a_trace(tiny_t5, padded_batch) -> None
             gone = [i for i in range(last.in_features) if i // width not in indices]
             last.weight[:, gone] = 0.0
     expected = teacher_forced(model, *padded_batch, NEW)
-    equal(teacher_forced(remove(model, kept), *padded_batch, NEW), expected)
+    equal(teacher_forced(prune_to(model, kept), *padded_batch, NEW), expected)
 
 
 @pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
@@ -137,9 +137,9 @@ def test_layers_look_up_the_biases_of_one_table_once(tiny_t5, kind: str, stack: 
     """As long as their tables hold the same columns: after more training, or in UMT5, each layer has its own."""
     model = tiny_t5(kind)
     first, second = (f"{stack}.block.{layer}.layer.0.SelfAttention" for layer in (0, 1))
-    small = remove(model, {**Gates(model).kept(), first: (0, 2, 3), second: (1, 2)})
+    small = prune_to(model, {**Gates(model).kept(), first: (0, 2, 3), second: (1, 2)})
     build = {"encoder": encoder_graph, "decoder": decoder_graph}[stack]
-    layers, shares = len(widths(model)[f"{stack}_heads"]), kind != "umt5"
+    layers, shares = len(layer_widths(model)[f"{stack}_heads"]), kind != "umt5"
 
     def tables(t5: Any) -> list[tuple[int, ...]]:
         graph = build(t5_weights(t5))
@@ -159,8 +159,11 @@ def test_layers_look_up_the_biases_of_one_table_once(tiny_t5, kind: str, stack: 
 def test_it_is_really_smaller(tiny_t5, tmp_path: Path, kind: str) -> None:
     model = tiny_t5(kind)
     kept = some_kept(Gates(model), 1, at_least=1)
-    small = remove(model, kept)
-    gone = sum(sum(layers) for layers in widths(model).values()), sum(sum(layers) for layers in widths(small).values())
+    small = prune_to(model, kept)
+    gone = (
+        sum(sum(layers) for layers in layer_widths(model).values()),
+        sum(sum(layers) for layers in layer_widths(small).values()),
+    )
     assert gone[1] < gone[0]
     expected = model.num_parameters()
     for name, indices in kept.items():
@@ -183,7 +186,7 @@ def test_it_is_really_smaller(tiny_t5, tmp_path: Path, kind: str) -> None:
 
 def test_all_that_is_kept_is_an_equal_model(tiny_t5, padded_batch) -> None:
     model = tiny_t5()
-    small = remove(model, Gates(model).kept())
+    small = prune_to(model, Gates(model).kept())
     equal(teacher_forced(small, *padded_batch, NEW), teacher_forced(model, *padded_batch, NEW))
 
 
@@ -192,12 +195,12 @@ def test_pruned_models_are_pruned_and_shrunk_again(tiny_t5, padded_batch, tmp_pa
     model.save_pretrained(tmp_path)
     for start in (model, load_model(tmp_path)[0], shrink_decoder(tiny_t5(), [1, 2]), shrink_decoder(model, [0, 2])):
         kept = some_kept(Gates(start), 2, at_least=1)
-        small = remove(start, kept)
+        small = prune_to(start, kept)
         expected = masked(start, kept, padded_batch)
         equal(teacher_forced(small, *padded_batch, NEW), expected)
-        assert widths(small) == sizes_of(kept, start) == small.config.layer_widths
+        assert layer_widths(small) == sizes_of(kept, start) == small.config.layer_widths
         last = shrink_decoder(small, [1])
-        assert widths(last)["decoder_heads"] == last.config.layer_widths["decoder_heads"]
+        assert layer_widths(last)["decoder_heads"] == last.config.layer_widths["decoder_heads"]
 
 
 @pytest.mark.skipif(V5, reason="transformers 5 prunes no heads")
@@ -206,12 +209,12 @@ def test_heads_that_transformers_4_pruned_keep_their_biases(tiny_t5, padded_batc
     model.get_submodule(SECOND).prune_heads({0, 2})
     model.decoder.block[0].layer[0].SelfAttention.prune_heads({1})
     kept = some_kept(Gates(model), 3, at_least=1) | {SECOND: (1,), "decoder.block.0.layer.0.SelfAttention": (0, 2)}
-    equal(teacher_forced(remove(model, kept), *padded_batch, NEW), masked(model, kept, padded_batch))
+    equal(teacher_forced(prune_to(model, kept), *padded_batch, NEW), masked(model, kept, padded_batch))
 
 
 def test_heads_that_there_are_not_and_modules_that_are_not_named_are_refused(tiny_t5) -> None:
     whole = Gates(tiny_t5()).kept()
-    call = partial(remove, tiny_t5())
+    call = partial(prune_to, tiny_t5())
     indices = ((), (0, 0), (1, 0), (0, 4), (-1, 0), (4,))
     refused(call, "kept", *({**whole, SECOND: chosen} for chosen in indices), match=SECOND)
     without = {name: chosen for name, chosen in whole.items() if name != SECOND}
@@ -225,8 +228,8 @@ def test_heads_that_there_are_not_and_modules_that_are_not_named_are_refused(tin
 def pruned(request: pytest.FixtureRequest, tiny_t5, tmp_path_factory) -> tuple[Any, Path]:
     """A pruned model, every layer of another width, and its export."""
     model = tiny_t5(request.param)
-    small = remove(model, some_kept(Gates(model), 4, at_least=1))
-    assert len(set(map(tuple, widths(small).values()))) == 5
+    small = prune_to(model, some_kept(Gates(model), 4, at_least=1))
+    assert len(set(map(tuple, layer_widths(small).values()))) == 5
     folder = tmp_path_factory.mktemp("pruned") / request.param
     export_model(small, folder)
     return small, folder
@@ -283,7 +286,7 @@ def test_it_is_converted_to_integers(pruned, padded_batch, tmp_path: Path, recip
 CONFIG = PruneConfig(
     heads=0.25, neurons=0.5, importance="taylor", steps=8, rising=0.75, every=2, multiple_of=8, examine=2, training=TOY
 )  # fmt: skip
-WAYS = ["magnitude", "taylor", "movement"]
+IMPORTANCE_METHODS = ["magnitude", "taylor", "movement"]
 
 
 def run(model: Any, folder: Path, config: PruneConfig = CONFIG, **options: Any) -> Any:
@@ -291,21 +294,21 @@ def run(model: Any, folder: Path, config: PruneConfig = CONFIG, **options: Any) 
 
 
 def heads(model: Any) -> int:
-    return sum(sum(layers) for kind, layers in widths(model).items() if kind.endswith("heads"))
+    return sum(sum(layers) for kind, layers in layer_widths(model).items() if kind.endswith("heads"))
 
 
 def neurons(model: Any) -> list[int]:
-    return [width for kind, layers in widths(model).items() if kind.endswith("ff") for width in layers]
+    return [width for kind, layers in layer_widths(model).items() if kind.endswith("ff") for width in layers]
 
 
-@pytest.mark.parametrize("importance", WAYS)
+@pytest.mark.parametrize("importance", IMPORTANCE_METHODS)
 def test_ever_more_is_masked_while_the_rest_learns_and_then_removed(
     tiny_t5, tmp_path: Path, padded_batch, monkeypatch, importance: str
 ) -> None:
     model, seen, closed = copy.deepcopy(tiny_t5()).train(), [], []
     before, config = stored(model), model.config.to_dict()
-    own_remove, own_close = module.remove, Gates.close
-    monkeypatch.setattr(module, "remove", lambda *given: seen.append(given) or own_remove(*given))
+    own_remove, own_close = module.prune_to, Gates.close
+    monkeypatch.setattr(module, "prune_to", lambda *given: seen.append(given) or own_remove(*given))
     monkeypatch.setattr(Gates, "close", lambda gates, kept: closed.append(kept) or own_close(gates, kept))
     student = run(model, tmp_path, replace(CONFIG, importance=importance))
 
@@ -327,7 +330,7 @@ def test_ever_more_is_masked_while_the_rest_learns_and_then_removed(
     assert not student.training and {weight.grad for weight in model.parameters()} == {None}
 
 
-@pytest.mark.parametrize("importance", WAYS)
+@pytest.mark.parametrize("importance", IMPORTANCE_METHODS)
 def test_an_interrupted_run_ends_with_exactly_the_model_of_an_uninterrupted_one(
     tiny_t5, tmp_path: Path, monkeypatch, importance: str
 ) -> None:
@@ -340,7 +343,7 @@ def test_an_interrupted_run_ends_with_exactly_the_model_of_an_uninterrupted_one(
         run(tiny_t5(), tmp_path / "cut", config, validate=looking())
     interrupt(monkeypatch, after=4)
     resumed = run(tiny_t5(), tmp_path / "cut", config, validate=looking())
-    assert widths(resumed) == widths(whole) and same_weights(resumed, whole)
+    assert layer_widths(resumed) == layer_widths(whole) and same_weights(resumed, whole)
     assert log(tmp_path / "cut")[-1]["loss"] == log(tmp_path / "whole")[-1]["loss"]
 
 
@@ -377,8 +380,8 @@ def test_without_steps_all_is_removed_at_once_and_nothing_trained(tiny_t5, tmp_p
     for importance in ("magnitude", "taylor"):
         config = replace(CONFIG, steps=0, importance=importance)
         student = run(tiny_t5(), tmp_path / "out", config)
-        kept = choose(module._scores(tiny_t5(), toy_tokenizer(), MIXTURE, config), heads=0.25, neurons=0.5)
-        assert same_weights(student, remove(tiny_t5(), kept)) and heads(student) < 28
+        kept = select_kept(module._scores(tiny_t5(), toy_tokenizer(), MIXTURE, config), heads=0.25, neurons=0.5)
+        assert same_weights(student, prune_to(tiny_t5(), kept)) and heads(student) < 28
     assert not (tmp_path / "out").exists()
 
 
@@ -386,7 +389,7 @@ def test_what_is_left_learns_from_the_whole_model_or_from_another_teacher(tiny_t
     model, other = tiny_t5(), tiny_t5(seed=2)
     by_itself, told = (run(model, tmp_path / name, **given) for name, given in (("a", {}), ("b", {"teacher": model})))
     by_another = run(model, tmp_path / "c", teacher=other)
-    assert same_weights(by_itself, told) and widths(by_another) == widths(told)
+    assert same_weights(by_itself, told) and layer_widths(by_another) == layer_widths(told)
     assert not same_weights(by_another, told)
 
 
@@ -395,10 +398,10 @@ def test_what_is_left_learns_from_the_whole_model_or_from_another_teacher(tiny_t
 )
 def test_few_steps_remove_all_that_was_asked_for(tiny_t5, tmp_path: Path, config: dict[str, Any]) -> None:
     student = run(tiny_t5(), tmp_path, replace(CONFIG, importance="magnitude", **config))
-    kept = choose(
+    kept = select_kept(
         module._scores(tiny_t5(), None, MIXTURE, replace(CONFIG, importance="magnitude")), heads=0.25, neurons=0.5
     )
-    assert widths(student) == sizes_of(kept, tiny_t5())
+    assert layer_widths(student) == sizes_of(kept, tiny_t5())
 
 
 def test_importances_choose_differently(tiny_t5) -> None:
@@ -406,8 +409,8 @@ def test_importances_choose_differently(tiny_t5) -> None:
     for importance in ("magnitude", "taylor"):
         scores = module._scores(tiny_t5(), toy_tokenizer(), MIXTURE, replace(CONFIG, importance=importance))
         assert all(values.norm().item() == pytest.approx(1.0, rel=1e-5) for values in scores.values())
-        chosen.append(choose(scores, heads=0.25, neurons=0.5))
-    assert chosen[0] != chosen[1] != choose(magnitude(tiny_t5()), heads=0.25, neurons=0.5)
+        chosen.append(select_kept(scores, heads=0.25, neurons=0.5))
+    assert chosen[0] != chosen[1] != select_kept(magnitude(tiny_t5()), heads=0.25, neurons=0.5)
 
 
 @given(st.integers(2, 3000), st.floats(0.01, 1.0))

@@ -25,11 +25,11 @@ from training.curriculum import evaluation_sources, mini_examples
 from training.reader import (
     Labels,
     ReaderConfig,
+    draw_questions,
     encoder_of,
     new_reader,
     prune_reader,
     span_loss,
-    stories,
     tensors,
     train_reader,
     train_wordpiece,
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("random_state_put_back")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return train_wordpiece([text for text, _ in stories(60, "some")], 300)
+    return train_wordpiece([text for text, _ in draw_questions(60, "some")], 300)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def mixture() -> Mixture:
 
 def test_every_answer_of_every_generator_is_found_where_it_stands(tokenizer: Any) -> None:
     rng = random.Random(0)
-    words = tuple((text, "") for text, _ in stories(200, "words"))
+    words = tuple((text, "") for text, _ in draw_questions(200, "words"))
     examples, labels = mini_examples(words), Labels(tokenizer)
     encode = encoder_of(tokenizer)
     for task in ("questions", "crowds", "composed questions", "composed crowds", "recall"):
@@ -102,24 +102,24 @@ def test_aimed_heads_look_where_they_are_aimed(tokenizer: Any) -> None:
         assert (looks[head].argmax(1)[3:27] == torch.arange(3, 27) + away).float().mean() > 0.7
         assert looks[head][torch.arange(3, 27), torch.arange(3, 27) + away].mean() > 0.5
     assert {5, 25} == set(looks[3][5].topk(2).indices.tolist())
-    plain = new_reader(replace(TINY, hidden_size=128, intermediate_size=128, aimed=False))
+    plain = new_reader(replace(TINY, hidden_size=128, intermediate_size=128, mimetic_init=False))
     plain.set_attn_implementation("eager")
     flat = plain(input_ids=ids, output_attentions=True).attentions[0][0]
     assert (flat[0].argmax(1)[3:27] == torch.arange(3, 27) - 1).float().mean() < 0.5
 
 
 def test_no_story_of_the_evaluation_sets_is_trained_on() -> None:
-    assert not {source for source, _ in stories(300, "validation")} & evaluation_sources()
+    assert not {source for source, _ in draw_questions(300, "validation")} & evaluation_sources()
 
 
 def test_the_frozen_calibration_texts_are_stories_of_their_own_seed() -> None:
-    drawn = [source.removeprefix(QUESTION).split(CONTEXT, 1) for source, _ in stories(64, "calibration")]
+    drawn = [source.removeprefix(QUESTION).split(CONTEXT, 1) for source, _ in draw_questions(64, "calibration")]
     assert [*map(list, calibration_texts())] == drawn
 
 
 def test_a_run_is_its_seed_s_and_what_it_writes_loads(tmp_path: Path, mixture, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(module, "choose_threshold", lambda *_: 0.5)
-    monkeypatch.setattr(module, "validation", lambda *_: lambda model: {"questions": 1.0})
+    monkeypatch.setattr(module, "make_loss_validator", lambda *_: lambda model: {"questions": 1.0})
     for name in ("one", "same", "other"):  # the trainer of WordPiece breaks ties as it likes
         tokenizer.save_pretrained(tmp_path / name / "tokenizer")
     one, same, other = (
@@ -145,7 +145,7 @@ def test_what_a_tokenizer_was_asked_last_is_not_saved(tmp_path: Path, tokenizer:
 
 def test_pruning_while_training_leaves_a_smaller_reader(tmp_path: Path, mixture: Mixture, monkeypatch) -> None:
     monkeypatch.setattr(module, "choose_threshold", lambda *_: 0.5)
-    monkeypatch.setattr(module, "validation", lambda *_: lambda model: {"questions": 1.0})
+    monkeypatch.setattr(module, "make_loss_validator", lambda *_: lambda model: {"questions": 1.0})
     monkeypatch.setattr(module, "PRUNE_EVERY", 1)
     folder = train_reader(tmp_path / "whole", TINY, mixture=mixture)
     model, tokenizer = load_bert(folder)

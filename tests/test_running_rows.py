@@ -289,9 +289,9 @@ def test_a_captured_encoder_teaches_nothing_about_its_pace(backends, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_on_a_gpu_answers_are_those_of_a_request_alone(precision: str) -> None:
-    from t5accel.models.load import in_floats, load_model
+    from t5accel.models.load import cast_model, load_model
 
-    backend = TorchStatic(in_floats(load_model("random:t5-small")[0], precision, "cuda"))
+    backend = TorchStatic(cast_model(load_model("random:t5-small")[0], precision, "cuda"))
     rng = np.random.default_rng(0)
     wanted = [Job(rng.integers(3, 32000, rng.integers(1, 100)), max_new_tokens=int(rng.integers(4, 90)))
               for _ in range(48)]  # fmt: skip

@@ -20,7 +20,7 @@ from test_narrow import SIZES, generated, narrowed
 from t5accel.distillation.student import layer_map, shrink_decoder
 from t5accel.errors import InputError, NotT5Error
 from t5accel.models.load import load_model
-from t5accel.models.pruned import widths
+from t5accel.models.pruned import layer_widths
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_varied
 
@@ -128,13 +128,13 @@ def test_narrow_models_are_shrunk_too(tiny_t5, padded_batch, tmp_path: Path, kin
         expected = teacher_forced(skipping(teacher, [1, 2]), *padded_batch, NEW)
         same_logits(teacher_forced(student, *padded_batch, NEW), expected)
         sizes = SIZES | dict(decoder_heads=[4, 2], cross_heads=[1, 3], decoder_ff=[64, 5])
-        assert widths(student) == sizes == student.config.layer_widths
-        assert widths(teacher) == SIZES == teacher.config.layer_widths
+        assert layer_widths(student) == sizes == student.config.layer_widths
+        assert layer_widths(teacher) == SIZES == teacher.config.layer_widths
         student.save_pretrained(tmp_path / str(at))
         again, _ = load_model(tmp_path / str(at))
         same_logits(teacher_forced(again, *padded_batch, NEW), expected)
         third = shrink_decoder(again, [0])
-        assert widths(third)["decoder_ff"] == third.config.layer_widths["decoder_ff"] == [64]
+        assert layer_widths(third)["decoder_ff"] == third.config.layer_widths["decoder_ff"] == [64]
 
 
 def test_layers_that_there_are_not_are_refused(tiny_t5) -> None:

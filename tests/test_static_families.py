@@ -206,7 +206,7 @@ def test_accelerate_captures_every_family_on_a_gpu(kind: str, monkeypatch: pytes
     """What it chooses, on a CPU that it takes for a GPU; the logits are compared on the way."""
     model = lively(kind)
     monkeypatch.setattr(api, "_require_gpu", lambda: None)
-    monkeypatch.setattr("t5accel.models.load.in_floats", lambda model, dtype, device: model)
+    monkeypatch.setattr("t5accel.models.load.cast_model", lambda model, dtype, device: model)
     ours = api.accelerate(model, device="cuda")
     assert type(ours.backend) is TorchStatic
     assert family_of_model(ours.backend.model) is BEYOND_T5[kind.split(",")[0]]

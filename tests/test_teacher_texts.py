@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import t5accel.distillation.teacher_outputs as module
-from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
+from t5accel.distillation.teacher_outputs import read_teacher_outputs, write_teacher_outputs
 from t5accel.errors import InputError
 from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
 
@@ -46,7 +46,7 @@ EXPECTED = {
 
 
 def check_complete(file: Path) -> None:
-    found = read_teacher_texts(file)
+    found = read_teacher_outputs(file)
     assert {task: set(examples) for task, examples in found.items()} == EXPECTED
     assert sum(map(len, found.values())) == len(WANTED), "nothing is written twice"
 
@@ -56,14 +56,14 @@ def check_complete(file: Path) -> None:
 
 def test_every_source_is_written_once_in_batches_of_alike_lengths(tmp_path: Path) -> None:
     teacher, file = Teacher(), tmp_path / "new" / "teacher.jsonl"
-    write_teacher_texts(file, teacher, WANTED, batch_size=4)
+    write_teacher_outputs(file, teacher, WANTED, batch_size=4)
     assert [len(batch) for batch in teacher.batches] == [4] * 6 + [1]
     lengths = list(map(len, teacher.asked))
     assert lengths == sorted(lengths) and sorted(teacher.asked) == sorted(source for _, source in WANTED)
     check_complete(file)
     assert all(set(line) == {"task", "source", "target"} for line in lines(file))
     again = Teacher()
-    write_teacher_texts(file, again, WANTED)
+    write_teacher_outputs(file, again, WANTED)
     assert not again.batches
     check_complete(file)
 
@@ -71,11 +71,11 @@ def test_every_source_is_written_once_in_batches_of_alike_lengths(tmp_path: Path
 @pytest.mark.parametrize("cut", [1, 2, 40, 300])
 def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "teacher.jsonl"
-    write_teacher_texts(file, Teacher(), WANTED[:12], batch_size=4)
+    write_teacher_outputs(file, Teacher(), WANTED[:12], batch_size=4)
     before = file.read_bytes()
     file.write_bytes(before[:-cut])  # 1: the end of the line alone
     teacher = Teacher()
-    write_teacher_texts(file, teacher, WANTED, batch_size=4)
+    write_teacher_outputs(file, teacher, WANTED, batch_size=4)
     lost = 0 if cut == 1 else 12 - before[:-cut].count(b"\n")
     assert len(teacher.asked) == len(WANTED) - 12 + lost and len(set(teacher.asked)) == len(teacher.asked)
     check_complete(file)
@@ -85,19 +85,19 @@ def test_what_was_written_before_an_interruption_stays(tmp_path: Path, monkeypat
     monkeypatch.setattr(module, "GROUP", 8)
     file = tmp_path / "teacher.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        write_teacher_texts(file, Teacher(patience=5), WANTED, batch_size=4)
+        write_teacher_outputs(file, Teacher(patience=5), WANTED, batch_size=4)
     assert {line["source"] for line in lines(file)} == {source for _, source in WANTED[:16]}
     teacher = Teacher()
-    write_teacher_texts(file, teacher, WANTED, batch_size=4)
+    write_teacher_outputs(file, teacher, WANTED, batch_size=4)
     assert set(teacher.asked) == {source for _, source in WANTED[16:]}
     check_complete(file)
 
 
 def test_a_missing_file_and_one_without_texts_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "teacher.jsonl"
-    with pytest.raises(InputError, match="write_teacher_texts"):
-        read_teacher_texts(file)
+    with pytest.raises(InputError, match="write_teacher_outputs"):
+        read_teacher_outputs(file)
     for content in (b"", b"\n\n", b'{"task": "transl'):
         file.write_bytes(content)
         with pytest.raises(InputError, match="teacher.jsonl"):
-            read_teacher_texts(file)
+            read_teacher_outputs(file)

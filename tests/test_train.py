@@ -11,15 +11,15 @@ from made_up import CORPUS, PAIRS, log
 from test_batches import PHASES, SMALL
 
 import training.train as training
-from t5accel.distillation.batches import packed
-from t5accel.distillation.checkpointing import prolong
+from t5accel.distillation.batches import encode_and_pack
+from t5accel.distillation.checkpointing import extend_run
 from t5accel.distillation.optimizer import (
     IGNORED,
     PooledDropout,
     batch_loss,
     learning_rate_factor,
     new_optimizers,
-    optimiser_step,
+    optimizer_step,
     padded,
     use_pooled_dropout,
 )
@@ -27,9 +27,9 @@ from t5accel.errors import InputError, JobError
 from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
-from training.grow import grown
-from training.head_init import Aim
-from training.train import TrainConfig, new_model, reproduce, second_model, train
+from training.grow import grow_model
+from training.head_init import HeadInit
+from training.train import TrainConfig, continued_model, new_model, reproduce, train_model
 from training.vocabulary import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("random_state_put_back")
@@ -180,7 +180,7 @@ def test_rows_are_padded_to_the_right_and_labels_with_what_the_loss_ignores():
 def test_steps_on_one_batch_lower_its_loss(matrix_learning_rate):
     model = new_model(replace(TOY, dropout=0.0)).train()
     optimizers = new_optimizers(model, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate)
-    losses = [optimiser_step(model, optimizers, [BATCH], (1.0,), factor=1.0, smoothing=0.0) for _ in range(30)]
+    losses = [optimizer_step(model, optimizers, [BATCH], (1.0,), factor=1.0, smoothing=0.0) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -191,7 +191,7 @@ def test_a_factor_of_zero_changes_no_weight_and_the_loss_is_the_weighted_mean():
     optimizers = new_optimizers(model, learning_rate=1.0, matrix_learning_rate=1.0)
     other = ([[20, 21, 1]], [[22, 1]])
     means = [loss.item() / count for loss, count in (batch_loss(model, batch, 0.1) for batch in (BATCH, other))]
-    loss = optimiser_step(model, optimizers, [BATCH, other], (0.25, 0.75), factor=0.0, smoothing=0.1)
+    loss = optimizer_step(model, optimizers, [BATCH, other], (0.25, 0.75), factor=0.0, smoothing=0.1)
     assert loss == pytest.approx(0.25 * means[0] + 0.75 * means[1], rel=1e-3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -212,13 +212,15 @@ def quick_validation(monkeypatch):
     """Only the held-out pairs; a report of 20 sentences is long for a toy vocabulary."""
 
     def sets(held_out, encode):
-        return {"translation": packed(held_out, encode, 6000)}
+        return {"translation": encode_and_pack(held_out, encode, 6000)}
 
     monkeypatch.setattr(training, "validation_sets", sets)
 
 
 def run(folder, tokenizer, config=TOY, **options):
-    return train(MIXTURE, tokenizer, HELD_OUT, folder, config, **{"validate_every": 4, "save_every": 2, **options})
+    return train_model(
+        MIXTURE, tokenizer, HELD_OUT, folder, config, **{"validate_every": 4, "save_every": 2, **options}
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -238,13 +240,13 @@ def test_an_interrupted_run_ends_with_exactly_the_weights_of_an_uninterrupted_on
         if len(steps) == 5:
             raise KeyboardInterrupt
         steps.append(1)
-        return optimiser_step(*arguments, **options)
+        return optimizer_step(*arguments, **options)
 
-    monkeypatch.setattr(training, "optimiser_step", killed)
+    monkeypatch.setattr(training, "optimizer_step", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", tokenizer, config)
     assert torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)["step"] == 4
-    monkeypatch.setattr(training, "optimiser_step", optimiser_step)
+    monkeypatch.setattr(training, "optimizer_step", optimizer_step)
     monkeypatch.setattr(PooledDropout, "pools", {})  # as in another process
     resumed = run(tmp_path / "cut", tokenizer, config)
 
@@ -262,9 +264,9 @@ def test_a_finished_run_is_not_trained_on_and_more_steps_go_on(tmp_path, tokeniz
 
     def counting(*arguments, **options):
         counted.append(1)
-        return optimiser_step(*arguments, **options)
+        return optimizer_step(*arguments, **options)
 
-    monkeypatch.setattr(training, "optimiser_step", counting)
+    monkeypatch.setattr(training, "optimizer_step", counting)
     again = run(tmp_path, tokenizer)
     assert not counted and all(torch.equal(v, again.state_dict()[n]) for n, v in done.state_dict().items())
     run(tmp_path, tokenizer, replace(TOY, steps=11))
@@ -275,13 +277,13 @@ def test_dropout_is_the_phase_s_or_the_run_s(tmp_path, tokenizer, quick_validati
     phases = (replace(PHASES[0], dropout=0.0), PHASES[1])
     monkeypatch.setitem(globals(), "MIXTURE", replace(MIXTURE, curriculum=phases))
     seen = []
-    real = training.optimiser_step
+    real = training.optimizer_step
 
     def watched(model, *given, **named):
         seen.append({module.p for module in model.modules() if isinstance(module, PooledDropout)})
         return real(model, *given, **named)
 
-    monkeypatch.setattr(training, "optimiser_step", watched)
+    monkeypatch.setattr(training, "optimizer_step", watched)
     run(tmp_path, tokenizer, replace(TOY, steps=6))
     assert seen == [{0.0}] * 4 + [{TOY.dropout}] * 2
 
@@ -291,10 +293,10 @@ def test_the_second_stage_goes_on_from_a_model_with_aimed_heads_and_leaves_it_al
 ):
     first = run(tmp_path / "first", tokenizer, replace(TOY, steps=2))
     before = {name: value.clone() for name, value in first.state_dict().items()}
-    config = replace(TOY, steps=2, warmup_steps=10**9, aims=(Aim(1, like=0, first=1, last=1),))
+    config = replace(TOY, steps=2, warmup_steps=10**9, head_inits=(HeadInit(1, like=0, first=1, last=1),))
     second = run(tmp_path / "second", tokenizer, config, start=first)
     assert all(torch.equal(value, before[name]) for name, value in first.state_dict().items())
-    aimed = second_model(first, config).state_dict()
+    aimed = continued_model(first, config).state_dict()
     assert not torch.equal(aimed["encoder.block.0.layer.0.SelfAttention.v.weight"],
                            before["encoder.block.0.layer.0.SelfAttention.v.weight"])  # fmt: skip
     for name, value in second.state_dict().items():  # rates that hardly begin to rise
@@ -304,12 +306,12 @@ def test_the_second_stage_goes_on_from_a_model_with_aimed_heads_and_leaves_it_al
 @pytest.mark.long
 def test_prolong_goes_back_to_before_the_learning_rate_fell(tmp_path, tokenizer, quick_validation):
     with pytest.raises(InputError, match="has not reached its decay"):
-        prolong(tmp_path)
+        extend_run(tmp_path)
     run(tmp_path, tokenizer)
     falls = next(step for step in range(TOY.steps) if TOY.factor(step) == 1.0 > TOY.factor(step + 1))
     stable = torch.load(tmp_path / "stable.pt", weights_only=True)
     assert stable["step"] == falls + 1 < TOY.steps
-    prolong(tmp_path)
+    extend_run(tmp_path)
     assert not (tmp_path / "stable.pt").exists()
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == stable["step"]
     longer = replace(TOY, steps=12)
@@ -374,14 +376,18 @@ def test_the_second_and_the_fourth_stage_keep_the_vocabulary_and_have_curricula_
         seen.append((mixture.curriculum, config, start.dtype))
         return start
 
-    found = (Aim(1, like=0, first=1, last=1),)
+    found = (HeadInit(1, like=0, first=1, last=1),)
     looked_at = []
-    monkeypatch.setattr(training, "choose_aims", lambda model, batches: looked_at.append((model, batches)) or found)
-    monkeypatch.setattr(training, "train", watched)
-    for config in (TOY, replace(TOY, aims=None)):
+    monkeypatch.setattr(
+        training, "choose_head_inits", lambda model, batches: looked_at.append((model, batches)) or found
+    )
+    monkeypatch.setattr(training, "train_model", watched)
+    for config in (TOY, replace(TOY, head_inits=None)):
         folder = reproduce(pairs_file, tmp_path / "out", config, stage=2, start=str(made_before), held_out=10)
-    assert seen == [(SECOND_CURRICULUM, replace(TOY, aims=aims), torch.float32) for aims in ((), found)]
-    ((model, batches),) = looked_at  # only where no aims were given
+    assert seen == [
+        (SECOND_CURRICULUM, replace(TOY, head_inits=head_inits), torch.float32) for head_inits in ((), found)
+    ]
+    ((model, batches),) = looked_at  # only where no head_inits were given
     assert model.config.d_model == 16 and batches
     kept = (made_before / "tokenizer.json").read_text()
     assert json.loads((folder / "tokenizer.json").read_text())["model"] == json.loads(kept)["model"]
@@ -405,7 +411,7 @@ def test_the_third_stage_has_a_vocabulary_of_its_own_and_goes_on_when_called_aga
         seen.append((mixture.curriculum, start.config.num_layers, start.config.num_decoder_layers, len(tokenizer)))
         return start
 
-    monkeypatch.setattr(training, "train", watched)
+    monkeypatch.setattr(training, "train_model", watched)
     config = replace(TOY, num_layers=TOY.num_layers + 2, vocab_size=420)
     for _ in range(2):
         folder = reproduce(pairs_file, tmp_path / "out", config, stage=3, start=str(made_before), held_out=10)
@@ -418,7 +424,7 @@ def test_the_third_stage_has_a_vocabulary_of_its_own_and_goes_on_when_called_aga
 @pytest.mark.parametrize("layers", [2, 3, 5])
 def test_a_grown_model_computes_what_the_old_one_did(tokenizer, layers):
     start = new_model(replace(TOY, num_layers=2)).half().eval()
-    model = grown(start, tokenizer, tokenizer, num_layers=layers, vocab_size=len(tokenizer) + 7).eval()
+    model = grow_model(start, tokenizer, tokenizer, num_layers=layers, vocab_size=len(tokenizer) + 7).eval()
     batch = tokenizer([TRANSLATE + PAIRS[0][0]], return_tensors="pt")
     answer = torch.tensor([[0, 9, 8, 7]])
     with torch.no_grad():
@@ -432,7 +438,7 @@ def test_a_grown_model_computes_what_the_old_one_did(tokenizer, layers):
 def test_a_new_piece_begins_as_the_mean_of_the_old_pieces_that_it_consists_of(tokenizer):
     start = new_model(TOY).eval()
     other = train_tokenizer([*CORPUS, "zebrafish zebrafishes"] * 3, vocab_size=260)
-    model = grown(start, tokenizer, other, num_layers=TOY.num_layers, vocab_size=260)
+    model = grow_model(start, tokenizer, other, num_layers=TOY.num_layers, vocab_size=260)
     (piece,) = set(other.get_vocab()) & {"▁zebrafish"}
     consists_of = tokenizer("zebrafish", add_special_tokens=False).input_ids
     assert len(consists_of) > 1 and tokenizer.unk_token_id not in consists_of
@@ -446,7 +452,7 @@ def test_a_new_piece_begins_as_the_mean_of_the_old_pieces_that_it_consists_of(to
 @pytest.mark.parametrize(("layers", "pieces"), [(1, 500), (2, 100)])
 def test_a_model_does_not_shrink_by_growing(tokenizer, layers, pieces):
     with pytest.raises(InputError, match=f"num_layers is {layers} and vocab_size {pieces}; give at least 2 layers"):
-        grown(new_model(replace(TOY, num_layers=2)), tokenizer, tokenizer, num_layers=layers, vocab_size=pieces)
+        grow_model(new_model(replace(TOY, num_layers=2)), tokenizer, tokenizer, num_layers=layers, vocab_size=pieces)
 
 
 @pytest.mark.parametrize(("stage", "start"), [(0, None), (1, "mini"), (2, None), (3, None), (4, None), (5, "mini")])

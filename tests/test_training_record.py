@@ -21,7 +21,7 @@ def written(path: Path, *rows: tuple[int, float]) -> Path:
 
 def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> None:
     logs = [written(tmp_path / "1.jsonl", (10, 3.0), (20, 2.0)), written(tmp_path / "2.jsonl", (10, 4.0), (30, 1.0))]
-    rows = import_module("training.train").joined(logs)
+    rows = import_module("training.train").join_logs(logs)
     assert [(row["step"], row["stage"], row["translation"]) for row in rows] == [
         (10, 1, 3.0), (20, 1, 2.0), (30, 2, 4.0), (50, 2, 1.0),
     ]  # fmt: skip

@@ -41,11 +41,11 @@ def train(
     import torch
 
     from t5accel import machine
-    from t5accel.distillation.checkpointing import prolong as go_back
+    from t5accel.distillation.checkpointing import extend_run as go_back
     from training.pairs import read_pairs
-    from training.train import planned, reproduce
+    from training.train import reproduce, stage_plan
 
-    config = planned(stage, start)[0]
+    config = stage_plan(stage, start)[0]
     config = replace(config, steps=config.steps if steps is None else steps, seed=seed)
     torch.set_num_threads(threads or machine.cpu_threads())
     if prolong:

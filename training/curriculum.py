@@ -19,7 +19,7 @@ from training.exercises import (
     recall_example,
     repetition_example,
 )
-from training.pairs import Pair, balanced, british, joined, read_pairs, split_pairs
+from training.pairs import Pair, balance_pairs, join_pairs, read_pairs, split_pairs, to_british
 from training.texts.composed_reports import make_composed_report, statements
 from training.texts.composed_stories import make_composed_crowd, make_composed_question
 from training.texts.reports import make_report
@@ -187,11 +187,11 @@ def mini_examples(pairs: tuple[Pair, ...] = (), *, joined_share: float = 0.08) -
     ('translate English to French: Go!', 'Va !')
     """
 
-    chosen = balanced(pairs)
+    chosen = balance_pairs(pairs)
 
     def translation(rng: random.Random) -> Example:
-        english, french = joined(chosen, rng, joined_share)
-        return TRANSLATE + (british(english) if rng.random() < 0.5 else english), french
+        english, french = join_pairs(chosen, rng, joined_share)
+        return TRANSLATE + (to_british(english) if rng.random() < 0.5 else english), french
 
     words = cache(lambda: common_words(pairs))
     said = cache(lambda: statements(english for english, _ in pairs))
@@ -234,13 +234,13 @@ def student_mixture(pairs_file: str | Path, *, held_out: int = 1000) -> tuple[Mi
     return mini_mixture(split.train, STUDENTS_MIXTURE), held_out_pairs
 
 
-def sources(mixture: Mixture, count: int, seed: int) -> list[tuple[str, str]]:
+def draw_sources(mixture: Mixture, count: int, seed: int) -> list[tuple[str, str]]:
     """``count`` tasks and sources, drawn as training draws them and without repetition; none is an evaluation source.
 
     Raises:
         InputError: there are not so many different ones.
 
-    >>> found = sources(mini_mixture((("Stay here.", "Reste ici."), ("Come in!", "Entre !"))), 8, seed=0)
+    >>> found = draw_sources(mini_mixture((("Stay here.", "Reste ici."), ("Come in!", "Entre !"))), 8, seed=0)
     >>> len(found), len(set(found))
     (8, 8)
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def grown(
+def grow_model(
     start: PreTrainedModel, old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase, *, num_layers: int,
     vocab_size: int,
 ) -> PreTrainedModel:  # fmt: skip
@@ -40,7 +40,7 @@ def grown(
 
     >>> from t5accel.models.load import load_model
     >>> model, tokenizer = load_model("mini")
-    >>> grown(model, tokenizer, tokenizer, num_layers=8, vocab_size=9000).config.num_layers
+    >>> grow_model(model, tokenizer, tokenizer, num_layers=8, vocab_size=9000).config.num_layers
     8
     """
     before = start.config.num_layers

@@ -1,4 +1,4 @@
-"""Aim heads of a T5's encoder: let some read what a good one reads, at other distances.
+"""HeadInit heads of a T5's encoder: let some read what a good one reads, at other distances.
 
 A T5 that has learned to copy has a head that looks at the token before: every token knows what it follows, and the
 decoder finds one by what it follows. "Whose is it?" is the same with some tokens in between, or in the other order. But
@@ -37,7 +37,7 @@ _DISTANCES = ((1, 1), (2, 7), (-7, -2))  # the token after; then further on; the
 
 
 @dataclass(frozen=True)
-class Aim:
+class HeadInit:
     """One head in all encoder layers: it reads as ``like`` does, ``first`` to ``last`` tokens from where it stands."""
 
     head: int
@@ -47,7 +47,7 @@ class Aim:
 
 
 @torch.no_grad()
-def aim_heads(model: PreTrainedModel, aims: Sequence[Aim]) -> None:
+def init_heads(model: PreTrainedModel, aims: Sequence[HeadInit]) -> None:
     """Change the heads named by ``aims`` in place: values and outputs of another head, and a distance to look at.
 
     Raises:
@@ -55,7 +55,7 @@ def aim_heads(model: PreTrainedModel, aims: Sequence[Aim]) -> None:
 
     >>> from training.train import TrainConfig, new_model
     >>> model = new_model(TrainConfig(num_layers=1))
-    >>> aim_heads(model, [Aim(3, like=5, first=1, last=1)])
+    >>> init_heads(model, [HeadInit(3, like=5, first=1, last=1)])
     >>> bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
     >>> bias[[0, 1, 17, 18], 3].tolist()  # itself, the one before, the next, the one after that
     [-3.0, -3.0, 3.0, -3.0]
@@ -81,7 +81,7 @@ def aim_heads(model: PreTrainedModel, aims: Sequence[Aim]) -> None:
         table[torch.from_numpy(aimed_at), aim.head] = _TOWARDS
 
 
-def choose_aims(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Aim, ...]:
+def choose_head_inits(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[HeadInit, ...]:
     """Aims for a trained model: the three heads that matter least, each like the one that looks at the token before.
 
     What matters is judged over all encoder layers together, since they share their distances, by `importance.taylor`.
@@ -104,7 +104,7 @@ def choose_aims(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Aim, 
             "the first stage longer, until summaries are copied."
         )
     least = [head for head in matters.argsort().tolist() if head != like][: len(_DISTANCES)]
-    return tuple(Aim(head, like, *distance) for head, distance in zip(sorted(least), _DISTANCES, strict=True))
+    return tuple(HeadInit(head, like, *distance) for head, distance in zip(sorted(least), _DISTANCES, strict=True))
 
 
 def _looks_back(model: PreTrainedModel) -> Callable[[Batch], torch.Tensor]:

@@ -42,10 +42,10 @@ def _either(pairs: str) -> str:
 _AMERICAN = re.compile(rf"\b(?:({_either(_BEGINNINGS)})|({_either(_WORDS)})(?=s?\b))", re.IGNORECASE)
 
 
-def british(text: str) -> str:
+def to_british(text: str) -> str:
     """The same in British spelling, capitals as they were.
 
-    >>> british("My neighbor's favorite colors are gray and white. Mom apologized.")
+    >>> to_british("My neighbor's favorite colors are gray and white. Mom apologized.")
     "My neighbour's favourite colours are grey and white. Mum apologised."
     """
 
@@ -139,12 +139,12 @@ def split_pairs(pairs: Iterable[Pair], held_out: int = 1000) -> PairSplit:
     )
 
 
-def balanced(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+def balance_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     """Each pair 2 to 15 times: more often the longer it is, up to ten words, and the rarer its rarest English word is.
 
     Lists for learners are mostly of short sentences in the same few words.
 
-    >>> drawn = balanced([("Go on.", "Va !")] * 150 + [("She saw it all there.", "Elle y a tout vu.")])
+    >>> drawn = balance_pairs([("Go on.", "Va !")] * 150 + [("She saw it all there.", "Elle y a tout vu.")])
     >>> [drawn.count(pair) for pair in sorted(set(drawn))]
     [300, 8]
     """
@@ -159,7 +159,7 @@ def balanced(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     return tuple(chosen)
 
 
-def joined(pairs: tuple[Pair, ...], rng: random.Random, share: float = 0.25) -> Pair:
+def join_pairs(pairs: tuple[Pair, ...], rng: random.Random, share: float = 0.25) -> Pair:
     """One pair, or with probability ``share`` two to four joined by spaces: the file's sentences are short."""
     count = rng.choices((2, 3, 4), (6, 3, 1))[0] if rng.random() < share else 1
     chosen = [pairs[rng.randrange(len(pairs))] for _ in range(count)]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from bench.results import Row
 from bench.scoreboard import recorded_family
-from t5accel.distillation.importance import WAYS
+from t5accel.distillation.importance import IMPORTANCE_METHODS
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.pruning import PruneConfig, prune
 from t5accel.models.load import load_model
 from training.curriculum import student_mixture
-from training.train import validation
+from training.train import make_loss_validator
 
 WHOLE, STUDENT = "mini", "mini-d1"
 ROUNDS = 15  # of the timing: a decoder of this size takes milliseconds, and so small disturbances show
@@ -36,7 +36,7 @@ class Run:
 def runs(steps: int, best: str) -> list[Run]:
     """At one size all ways, untrained and trained; the best way at other sizes, and for the distilled student."""
     found = []
-    for way in WAYS:
+    for way in IMPORTANCE_METHODS:
         if way != "movement":  # which needs training
             found.append(Run(f"{way}, untrained", PruneConfig(heads=0.25, neurons=0.5, importance=way, steps=0)))
         found.append(Run(way, PruneConfig(heads=0.25, neurons=0.5, importance=way, steps=steps)))
@@ -59,7 +59,7 @@ def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
         return
     (teacher, tokenizer), (model, _) = load_model(WHOLE), load_model(run.of)
     mixture, held_out = student_mixture(pairs)
-    validate = validation(held_out, tokenizer)
+    validate = make_loss_validator(held_out, tokenizer)
     pruned = prune(model, tokenizer, mixture, folder, run.config, teacher=teacher, validate=validate, device=device)
     save_student(
         pruned, tokenizer, folder / "model", teacher=model, teacher_name=run.of, how="pruned",

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bench.precision import text_quality
 from bench.results import Row, write_rows
 from t5accel.distillation.batches import TaskBatch, steps_from
-from t5accel.distillation.optimizer import new_optimizers, optimiser_step
+from t5accel.distillation.optimizer import new_optimizers, optimizer_step
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_model
 from t5accel.models.load import load_model
@@ -146,7 +146,7 @@ def fine_tune(
         with nullcontext() if recipe is None else rounded_weights(model, recipe):
             for step in range(steps):
                 chosen = next(batches)
-                loss = optimiser_step(
+                loss = optimizer_step(
                     model, optimizers, [batch for _, batch in chosen], (1 / len(chosen),) * len(chosen),
                     factor=1 - step / steps, smoothing=smoothing,
                 )  # fmt: skip

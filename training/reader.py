@@ -40,9 +40,19 @@ from bench.bert.spans import (
     torch_run,
 )
 from t5accel import machine
-from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Part, Phase, TaskBatch, packed, steps_from
+from t5accel.distillation.batches import (
+    Batch,
+    Encode,
+    Example,
+    Mixture,
+    Part,
+    Phase,
+    TaskBatch,
+    encode_and_pack,
+    steps_from,
+)
 from t5accel.distillation.checkpointing import require_device, run_steps
-from t5accel.distillation.optimizer import learning_rate_factor, optimiser_step, padded
+from t5accel.distillation.optimizer import learning_rate_factor, optimizer_step, padded
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE, f1
 from t5accel.models.load import load_pretrained
@@ -82,7 +92,7 @@ class ReaderConfig:
     num_heads: int = 4
     num_layers: int = 4
     vocab_size: int = 4000
-    aimed: bool = True  # whether some heads begin as others do
+    mimetic_init: bool = True  # whether some heads begin as others do
     pruning: Pruning | None = None  # what is masked while a finished reader trains on
 
     def factor(self, step: int) -> float:
@@ -132,13 +142,13 @@ def new_reader(config: ReaderConfig) -> PreTrainedModel:
             initializer_range=0.06, pad_token_id=0,  # 0.02 is for 768 wide: here layers would hardly add anything
         )
     )  # fmt: skip
-    if config.aimed:
-        aim(model)
+    if config.mimetic_init:
+        init_heads(model)
     return model
 
 
 @torch.no_grad()
-def aim(model: PreTrainedModel) -> None:
+def init_heads(model: PreTrainedModel) -> None:
     """Let heads begin where they would be led: at the words around, and at the same word elsewhere.
 
     Positions are sinusoids in the last quarter of the numbers of a token, words are drawn into the others; all are as
@@ -277,16 +287,18 @@ def reader_mixture(curriculum: tuple[Phase, ...] = CURRICULUM) -> Mixture:
     return Mixture(mini_examples(told), curriculum, evaluation_sources())
 
 
-def stories(count: int, seed: str) -> list[Example]:
+def draw_questions(count: int, seed: str) -> list[Example]:
     """Questions of seen templates with their answers, none of which is in the evaluation sets."""
     rng, forbidden = random.Random(seed), evaluation_sources()
     return [example for example in (question_example(rng) for _ in range(count)) if example[0] not in forbidden]
 
 
-def validation(tokenizer: PreTrainedTokenizerBase, count: int = 256) -> Callable[[PreTrainedModel], dict[str, float]]:
+def make_loss_validator(
+    tokenizer: PreTrainedTokenizerBase, count: int = 256
+) -> Callable[[PreTrainedModel], dict[str, float]]:
     """A function from a model to its loss on stories that it is not trained on, as `run_steps` wants it."""
     labels = Labels(tokenizer)
-    batches = packed(stories(count, "validation"), encoder_of(tokenizer), 6000)
+    batches = encode_and_pack(draw_questions(count, "validation"), encoder_of(tokenizer), 6000)
 
     @torch.no_grad()
     def validate(model: PreTrainedModel) -> dict[str, float]:
@@ -299,7 +311,7 @@ def validation(tokenizer: PreTrainedTokenizerBase, count: int = 256) -> Callable
 
 def choose_threshold(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, count: int = 1000) -> float:
     """By how much no answer has to score higher for the best F1, on stories drawn for this alone."""
-    told, run = stories(count, "threshold"), torch_run(model.eval())
+    told, run = draw_questions(count, "threshold"), torch_run(model.eval())
     differences, scores = [], []
     for begin in range(0, len(told), 32):
         parts = [source.removeprefix(QUESTION).split(CONTEXT, 1) for source, _ in told[begin : begin + 32]]
@@ -368,11 +380,11 @@ def _train(
     def update(step: int, batches: list[TaskBatch]) -> float:
         before_step(step)
         weights = mixture.phase(step).weights(batches)
-        return optimiser_step(model, optimizers, batches, weights, factor=config.factor(step),
+        return optimizer_step(model, optimizers, batches, weights, factor=config.factor(step),
                               loss_of=lambda batch: span_loss(model, batch[1], labels))  # fmt: skip
 
     run_steps(
-        folder, config, model, optimizers, update=update, validate=partial(validation(tokenizer), model),
+        folder, config, model, optimizers, update=update, validate=partial(make_loss_validator(tokenizer), model),
         batches_from=lambda step: steps_from(mixture, encoder_of(tokenizer), config.seed, step),
         device=device, validate_every=100, save_every=100,
     )  # fmt: skip

@@ -18,11 +18,11 @@ from t5accel.api import accelerate
 from t5accel.decoding.beam import beam_search
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.student import DistillConfig, distill
-from t5accel.distillation.teacher_outputs import read_teacher_texts, write_teacher_texts
+from t5accel.distillation.teacher_outputs import read_teacher_outputs, write_teacher_outputs
 from t5accel.models.load import load_model
 from t5accel.tokenization import text_to_text
-from training.curriculum import sources, student_mixture
-from training.train import validation
+from training.curriculum import draw_sources, student_mixture
+from training.train import make_loss_validator
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # that the teacher writes, for the loss "sequence"
@@ -60,9 +60,9 @@ def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
         write = text_to_text(
             tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=64).sequences
         )
-        write_teacher_texts(file, write, sources(mixture, TEXTS, run.config.seed))
-        mixture = mixture.learnt_from(read_teacher_texts(file))
-    validate = validation(held_out, tokenizer)
+        write_teacher_outputs(file, write, draw_sources(mixture, TEXTS, run.config.seed))
+        mixture = mixture.with_teacher_outputs(read_teacher_outputs(file))
+    validate = make_loss_validator(held_out, tokenizer)
     student = distill(model, tokenizer, mixture, folder, run.config, validate=validate, device=device)
     save_student(
         student, tokenizer, folder / "model", teacher=model, teacher_name=TEACHER, how="distilled",

@@ -22,13 +22,13 @@ import torch
 
 from bench.figures import plot_losses
 from bench.results import Row, scores, write_rows
-from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, packed, steps_from
+from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, encode_and_pack, steps_from
 from t5accel.distillation.checkpointing import require_device, run_steps
 from t5accel.distillation.optimizer import (
     batch_loss,
     learning_rate_factor,
     new_optimizers,
-    optimiser_step,
+    optimizer_step,
     set_dropout,
     use_pooled_dropout,
     validation_losses,
@@ -50,9 +50,9 @@ from training.curriculum import (
     question_example,
     summary_example,
 )
-from training.grow import grown
-from training.head_init import Aim, aim_heads, choose_aims
-from training.pairs import HeldOut, Pair, british, read_pairs, split_pairs
+from training.grow import grow_model
+from training.head_init import HeadInit, choose_head_inits, init_heads
+from training.pairs import HeldOut, Pair, read_pairs, split_pairs, to_british
 from training.vocabulary import train_tokenizer
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ COMMAND = (
 )
 
 
-def joined(logs: list[Path]) -> list[Row]:
+def join_logs(logs: list[Path]) -> list[Row]:
     """The rows of all stages, their steps counted on from stage to stage."""
     rows, before = [], 0
     for stage, log in enumerate(logs, 1):
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path, required=True)
     args = parser.parse_args()
-    rows = joined(args.logs)
+    rows = join_logs(args.logs)
     held_out, report = (json.loads(file.read_text(encoding="utf-8")) for file in (args.held_out, args.quality))
     write_rows(args.json, [*rows, *quality_rows(held_out | report)], command=COMMAND)
     plot_losses(rows, args.plot)
@@ -192,7 +192,7 @@ class TrainConfig:
     num_heads: int = 8
     num_layers: int = 4  # of encoder and decoder; of the encoder alone from the third stage on
     vocab_size: int = 6000
-    aims: tuple[Aim, ...] | None = ()  # heads that begin as others; None: `aim.choose_aims` finds them
+    head_inits: tuple[HeadInit, ...] | None = ()  # heads that begin as others; None: `aim.choose_head_inits` finds them
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("muon", "adamw"):
@@ -207,7 +207,7 @@ class TrainConfig:
 
 # The second stage goes on with a finished model, more gently.
 SECOND_STAGE = TrainConfig(
-    steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35, aims=None
+    steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35, head_inits=None
 )
 
 # The third adds two encoder layers and a vocabulary of its own.
@@ -219,7 +219,7 @@ THIRD_STAGE = TrainConfig(
 FOURTH_STAGE = replace(THIRD_STAGE, steps=8300, decay_share=0.24)
 
 
-def planned(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase, ...]]:
+def stage_plan(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase, ...]]:
     """Configuration and curriculum of stage 1, 2, 3 or 4.
 
     Raises ``InputError`` for another, and unless the first begins with nothing and the others with a model.
@@ -255,15 +255,15 @@ def new_model(config: TrainConfig) -> PreTrainedModel:
     return model
 
 
-def second_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel:
-    """A copy of a trained model in fp32, with ``config.aims``, which must be known, ready for the second stage.
+def continued_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel:
+    """A copy of a trained model in fp32, with ``config.head_inits``, which must be known, ready for the second stage.
 
-    >>> second_model(new_model(TrainConfig(num_layers=1)).half(), TrainConfig()).dtype
+    >>> continued_model(new_model(TrainConfig(num_layers=1)).half(), TrainConfig()).dtype
     torch.float32
     """
     model = copy.deepcopy(start).float()
     use_pooled_dropout(model)
-    aim_heads(model, config.aims)
+    init_heads(model, config.head_inits)
     return model
 
 
@@ -277,10 +277,10 @@ def validation_sets(held_out: list[Example], encode: Encode) -> dict[str, list[B
         "composed reports": [composed_summary_example(rng) for _ in range(64)],
         "composed questions": [composed_question_example(rng) for _ in range(128)],
     }
-    return {name: packed(examples, encode, 6000) for name, examples in tasks.items()}
+    return {name: encode_and_pack(examples, encode, 6000) for name, examples in tasks.items()}
 
 
-def validation(
+def make_loss_validator(
     held_out: list[Example], tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[PreTrainedModel], dict[str, float]]:
     """A function from a model to its losses on `validation_sets`, as `distill` and `prune` take it."""
@@ -288,7 +288,7 @@ def validation(
     return lambda model: validation_losses(model, sets)
 
 
-def train(
+def train_model(
     mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[Example], folder: Path,
     config: TrainConfig, *, start: PreTrainedModel | None = None, device: str = "cpu", validate_every: int = 250,
     save_every: int = 250,
@@ -308,11 +308,11 @@ def train(
         return tokenizer(texts)["input_ids"]
 
     require_device(device)
-    model = new_model(config) if start is None else second_model(start, config)
+    model = new_model(config) if start is None else continued_model(start, config)
     model = model.to(device).train()
     muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
     optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
-    validate = validation(held_out, tokenizer)
+    validate = make_loss_validator(held_out, tokenizer)
     context = tokenizer.convert_tokens_to_ids(CONTEXT)
 
     def loss_of(task_batch: TaskBatch) -> tuple[torch.Tensor, int]:
@@ -323,7 +323,7 @@ def train(
     def update(step: int, batches: list[TaskBatch]) -> float:
         phase = mixture.phase(step)
         set_dropout(model, config.dropout if phase.dropout is None else phase.dropout)
-        return optimiser_step(
+        return optimizer_step(
             model, optimizers, batches, phase.weights(batches), factor=config.factor(step), loss_of=loss_of
         )
 
@@ -341,7 +341,7 @@ def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
     reports = [text for i in range(2000) for text in (composed_summary_example if i % 2 else summary_example)(rng)]
     stories = [text for i in range(4000) for text in (composed_question_example if i % 2 else question_example)(rng)]
     texts = [text for pair in pairs for text in pair]
-    texts += [other for english, _ in pairs if (other := british(english)) != english] * 2
+    texts += [other for english, _ in pairs if (other := to_british(english)) != english] * 2
     return texts + reports + stories + [TRANSLATE + "."] * 2000
 
 
@@ -361,7 +361,7 @@ def reproduce(
     """
     from transformers import AutoTokenizer
 
-    curriculum = planned(stage, start)[1]
+    curriculum = stage_plan(stage, start)[1]
     require_device(device)
     split = split_pairs(read_pairs(pairs_file), held_out)
     mixture = mini_mixture(split.train, curriculum)
@@ -377,12 +377,14 @@ def reproduce(
             train_tokenizer(texts, config.vocab_size).save_pretrained(tokenizer_folder)
         before, tokenizer = tokenizer, load_pretrained(AutoTokenizer.from_pretrained, tokenizer_folder)
         if model is not None:
-            model = grown(model, before, tokenizer, num_layers=config.num_layers, vocab_size=config.vocab_size)
+            model = grow_model(model, before, tokenizer, num_layers=config.num_layers, vocab_size=config.vocab_size)
     held_out_pairs = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
-    if config.aims is None:
+    if config.head_inits is None:
         sets = validation_sets(held_out_pairs, lambda texts: tokenizer(texts)["input_ids"])
-        config = replace(config, aims=choose_aims(model, [batch for batches in sets.values() for batch in batches[:2]]))
-    model = train(mixture, tokenizer, held_out_pairs, folder, config, start=model, device=device)
+        config = replace(
+            config, head_inits=choose_head_inits(model, [batch for batches in sets.values() for batch in batches[:2]])
+        )
+    model = train_model(mixture, tokenizer, held_out_pairs, folder, config, start=model, device=device)
     model.to(torch.float16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"

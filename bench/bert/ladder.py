@@ -33,7 +33,7 @@ from bench.results import Row, scores
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError
 from t5accel.graphs.rewriting import count_nodes
-from t5accel.models.load import in_floats
+from t5accel.models.load import cast_model
 from t5accel.parity import ParityError, assert_close
 from t5accel.timing import Work
 
@@ -144,7 +144,7 @@ def build(rung: Rung, readers: Readers, batch: int, tokens: int) -> Run:
     if rung.kind in IN_TORCH:
         dtype = IN_TORCH[rung.kind]
         same = dtype == "float32" and readers.device == "cpu"
-        return torch_run(model if same else in_floats(model, dtype, readers.device))
+        return torch_run(model if same else cast_model(model, dtype, readers.device))
     if rung.kind == "optimum":
         return torch_run(optimum_reader(model, readers.folder / f"{rung.which}-optimum", readers.threads))
     path = readers.graph(rung.which, rung.graph)

@@ -91,7 +91,7 @@ class Mixture:
         """The phase that ``step`` belongs to."""
         return [phase for phase in self.curriculum if phase.from_step <= step][-1]
 
-    def learnt_from(self, texts: Mapping[str, Sequence[Example]]) -> Mixture:
+    def with_teacher_outputs(self, texts: Mapping[str, Sequence[Example]]) -> Mixture:
         """The same with what the teacher wrote, by task, in place of the examples of those tasks."""
         return replace(self, examples={**self.examples, **texts}, by_teacher=True)
 
@@ -118,10 +118,10 @@ def pack(sources: list[list[int]], targets: list[list[int]], tokens: int) -> lis
     return batches
 
 
-def packed(examples: Sequence[Example], encode: Encode, tokens: int) -> list[Batch]:
+def encode_and_pack(examples: Sequence[Example], encode: Encode, tokens: int) -> list[Batch]:
     """Examples as batches of token ids; `pack` says how.
 
-    >>> packed([("ab", "c")], lambda texts: [[ord(letter) for letter in text] for text in texts], tokens=9)
+    >>> encode_and_pack([("ab", "c")], lambda texts: [[ord(letter) for letter in text] for text in texts], tokens=9)
     [([[97, 98]], [[99]])]
     """
     return pack(encode([source for source, _ in examples]), encode([target for _, target in examples]), tokens)
@@ -140,12 +140,12 @@ def draw_batches(
         examples = [e for e in (example() for _ in range(64 * count)) if e[0] not in forbidden]
         if not examples:
             raise InputError(f"All {64 * count} examples drawn are in the evaluation sets: give others.")
-        batches += packed(examples, encode, tokens)
+        batches += encode_and_pack(examples, encode, tokens)
     rng.shuffle(batches)
     return batches[:count]
 
 
-def block(mixture: Mixture, encode: Encode, seed: int, number: int) -> Iterator[list[TaskBatch]]:
+def draw_block(mixture: Mixture, encode: Encode, seed: int, number: int) -> Iterator[list[TaskBatch]]:
     """The steps of block ``number``: each a list of batches with the names of their tasks.
 
     The first is of the phase's first part; the others are dealt out evenly.
@@ -171,5 +171,5 @@ def steps_from(mixture: Mixture, encode: Encode, seed: int, step: int) -> Iterat
     """The batches of steps ``step``, ``step + 1``, … without end."""
     number, offset = divmod(step, mixture.steps_per_block)
     while True:
-        yield from islice(block(mixture, encode, seed, number), offset, None)
+        yield from islice(draw_block(mixture, encode, seed, number), offset, None)
         number, offset = number + 1, 0

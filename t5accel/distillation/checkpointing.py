@@ -41,7 +41,7 @@ class RunConfig(Protocol):
 class Checkpoint:
     """What a run needs to go on: the states of its modules and optimisers, step and configuration, in one file.
 
-    ``stable.pt`` beside it keeps the state before the learning rate fell: `prolong` goes back to it.
+    ``stable.pt`` beside it keeps the state before the learning rate fell: `extend_run` goes back to it.
     """
 
     def __init__(self, folder: Path, config: Any, model: torch.nn.Module, optimizers: list[Any]):
@@ -114,7 +114,7 @@ def _log(file: Path, row: dict[str, Any]) -> None:
         ) from error
 
 
-def prolong(folder: Path) -> None:
+def extend_run(folder: Path) -> None:
     """Put the state before the learning rate fell back in place, so that a longer run can go on from there."""
     if not (folder / "stable.pt").is_file():
         raise InputError(f"No {folder / 'stable.pt'}: this run has not reached its decay, just give it more steps.")

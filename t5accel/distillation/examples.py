@@ -56,7 +56,7 @@ def read_examples(
     return found
 
 
-def mixed(
+def mix_examples(
     examples: Sequence[Sequence[Example]], weights: Sequence[float] | None = None, *, tokens: int = 5000,
     forbidden: Iterable[str] = (), by_teacher: bool = False,
 ) -> Mixture:  # fmt: skip
@@ -72,7 +72,7 @@ def mixed(
     Raises:
         InputError: a list is empty, the number of weights differs, a weight is not above 0, or nothing is left.
 
-    >>> mixture = mixed([[("a", "A")], [("b", "B")]], weights=[3, 1])
+    >>> mixture = mix_examples([[("a", "A")], [("b", "B")]], weights=[3, 1])
     >>> rng = random.Random(0)
     >>> sum(mixture.examples["examples"](rng) == ("a", "A") for _ in range(1000))
     760
@@ -99,7 +99,7 @@ def mixed(
 
 def as_mixture(examples: Rows | Mixture, tokenizer: PreTrainedTokenizerBase) -> Mixture:
     """A mixture as it is; rows, or a file of them, as one. Raises ``InputError`` as `read_examples`."""
-    return examples if isinstance(examples, Mixture) else mixed([read_examples(examples, tokenizer)])
+    return examples if isinstance(examples, Mixture) else mix_examples([read_examples(examples, tokenizer)])
 
 
 def _rows(rows: Rows) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from t5accel.errors import InputError
-from t5accel.models.pruned import parts
+from t5accel.models.pruned import prunable_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ class Gates(torch.nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.names, self.factors, movement = [], torch.nn.ParameterList(), []
-        for kind, _, name, module in parts(model):
+        for kind, _, name, module in prunable_modules(model):
             size = module.n_heads if kind.endswith("heads") else module.wo.in_features
             self.names.append(name)
             self.factors.append(torch.nn.Parameter(torch.ones(size)))
@@ -84,7 +84,7 @@ def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
     (True, False)
     """
     hooks = []
-    for (kind, _, _, module), factor in zip(parts(model), gates.factors, strict=True):
+    for (kind, _, _, module), factor in zip(prunable_modules(model), gates.factors, strict=True):
         attends = kind.endswith("heads")
         last = module.o if attends else module.wo
         hooks.append(last.register_forward_pre_hook(_Multiply(factor, model.config.d_kv if attends else 1)))

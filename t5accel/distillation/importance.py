@@ -10,14 +10,14 @@ import torch
 from t5accel.checks import as_count, is_number
 from t5accel.distillation.gates import Gates, gated
 from t5accel.errors import InputError
-from t5accel.models.pruned import parts
+from t5accel.models.pruned import prunable_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from t5accel.distillation.batches import Batch
 
-WAYS = ("magnitude", "taylor", "movement")
+IMPORTANCE_METHODS = ("magnitude", "taylor", "movement")
 Scores = dict[str, torch.Tensor]  # by the name of a module: one for each of its heads or neurons
 Kept = dict[str, tuple[int, ...]]  # by the name of a module: the heads or neurons that stay, ascending
 
@@ -31,7 +31,7 @@ def magnitude(model: PreTrainedModel) -> Scores:
     {'encoder.block.0.layer.0.SelfAttention': 2, 'encoder.block.0.layer.1.DenseReluDense': 16}
     """
     scores, d_kv = {}, model.config.d_kv
-    for kind, _, name, module in parts(model):
+    for kind, _, name, module in prunable_modules(model):
         attends = kind.endswith("heads")
         rows = [module.q, module.k, module.v] if attends else _inner(module)
         matrices = [layer.weight for layer in rows] + [(module.o if attends else module.wo).weight.T]
@@ -78,16 +78,16 @@ def movement(gates: Gates) -> Scores:
     return {name: value.detach().cpu().clone() for name, value in zip(gates.names, gates.movement, strict=True)}
 
 
-def alike(scores: Scores) -> Scores:
+def normalize_scores(scores: Scores) -> Scores:
     """The scores of each module divided by their Euclidean norm, so that layers can be ranked together.
 
-    >>> alike({"a": torch.tensor([3.0, 4.0])})["a"].tolist()
+    >>> normalize_scores({"a": torch.tensor([3.0, 4.0])})["a"].tolist()
     [0.6000000238418579, 0.800000011920929]
     """
     return {name: values / values.norm().clamp(min=1e-30) for name, values in scores.items()}
 
 
-def choose(scores: Scores, *, heads: float = 0.0, neurons: float = 0.0, multiple_of: int = 8) -> Kept:
+def select_kept(scores: Scores, *, heads: float = 0.0, neurons: float = 0.0, multiple_of: int = 8) -> Kept:
     """What stays when the least important heads and neurons are removed, each kind ranked over all layers together.
 
     Args:
@@ -99,7 +99,7 @@ def choose(scores: Scores, *, heads: float = 0.0, neurons: float = 0.0, multiple
     Raises:
         InputError: a share is negative, or 1 or more; or ``multiple_of`` is no positive integer.
 
-    >>> choose({"x.SelfAttention": torch.tensor([2.0, 1.0, 3.0])}, heads=0.4)
+    >>> select_kept({"x.SelfAttention": torch.tensor([2.0, 1.0, 3.0])}, heads=0.4)
     {'x.SelfAttention': (0, 2)}
     """
     for what, share in (("heads", heads), ("neurons", neurons)):
@@ -133,10 +133,10 @@ def _inner(module: torch.nn.Module) -> list[torch.nn.Linear]:
     return [getattr(module, name) for name in ("wi", "wi_0", "wi_1") if hasattr(module, name)]
 
 
-def everything(scores: Mapping[str, torch.Tensor]) -> Kept:
+def keep_all(scores: Mapping[str, torch.Tensor]) -> Kept:
     """All heads and neurons, by module.
 
-    >>> everything({"x.SelfAttention": torch.zeros(2)})
+    >>> keep_all({"x.SelfAttention": torch.zeros(2)})
     {'x.SelfAttention': (0, 1)}
     """
     return {name: tuple(range(len(values))) for name, values in scores.items()}

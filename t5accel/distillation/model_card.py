@@ -45,10 +45,10 @@ NARROW = (
 )
 
 
-def require_place(folder: Path) -> None:
+def require_student_folder(folder: Path) -> None:
     """Raise ``InputError`` if a student must not be written there: something else has that place.
 
-    >>> require_place(Path("a/folder/that/is/new"))
+    >>> require_student_folder(Path("a/folder/that/is/new"))
     """
     try:
         is_student = MADE in folder.joinpath(CARD_FILE).read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ def save_student(
         loading=NARROW if getattr(student.config, "layer_widths", None) else PLAIN,
     )  # fmt: skip
     with locked(folder):
-        require_place(folder)
+        require_student_folder(folder)
         with staged(folder) as partial:
             copy.deepcopy(student).to(torch.float16).save_pretrained(partial)
             tokenizer.save_pretrained(partial)

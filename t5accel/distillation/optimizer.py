@@ -179,7 +179,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) 
     )
 
 
-def optimiser_step(
+def optimizer_step(
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
     batches: list[Any],

@@ -18,18 +18,27 @@ from t5accel.distillation.batches import Mixture, steps_from
 from t5accel.distillation.checkpointing import require_device
 from t5accel.distillation.examples import Rows, as_mixture
 from t5accel.distillation.gates import Gates, gated
-from t5accel.distillation.importance import WAYS, Kept, Scores, alike, choose, magnitude, movement, taylor
+from t5accel.distillation.importance import (
+    IMPORTANCE_METHODS,
+    Kept,
+    Scores,
+    magnitude,
+    movement,
+    normalize_scores,
+    select_kept,
+    taylor,
+)
 from t5accel.distillation.losses import as_objective, student_loss
 from t5accel.distillation.student import DistillConfig, Validate, train_student
 from t5accel.errors import InputError
-from t5accel.models.pruned import parts, resize, widths
+from t5accel.models.pruned import layer_widths, prunable_modules, resize
 from t5accel.models.sizes import require_t5
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def remove(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
+def prune_to(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     """A copy of a T5 with only the heads and neurons that are kept; the model is not changed.
 
     Args:
@@ -45,18 +54,18 @@ def remove(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> small = remove(model, choose(magnitude(model), heads=0.9, neurons=0.9))
-    >>> widths(small)["decoder_heads"], widths(small)["decoder_ff"], widths(model)["decoder_ff"]
+    >>> small = prune_to(model, select_kept(magnitude(model), heads=0.9, neurons=0.9))
+    >>> layer_widths(small)["decoder_heads"], layer_widths(small)["decoder_ff"], layer_widths(model)["decoder_ff"]
     ([1], [8], [16])
     """
-    sizes: dict[str, list[int]] = {kind: [] for kind in widths(model)}
-    known = {name for _, _, name, _ in parts(model)}
+    sizes: dict[str, list[int]] = {kind: [] for kind in layer_widths(model)}
+    known = {name for _, _, name, _ in prunable_modules(model)}
     if set(kept) != known:
         raise InputError(f"kept names {sorted(kept)[:3]} …; give indices for each of {len(known)} modules.")
     small = copy.deepcopy(model)
     weights: dict[str, torch.Tensor] = {}
     bias: torch.Tensor | None = None
-    for kind, _, name, module in parts(small):
+    for kind, _, name, module in prunable_modules(small):
         indices, attends = list(kept[name]), kind.endswith("heads")
         count = module.q.out_features // small.config.d_kv if attends else module.wo.in_features
         if not indices or indices != sorted({*indices}) or not 0 <= indices[0] <= indices[-1] < count:
@@ -116,8 +125,8 @@ class PruneConfig:
     training: DistillConfig = DistillConfig(learning_rate=1e-3, matrix_learning_rate=2.5e-3, encoder_share=0.4)
 
     def __post_init__(self) -> None:
-        if self.importance not in WAYS:
-            raise InputError(f"importance is {self.importance!r}; give one of {', '.join(WAYS)}.")
+        if self.importance not in IMPORTANCE_METHODS:
+            raise InputError(f"importance is {self.importance!r}; give one of {', '.join(IMPORTANCE_METHODS)}.")
         if not 0 <= self.rising <= 1 or min(self.every, self.examine) < 1:
             raise InputError(
                 f"rising is {self.rising!r}, every {self.every!r} and examine {self.examine!r}; give 0 … 1, and 1 or "
@@ -171,7 +180,7 @@ def prune(
     require_device(device)
     require_t5(model.config, type(model).__name__)
     shares = dict(heads=config.heads, neurons=config.neurons)
-    choose(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
+    select_kept(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
     mixture = as_mixture(examples, tokenizer)
     student = copy.deepcopy(model).to(device).eval()
     gates = Gates(student).to(device)
@@ -180,7 +189,7 @@ def prune(
     def kept_at(step: int) -> Kept:
         scores = movement(gates) if fixed is None else fixed
         now = {what: config.share(step) * share for what, share in shares.items()}
-        return choose(scores, **now, multiple_of=config.multiple_of)
+        return select_kept(scores, **now, multiple_of=config.multiple_of)
 
     def before_step(step: int) -> None:
         rising = step == 0 or config.share(step - 1) < 1
@@ -188,13 +197,13 @@ def prune(
             gates.close(kept_at(step))
 
     if not config.steps:
-        return remove(student.to("cpu"), kept_at(0))
+        return prune_to(student.to("cpu"), kept_at(0))
     with gated(student, gates):
         train_student(
             student, teacher or model, tokenizer, mixture, folder, replace(config.training, steps=config.steps),
             validate=validate, device=device, gates=gates, before_step=before_step, recorded=config,
         )  # fmt: skip
-    return remove(student, gates.kept())
+    return prune_to(student, gates.kept())
 
 
 def _scores(
@@ -202,9 +211,9 @@ def _scores(
 ) -> Scores:
     """Of the model before training."""
     if config.importance == "magnitude":
-        return alike(magnitude(model))
+        return normalize_scores(magnitude(model))
     batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], config.seed, 0)
     few = [batch for _ in range(config.examine) for _, batch in next(batches)]
     shown = machine.progress_bar(few, desc="importance", unit="batch")
     objective = as_objective("labels")
-    return alike(taylor(model, shown, lambda batch: student_loss(model, None, batch, objective)))
+    return normalize_scores(taylor(model, shown, lambda batch: student_loss(model, None, batch, objective)))

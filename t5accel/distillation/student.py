@@ -22,7 +22,7 @@ from t5accel.distillation.losses import OBJECTIVES, as_objective, student_loss
 from t5accel.distillation.optimizer import (
     learning_rate_factor,
     new_optimizers,
-    optimiser_step,
+    optimizer_step,
     set_dropout,
     use_pooled_dropout,
 )
@@ -165,7 +165,7 @@ def distill(
     Args:
         teacher: a T5-like model; it is not changed.
         examples: rows ``{"source", "target"}``, T5's prefix included in the source, or a JSON Lines file of such rows;
-            or a `Mixture`, which `examples.mixed` makes of several files with weights. The loss "sequence" needs one
+            or a `Mixture`, which `mix_examples` makes of several files with weights. The loss "sequence" needs one
             whose targets the teacher wrote (``by_teacher``).
         folder: for the checkpoint and the log. A run whose checkpoint is there continues from it.
         validate: scores the student now and then, for ``log.jsonl``; `validation.make_validator` makes such a function
@@ -216,7 +216,7 @@ def train_student(
             raise InputError(f"{size} of the student is {own}, of the teacher {theirs}: give a teacher of the same.")
     if config.loss == "sequence" and not mixture.by_teacher:
         raise InputError(
-            "The loss is 'sequence' and the mixture has no texts of the teacher: let write_teacher_texts() make some, "
+            "The loss is 'sequence' and the mixture has no texts of the teacher: let write_teacher_outputs() make some, "
             "and mix them with by_teacher=True."
         )
 
@@ -242,7 +242,7 @@ def train_student(
     def update(step: int, batches: list[TaskBatch]) -> float:
         if before_step is not None:
             before_step(step)
-        loss = optimiser_step(
+        loss = optimizer_step(
             student, optimizers, [batch for _, batch in batches], mixture.phase(step).weights(batches),
             factor=config.factor(step), loss_of=loss_of,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from t5accel.errors import InputError
 GROUP = 2000  # sources that are sorted by length and decoded before any of them is written down
 
 
-def write_teacher_texts(
+def write_teacher_outputs(
     file: Path, generate: Callable[[list[str]], list[str]], wanted: list[tuple[str, str]], *, batch_size: int = 32
 ) -> None:
     """Let the teacher write to each source, as lines of JSON; what is in the file already is not written again.
@@ -31,8 +31,8 @@ def write_teacher_texts(
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     file = Path(folder) / "teacher.jsonl"
-    ...     write_teacher_texts(file, lambda texts: [text.upper() for text in texts], [("shout", "hello")])
-    ...     read_teacher_texts(file)
+    ...     write_teacher_outputs(file, lambda texts: [text.upper() for text in texts], [("shout", "hello")])
+    ...     read_teacher_outputs(file)
     {'shout': [('hello', 'HELLO')]}
     """
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,15 +57,15 @@ def write_teacher_texts(
                 out.write("".join(line + "\n" for line in lines))
 
 
-def read_teacher_texts(file: Path) -> dict[str, list[Example]]:
+def read_teacher_outputs(file: Path) -> dict[str, list[Example]]:
     """By task, the sources and what the teacher wrote; raises ``InputError`` if the file is missing or holds none."""
     if not file.is_file():
-        raise InputError(f"No teacher's texts at {file}: let write_teacher_texts make them.")
+        raise InputError(f"No teacher's texts at {file}: let write_teacher_outputs make them.")
     found: dict[str, list[Example]] = {}
     for row in _rows(file):
         found.setdefault(row["task"], []).append((row["source"], row["target"]))
     if not found:
-        raise InputError(f"{file} holds no texts: delete it, and let write_teacher_texts make it again.")
+        raise InputError(f"{file} holds no texts: delete it, and let write_teacher_outputs make it again.")
     return found
 
 

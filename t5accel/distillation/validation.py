@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.distillation.batches import packed
+from t5accel.distillation.batches import encode_and_pack
 from t5accel.distillation.examples import LONGEST, Rows, read_examples
 from t5accel.distillation.optimizer import validation_losses
 from t5accel.errors import InputError
@@ -50,7 +50,7 @@ def make_validator(
     # Short and long sources apart: less padding.
     examples.sort(key=lambda example: len(example[0]))
     sources, references = [source for source, _ in examples], [[target] for _, target in examples]
-    sets = {"loss": packed(examples, lambda texts: tokenizer(texts)["input_ids"], 6000)}
+    sets = {"loss": encode_and_pack(examples, lambda texts: tokenizer(texts)["input_ids"], 6000)}
     most = 2 * max(len(target) for _, targets in sets["loss"] for target in targets)
     if metric != "loss":
         ROW_SCORES[metric](["a"], [["a"]])  # a missing package is reported now and not after the first 250 steps

@@ -33,7 +33,7 @@ class Languages:
     >>> languages = Languages(Toy())
     >>> languages.ids
     {'en': 7, 'fr': 8}
-    >>> languages.marked(np.array([[7, 65, 2]]), np.array([[1, 1, 1]]), languages.source("fr")).tolist()
+    >>> languages.set_language(np.array([[7, 65, 2]]), np.array([[1, 1, 1]]), languages.source("fr")).tolist()
     [[8, 65, 2]]
     """
 
@@ -75,7 +75,7 @@ class Languages:
         """
         return self._id_of(src_lang, "src_lang")
 
-    def marked(self, ids: np.ndarray, mask: np.ndarray, language: int) -> np.ndarray:
+    def set_language(self, ids: np.ndarray, mask: np.ndarray, language: int) -> np.ndarray:
         """Encoded sources with another language's mark: (B, S) -> (B, S) int64."""
         marked, rows = np.array(ids), np.arange(len(ids))
         real = mask[:, ::-1] if self._mark[1] else mask

@@ -20,7 +20,7 @@ from urllib.request import getproxies
 
 from t5accel.checks import check_file, read_json_object
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
-from t5accel.models.pruned import load_narrow
+from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.registry import SIZES, family_of, no_head
 from t5accel.models.sizes import CLASS_PREFIXES
@@ -86,7 +86,7 @@ def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrain
     """
     text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str) or not text:
-        raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {allowed_names()}")
+        raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {known_model_names()}")
     if text in BUNDLED:
         return _load_folder(data_folder() / BUNDLED[text])
     if text.startswith("random:"):
@@ -94,14 +94,14 @@ def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrain
         if size in SIZES:
             return random_model(*SIZES[size], seed=seed), None
         if size not in RANDOM_SIZES:
-            raise UnknownModelError(f"No random size {size!r}. {allowed_names()}")
+            raise UnknownModelError(f"No random size {size!r}. {known_model_names()}")
         return random_t5(RANDOM_SIZES[size], seed=seed, kind=kind_of(size)), None
     if os.path.isdir(text):  # unlike Path.is_dir(), it answers False to a name that is too long
         return _load_folder(Path(text))
     if repository := hub_id(text):
         return _load_hub(repository)
     kinds = "not bundled, not random, not a folder, not a hub id"
-    raise UnknownModelError(f"No model {text!r}: {kinds}. {allowed_names()}")
+    raise UnknownModelError(f"No model {text!r}: {kinds}. {known_model_names()}")
 
 
 def hub_id(name: str) -> str | None:
@@ -136,14 +136,14 @@ def _hub_commit(repository: str) -> Path | None:
         return None
 
 
-def in_floats(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:
+def cast_model(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:
     """A copy of a model on a device, in ``"float32"``, ``"bfloat16"`` or ``"float16"``.
 
     In fp16 the ``wo`` of every layer of a T5 stays in fp32, as transformers keeps it: there published ones grow too
     large.
 
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> half = in_floats(model, "float16")
+    >>> half = cast_model(model, "float16")
     >>> half.decoder.block[0].layer[2].DenseReluDense.wo.weight.dtype, half.dtype, model.dtype
     (torch.float32, torch.float16, torch.float32)
     """
@@ -275,7 +275,7 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     load = AutoModelForSeq2SeqLM.from_pretrained
     if getattr(config, "layer_widths", None):
         name = f"{CLASS_PREFIXES[config.model_type]}ForConditionalGeneration"
-        load = partial(load_narrow, getattr(transformers, name))
+        load = partial(load_pruned, getattr(transformers, name))
     with _no_loading_bar():
         model, report = load_pretrained(load, where, dtype=torch.float32, output_loading_info=True, **options)
     missing, unread = (sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
@@ -357,7 +357,7 @@ def _no_loading_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def allowed_names() -> str:
+def known_model_names() -> str:
     """A sentence for errors: what a model may be called."""
     names = ", ".join(map(repr, [*BUNDLED, *(f"random:{size}" for size in (*RANDOM_SIZES, *SIZES))]))
     return f"Allowed: {names}; a folder written by save_pretrained(); a hub id such as 'google-t5/t5-small'."

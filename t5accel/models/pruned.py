@@ -22,7 +22,7 @@ KINDS = ("encoder_heads", "decoder_heads", "cross_heads", "encoder_ff", "decoder
 Widths = Mapping[str, Sequence[int]]
 
 
-def parts(model: PreTrainedModel) -> Iterator[tuple[str, int, str, Any]]:
+def prunable_modules(model: PreTrainedModel) -> Iterator[tuple[str, int, str, Any]]:
     """Every attention and feed-forward module as (kind of `KINDS`, layer, its name, the module)."""
     for stack_name in ("encoder", "decoder"):
         for layer, block in enumerate(getattr(model, stack_name).block):
@@ -34,16 +34,16 @@ def parts(model: PreTrainedModel) -> Iterator[tuple[str, int, str, Any]]:
             yield f"{stack_name}_ff", layer, f"{prefix}.{last}.DenseReluDense", block.layer[last].DenseReluDense
 
 
-def widths(model: PreTrainedModel) -> dict[str, list[int]]:
+def layer_widths(model: PreTrainedModel) -> dict[str, list[int]]:
     """The heads and neurons of each layer, read off the weights.
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=2, vocab_size=32))
-    >>> widths(model)["cross_heads"], widths(model)["decoder_ff"]
+    >>> layer_widths(model)["cross_heads"], layer_widths(model)["decoder_ff"]
     ([2, 2], [16, 16])
     """
     found: dict[str, list[int]] = {kind: [] for kind in KINDS}
-    for kind, _, _, module in parts(model):
+    for kind, _, _, module in prunable_modules(model):
         attends = kind.endswith("heads")
         found[kind].append(module.q.out_features // model.config.d_kv if attends else module.wo.in_features)
     return found
@@ -62,7 +62,7 @@ def resize(model: PreTrainedModel, sizes: Widths) -> None:
 
     _check(model, sizes)
     d_kv, d_model, buckets = model.config.d_kv, model.config.d_model, model.config.relative_attention_num_buckets
-    for kind, layer, _, module in parts(model):
+    for kind, layer, _, module in prunable_modules(model):
         size = sizes[kind][layer]
         like = next(module.parameters())
         options = dict(device=like.device, dtype=like.dtype)
@@ -86,7 +86,7 @@ def resize(model: PreTrainedModel, sizes: Widths) -> None:
     model.config.layer_widths = {kind: list(sizes[kind]) for kind in KINDS}
 
 
-def load_narrow(model_class: type[PreTrainedModel], where: str, **options: Any) -> Any:
+def load_pruned(model_class: type[PreTrainedModel], where: str, **options: Any) -> Any:
     """``model_class.from_pretrained`` for a checkpoint whose configuration has ``layer_widths``."""
 
     class Narrow(model_class):
@@ -108,7 +108,7 @@ def _own_bias(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
 
 def _check(model: PreTrainedModel, sizes: Widths) -> None:
-    now = widths(model)
+    now = layer_widths(model)
     if not isinstance(sizes, Mapping) or set(sizes) != set(KINDS):
         raise InputError(f"layer_widths is {sizes!r:.200}; give a list for each of {', '.join(KINDS)}.")
     for kind, there in sizes.items():

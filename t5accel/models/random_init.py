@@ -49,14 +49,14 @@ def random_model(family: Family, sizes: Mapping[str, Any], *, seed: int = 0) -> 
             model = model_class(config).eval()
         except Exception as error:  # of many kinds
             raise InputError(f"These sizes make no {family.model_class}: {error}") from error
-        _enliven_family(model, silent_pad="bad_words_ids" not in family.generation)
+        _randomize_family(model, silent_pad="bad_words_ids" not in family.generation)
     special = {"pad": config.pad_token_id, "eos": config.eos_token_id, "pads": [[config.pad_token_id]]}
     for name, value in family.generation.items():
         setattr(model.generation_config, name, special[value])
     return model
 
 
-def _enliven_family(model: PreTrainedModel, *, silent_pad: bool) -> None:
+def _randomize_family(model: PreTrainedModel, *, silent_pad: bool) -> None:
     import torch
 
     d_model, scaled = model.config.d_model, model.config.scale_embedding
@@ -154,7 +154,7 @@ def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreT
             raise InputError(f"These sizes make no {prefix} model: {error}") from error
         if not sizes["tie_word_embeddings"]:
             _untie(model)
-        _enliven(model)
+        _randomize(model)
     return model
 
 
@@ -167,7 +167,7 @@ def _untie(model: PreTrainedModel) -> None:
         model.all_tied_weights_keys.pop("lm_head.weight", None)  # so that it is saved, too
 
 
-def _enliven(model: PreTrainedModel) -> None:
+def _randomize(model: PreTrainedModel) -> None:
     import torch
 
     with torch.no_grad():

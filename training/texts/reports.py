@@ -117,12 +117,12 @@ def report_of(
     return Report(" ".join([*fillers[:lead], opening, *body]), summary, family.name)
 
 
-def reports(count: int, seed: int, *, held_out: bool = False) -> Iterator[Report]:
+def generate_reports(count: int, seed: int, *, held_out: bool = False) -> Iterator[Report]:
     """Yield ``count`` reports, the same ones for the same seed.
 
-    >>> list(reports(3, 1)) == list(reports(5, 1))[:3]
+    >>> list(generate_reports(3, 1)) == list(generate_reports(5, 1))[:3]
     True
-    >>> seen, unseen = ({r.template for r in reports(200, 0, held_out=half)} for half in (False, True))
+    >>> seen, unseen = ({r.template for r in generate_reports(200, 0, held_out=half)} for half in (False, True))
     >>> seen & unseen
     set()
     """

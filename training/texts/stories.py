@@ -223,10 +223,10 @@ def some_names(rng: random.Random, count: int) -> list[str]:
     return names
 
 
-def questions(count: int, seed: int, *, held_out: bool = False) -> Iterator[Question]:
+def generate_questions(count: int, seed: int, *, held_out: bool = False) -> Iterator[Question]:
     """`count` questions, the same ones for the same seed.
 
-    >>> [len({one.context for one in questions(4, 7, held_out=held_out)}) for held_out in (False, True)]
+    >>> [len({one.context for one in generate_questions(4, 7, held_out=held_out)}) for held_out in (False, True)]
     [4, 4]
     """
     rng = random.Random(seed)

@@ -192,7 +192,7 @@ class Answerer:
                     yield from self._ids_or_why(texts, [place])
             return
         if self._language is not None:
-            ids = self._languages.marked(ids, masks, self._language)
+            ids = self._languages.set_language(ids, masks, self._language)
         for place, row, mask in zip(places, ids, masks, strict=True):
             yield place, row[mask.astype(bool)]
 
