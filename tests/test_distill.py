@@ -324,17 +324,17 @@ def test_the_encoder_moves_by_its_share_of_the_rates(tiny_t5, tmp_path: Path, sh
 
 def test_a_bad_configuration_is_refused() -> None:
     for name, wrong in (("loss", ["magic", None]), ("steps", [0, -5]), ("encoder_share", [-0.1, 2])):
-        refused(DistillConfig, name, *wrong, match=f"{name} is")
+        refused(DistillConfig, name, *wrong, match=name)
 
 
 def test_what_cannot_be_run_is_refused_and_nothing_written(tiny_t5, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call = partial(distill, tiny_t5(), toy_tokenizer(), examples=MIXTURE, folder=out, config=TOY)
-    refused(call, "config", replace(TOY, layers=(0, 3)), match=r"layers is \(0, 3\); give different ones of 0 … 2")
-    refused(call, "config", replace(TOY, layers=()), match="layers is")
+    refused(call, "config", replace(TOY, layers=(0, 3)), match="layers")
+    refused(call, "config", replace(TOY, layers=()), match="layers")
     refused(call, "device", "abacus")
     call = partial(call, examples=replace(MIXTURE, by_teacher=False))
-    refused(call, "config", replace(TOY, loss="sequence"), match="no texts of the teacher")
+    refused(call, "config", replace(TOY, loss="sequence"), match="by_teacher")
     assert not out.exists()
 
 

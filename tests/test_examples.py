@@ -139,7 +139,7 @@ def test_scores_are_those_of_what_the_model_writes(mini: tuple[Any, Any], monkey
         assert worse[metric] < 90 and worse["loss"] > right["loss"]
     assert make_validator(rows, tokenizer)(model) == {"loss": right["loss"]}
     model.eval()
-    with pytest.raises(InputError, match="metric is 'luck'"):
+    with pytest.raises(InputError, match="metric"):
         make_validator(rows, tokenizer, "luck")
     monkeypatch.setitem(__import__("sys").modules, "sacrebleu.metrics", None)
     with pytest.raises(ImportError, match="sacrebleu"):

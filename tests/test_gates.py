@@ -143,11 +143,11 @@ def test_what_is_closed_is_what_is_not_kept(tiny_t5) -> None:
 
 
 def wrong_choices() -> Iterator[Any]:
-    yield pytest.param(lambda kept: {}, "give a list for each of 13 modules", id="none")
-    yield pytest.param(lambda kept: {**kept, "lm_head": (0,)}, "give a list for each", id="unknown")
-    yield pytest.param(lambda kept: {n: k for n, k in kept.items() if n != ATTENTION}, "give a list", id="missing")
+    yield pytest.param(lambda kept: {}, "13 modules", id="none")
+    yield pytest.param(lambda kept: {**kept, "lm_head": (0,)}, "modules", id="unknown")
+    yield pytest.param(lambda kept: {n: k for n, k in kept.items() if n != ATTENTION}, "modules", id="missing")
     for index in (4, -1, 100):
-        yield pytest.param(lambda kept, i=index: {**kept, ATTENTION: (0, i)}, "give indices of 0 … 3", id=str(index))
+        yield pytest.param(lambda kept, i=index: {**kept, ATTENTION: (0, i)}, "0 … 3", id=str(index))
 
 
 @pytest.mark.parametrize(("change", "match"), [*wrong_choices()])

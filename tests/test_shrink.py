@@ -67,7 +67,7 @@ def test_the_first_and_the_last_are_among_them(teacher: int, data: st.DataObject
 @pytest.mark.parametrize("count", [0, -1, 4])
 def test_more_layers_than_there_are_and_none_are_refused(tiny_t5, count: int) -> None:
     for ask in (lambda: layer_map(3, count), lambda: shrink_decoder(tiny_t5(), count)):
-        with pytest.raises(InputError, match=f"{count} decoder layers of 3; give 1 … 3"):
+        with pytest.raises(InputError, match=f"got {count}"):
             ask()
 
 

@@ -1,10 +1,7 @@
-"""Train the bundled model: a small T5 that translates, summarises and answers, from pairs and seeded generators.
+"""Train the bundled T5, which translates, summarises and answers, in four resumable stages.
 
-Needs torch, transformers, tokenizers and safetensors only, so that it also runs on a bare GPU machine. Interrupted at
-any moment, it goes on from its last checkpoint with the batches it would have seen.
-
-A second stage goes on with a trained model and teaches it to read whose fact a question asks for. A third one grows it
-and teaches it longer sentences, and stories and reports of any kind; a fourth one goes on with these.
+The second stage teaches whose fact a question asks for; the third grows the model and adds longer and composed
+texts; the fourth continues the third.
 """
 
 from __future__ import annotations
@@ -293,15 +290,10 @@ def train_model(
     config: TrainConfig, *, start: PreTrainedModel | None = None, device: str = "cpu", validate_every: int = 250,
     save_every: int = 250,
 ) -> PreTrainedModel:  # fmt: skip
-    """Train until ``config.steps`` and return the model in evaluation mode.
+    """Train a copy of ``start``, or a new model, until ``config.steps``; return it in evaluation mode.
 
-    Args:
-        start: what the second stage begins with, which is not changed; a new model of the configured size without.
-        held_out: (source, target) texts for the validation loss.
-        folder: for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``; a checkpoint found there is gone on from.
-
-    Raises:
-        InputError: the checkpoint was made with another configuration, or the device is not there.
+    ``held_out`` are examples for the validation loss. A checkpoint in ``folder`` is continued from; raises
+    ``InputError`` if it is of another configuration, or the device does not exist.
     """
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -349,15 +341,10 @@ def reproduce(
     pairs_file: Path, folder: Path, config: TrainConfig, *, stage: int = 1, start: str | None = None,
     device: str = "cpu", held_out: int = 1000,
 ) -> Path:  # fmt: skip
-    """One stage of the road from a file of pairs to the bundled model: a checkpoint, and ``folder/model`` in fp16.
+    """Run one stage (see `stage_plan`) from a file of pairs; returns ``folder/model``, in fp16.
 
-    Args:
-        stage: 1, 2, 3 or 4; `planned` has the configuration of each.
-        start: the name or folder of the model that the stage before made. The third stage gives it a new vocabulary.
-
-    Raises:
-        InputError: the pairs are missing or malformed; the message says where to obtain some.
-        InputError: as `planned`, or the start has no tokenizer.
+    ``start`` is the name or folder of the previous stage's model; the third stage gives it a new vocabulary. Raises
+    ``InputError`` for missing or malformed pairs, or a start without a tokenizer.
     """
     from transformers import AutoTokenizer
 

@@ -1,7 +1,4 @@
-"""A training run that may be interrupted at any moment: it goes on from its last checkpoint as if nothing had been.
-
-What a step is made of is the caller's; here are the order of things, the files and the bar.
-"""
+"""Resumable training: an interrupted run continues from its last checkpoint with identical results."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from t5accel.errors import InputError, JobError
 from t5accel.graphs.atomic_write import flush, reason
 
 Step = TypeVar("Step")
-SAVE_SHARE = 0.05  # of a run's time, at most, goes into checkpoints that only the clock asked for
+SAVE_SHARE = 0.05  # most of a run's time that goes into checkpoints due to save_seconds
 
 
 class RunConfig(Protocol):
-    """A frozen dataclass that decides the outcome of a run. ``steps`` may grow between runs; the rest must stay."""
+    """A frozen dataclass; only ``steps`` may change (grow) when a run is resumed."""
 
     @property
     def steps(self) -> int: ...
@@ -35,37 +32,39 @@ class RunConfig(Protocol):
     def seed(self) -> int: ...
 
     def factor(self, step: int) -> float:
-        """What multiplies the peak learning rates at ``step``."""
+        """Multiplier of the peak learning rates at ``step``."""
 
 
 class Checkpoint:
-    """What a run needs to go on: the states of its modules and optimisers, step and configuration, in one file.
+    """``checkpoint.pt``: states of model and optimizers, step and configuration.
 
-    ``stable.pt`` beside it keeps the state before the learning rate fell: `extend_run` goes back to it.
+    ``stable.pt`` keeps the state before the learning rate decays, for `extend_run`.
     """
 
     def __init__(self, folder: Path, config: Any, model: torch.nn.Module, optimizers: list[Any]):
-        self.file, self.stable = folder / "checkpoint.pt", folder / "stable.pt"
-        self.config, self.model, self.optimizers = asdict(config), model, optimizers
+        self.file = folder / "checkpoint.pt"
+        self.stable = folder / "stable.pt"
+        self.config = asdict(config)
+        self.model = model
+        self.optimizers = optimizers
 
     def save(self, path: Path, step: int) -> None:
-        """Write in one piece: a kill or a power cut leaves either the old file or the new one.
+        """Write atomically: a kill or a power cut leaves the old file or the new one.
 
-        Raises:
-            JobError: the disk is full, or refuses; the old file is kept.
+        Raises ``JobError`` if the disk is full or refuses; the old file is kept.
         """
         partial = path.with_suffix(".partial")
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config}
         try:
-            with partial.open("wb") as file:  # of a path torch.save would not say why it cannot be written
+            with partial.open("wb") as file:  # given a path, torch.save hides the system's error
                 torch.save(state, file)
             flush(partial)
             os.replace(partial, path)
             flush(path.parent)
         except BaseException as error:
             partial.unlink(missing_ok=True)
-            why = _of_the_system(error)
+            why = _system_error(error)
             if why is None or not isinstance(error, Exception):
                 raise
             raise JobError(
@@ -74,7 +73,7 @@ class Checkpoint:
             ) from error
 
     def resume(self, device: str) -> int:
-        """Load the last state, if there is one, and return its step (0 without); clear half-written files away."""
+        """Load the last state and return its step, 0 without one; remove half-written files."""
         for path in (self.file, self.stable):
             path.with_suffix(".partial").unlink(missing_ok=True)
         if not self.file.is_file():
@@ -92,20 +91,19 @@ class Checkpoint:
         return state["step"]
 
 
-def _of_the_system(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind another one; that of torch only says that a stream has another length."""
+def _system_error(error: BaseException | None) -> OSError | None:
+    # torch's own error says only that a stream has another length.
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _log(file: Path, row: dict[str, Any]) -> None:
-    """Append a line, whole or not at all."""
     try:
         with file.open("ab", buffering=0) as log:
             end = log.tell()
             line = (json.dumps(row) + "\n").encode()
-            if log.write(line) != len(line):  # the disk had place for a part of it
+            if log.write(line) != len(line):  # the disk took part of the line: keep whole lines only
                 log.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
@@ -115,45 +113,50 @@ def _log(file: Path, row: dict[str, Any]) -> None:
 
 
 def extend_run(folder: Path) -> None:
-    """Put the state before the learning rate fell back in place, so that a longer run can go on from there."""
+    """Restore the state before the learning rate decayed, so that a longer run can continue from there."""
     if not (folder / "stable.pt").is_file():
-        raise InputError(f"No {folder / 'stable.pt'}: this run has not reached its decay, just give it more steps.")
+        raise InputError(f"No {folder / 'stable.pt'}: this run has not reached its decay. Give it more steps.")
     os.replace(folder / "stable.pt", folder / "checkpoint.pt")
 
 
 def run_steps(
-    folder: Path, config: RunConfig, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *,
-    batches_from: Callable[[int], Iterator[Step]], update: Callable[[int, Step], float],
-    validate: Callable[[], dict[str, float]], device: str = "cpu", validate_every: int = 250, save_every: int = 250,
-    save_seconds: float = 30.0, label: str | None = None,
-) -> None:  # fmt: skip
+    folder: Path,
+    config: RunConfig,
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    batches_from: Callable[[int], Iterator[Step]],
+    update: Callable[[int, Step], float],
+    validate: Callable[[], dict[str, float]],
+    device: str = "cpu",
+    validate_every: int = 250,
+    save_every: int = 250,
+    save_seconds: float = 30.0,
+    label: str | None = None,
+) -> None:
     """Train until ``config.steps``, from the checkpoint in ``folder`` if there is one.
 
-    Args:
-        folder: for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``; made if it is missing.
-        model: all that is trained or has a state.
-        batches_from: the batches of this step and of those after it, without end.
-        update: takes a step's number and its batches, changes the model and returns the loss.
-        validate: losses by task, for ``log.jsonl``.
-        save_seconds: of training without a checkpoint, at most, where steps are slow; more where saving takes long.
-        label: of the bar.
+    ``batches_from(step)`` yields the batches of this and all later steps; ``update(step, batches)`` changes the model,
+    which holds all state besides the optimizers', and returns the loss. ``folder`` gets ``checkpoint.pt``,
+    ``stable.pt`` and ``log.jsonl``, to which ``validate()`` adds losses by task. Slow steps are saved every
+    ``save_seconds``, or less often where saving is slow.
 
-    Raises:
-        InputError: the checkpoint was made with another configuration, or cannot be read.
-        JobError: the disk is full, or refuses; the last checkpoint is kept.
+    Raises ``InputError`` for a damaged checkpoint or one of another configuration, and ``JobError`` if the disk is full
+    or refuses; the last checkpoint is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(folder, config, model, optimizers)
     step = checkpoint.resume(device)
     if step:
         print(f"Going on after step {step}, from {checkpoint.file}.", file=sys.stderr)
-    mean, started = None, time.perf_counter()
-    saved, saving = started, 0.0
+    mean = None
+    started = saved = time.perf_counter()
+    saving = 0.0
     with machine.progress_bar(total=config.steps, initial=step, desc=label, unit="step", mininterval=5) as bar:
         for batches in batches_from(step):
             if step >= config.steps:
                 break
-            torch.manual_seed(config.seed * 1_000_003 + step)  # dropout too repeats after a resume
+            torch.manual_seed(config.seed * 1_000_003 + step)  # a resumed run repeats its dropout
             loss = update(step, batches)
             mean = loss if mean is None else 0.98 * mean + 0.02 * loss
             step += 1
@@ -181,4 +184,4 @@ def require_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r}: {str(error).splitlines()[0]}; give 'cpu', or 'cuda' on a GPU.") from error
+        raise InputError(f"device {device!r}: {str(error).splitlines()[0]}. Give 'cpu', or 'cuda' on a GPU.") from error

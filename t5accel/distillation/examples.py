@@ -1,4 +1,4 @@
-"""Your own examples: rows ``{"source", "target"}``, read from JSON Lines or memory, checked, and mixed by weight."""
+"""Read, check and mix training examples ``{"source": …, "target": …}``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from t5accel.checks import as_count
 from t5accel.distillation.batches import Example, Mixture, Part, Phase
 from t5accel.errors import InputError
 
@@ -24,17 +25,10 @@ WANTED = 'give {"source": …, "target": …}, the source with its prefix'
 def read_examples(
     rows: Rows, tokenizer: PreTrainedTokenizerBase | None = None, *, longest: int = LONGEST
 ) -> list[Example]:
-    """Sources and targets of your rows, each checked. Other fields of a row are ignored.
+    """Read the sources and targets of rows, or of a UTF-8 file of JSON lines; other fields are ignored.
 
-    Args:
-        rows: dicts with the texts ``"source"``, T5's prefix included, and ``"target"``; or a UTF-8 file with one such
-            JSON object a line.
-        tokenizer: counts tokens; without one any length is accepted.
-        longest: the most tokens that a source or a target may have.
-
-    Raises:
-        InputError: the file is missing, there are no rows, or one is wrong: not JSON, without a text, too long. The
-            message names file and line.
+    ``longest`` is in tokens of ``tokenizer``; without one any length is accepted. Raises ``InputError`` that names file
+    and line if there is no row, or one is wrong.
 
     >>> read_examples([{"source": "shout: hello", "target": "HELLO"}])
     [('shout: hello', 'HELLO')]
@@ -57,33 +51,23 @@ def read_examples(
 
 
 def mix_examples(
-    examples: Sequence[Sequence[Example]], weights: Sequence[float] | None = None, *, tokens: int = 5000,
-    forbidden: Iterable[str] = (), by_teacher: bool = False,
-) -> Mixture:  # fmt: skip
-    """A `Mixture` that draws from several lists of examples, with replacement, one batch a step.
+    examples: Sequence[Sequence[Example]],
+    weights: Sequence[float] | None = None,
+    *,
+    tokens: int = 5000,
+    forbidden: Iterable[str] = (),
+    by_teacher: bool = False,
+) -> Mixture:
+    """A `Mixture` that draws from several lists with replacement, one batch of ``tokens`` (see `Part`) a step.
 
-    Args:
-        examples: the lists.
-        weights: how often each list is drawn from, above 0; by default as often as it has rows.
-        tokens: the most that a batch may hold, padded encoder plus padded decoder tokens.
-        forbidden: sources that are never trained on.
-        by_teacher: the targets were written by the teacher, as the loss "sequence" needs them.
-
-    Raises:
-        InputError: a list is empty, the number of weights differs, a weight is not above 0, or nothing is left.
-
-    >>> mixture = mix_examples([[("a", "A")], [("b", "B")]], weights=[3, 1])
-    >>> rng = random.Random(0)
-    >>> sum(mixture.examples["examples"](rng) == ("a", "A") for _ in range(1000))
-    760
+    ``weights`` are the probabilities of the lists up to a factor, by default their lengths.
     """
     if not examples or not all(examples):
         raise InputError("A list of examples is empty: leave it out.")
     weights = [len(rows) for rows in examples] if weights is None else list(weights)
     if len(weights) != len(examples) or not all(0 < weight < float("inf") for weight in weights):
-        raise InputError(f"weights are {weights}; give a number above 0 for each of {len(examples)} lists of examples.")
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise InputError(f"tokens is {tokens!r}; give an integer of 1 or more.")
+        raise InputError(f"weights must be a number above 0 for each of {len(examples)} lists, got {weights}.")
+    tokens = as_count(tokens, "tokens", at_least=1)
     together = [example for rows in examples for example in rows]
     each = [weight / len(rows) for weight, rows in zip(weights, examples, strict=True) for _ in rows]
     forbidden = frozenset(forbidden)
@@ -98,15 +82,15 @@ def mix_examples(
 
 
 def as_mixture(examples: Rows | Mixture, tokenizer: PreTrainedTokenizerBase) -> Mixture:
-    """A mixture as it is; rows, or a file of them, as one. Raises ``InputError`` as `read_examples`."""
+    """Rows, or a file of them, as a `Mixture`; a `Mixture` is returned unchanged."""
     return examples if isinstance(examples, Mixture) else mix_examples([read_examples(examples, tokenizer)])
 
 
 def _rows(rows: Rows) -> Iterator[tuple[str, Any]]:
-    """Each row with where it is, for errors."""
+    """Yield each row with its place, for errors."""
     if not isinstance(rows, str | os.PathLike):
         if not isinstance(rows, Iterable):
-            raise InputError(f"examples is {rows!r:.80}; give a file, or a list of rows.")
+            raise InputError(f"examples must be a file or a list of rows, got {rows!r:.80}.")
         yield from ((f"examples[{i}]", row) for i, row in enumerate(rows))
         return
     try:
@@ -122,7 +106,7 @@ def _rows(rows: Rows) -> Iterator[tuple[str, Any]]:
 
 
 def _problem(row: Any) -> str | None:
-    """What is wrong with a row, in words; ``None`` for a good one."""
+    """Describe what is wrong with a row; ``None`` for a good one."""
     if not isinstance(row, Mapping):
         return f"not an object but {row!r:.80}"
     for field in ("source", "target"):

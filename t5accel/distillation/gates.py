@@ -1,6 +1,6 @@
-"""A factor for every attention head and every feed-forward neuron: 1 lets it through, 0 is as if it were not there.
+"""Gates: a factor for every attention head and feed-forward neuron (1 keeps it, 0 masks it).
 
-The gradient of a loss by a factor tells, to first order, what leaving its head or neuron out would change.
+The gradient of the loss by a gate is, to first order, the effect of removing its head or neuron.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ if TYPE_CHECKING:
 
 
 class Gates(torch.nn.Module):
-    """The factors of a model, all 1 at first, and what was gathered of their gradients.
+    """The gates of a model, all open (1) at first, by module in the order of `prunable_modules`.
 
-    Attributes:
-        names: of the attention and feed-forward modules, in the order of `narrow.parts`.
-        factors: for each of them, one for every head or neuron.
-        movement: the same shapes: minus the sum of all gradients that `collect` has seen.
+    ``factors`` has a vector per module, one number for every head or neuron; ``movement``, of the same shapes, is minus
+    the sum of the gradients that `collect` has seen.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        self.names, self.factors, movement = [], torch.nn.ParameterList(), []
+        self.names = []
+        self.factors = torch.nn.ParameterList()
+        self.movement = torch.nn.ParameterList()
         for kind, _, name, module in prunable_modules(model):
             size = module.n_heads if kind.endswith("heads") else module.wo.in_features
             self.names.append(name)
             self.factors.append(torch.nn.Parameter(torch.ones(size)))
-            movement.append(torch.zeros(size))
-        self.movement = torch.nn.ParameterList(torch.nn.Parameter(m, requires_grad=False) for m in movement)
+            self.movement.append(torch.nn.Parameter(torch.zeros(size), requires_grad=False))
 
     def collect(self) -> None:
-        """Take the gradients since the last time into ``movement``, and forget them."""
+        """Subtract the gradients from ``movement`` and reset them."""
         for factor, movement in zip(self.factors, self.movement, strict=True):
             if factor.grad is not None:
                 movement -= factor.grad
                 factor.grad = None
 
     def close(self, kept: Mapping[str, tuple[int, ...]]) -> None:
-        """Set the factors to 1 for the heads and neurons that are kept, by module, and to 0 for the others.
+        """Set the factors of kept heads and neurons, by module, to 1 and all others to 0.
 
-        Raises ``InputError`` for modules that are none of the model's, or indices that are none of theirs.
+        Raises ``InputError`` for an unknown module or an index out of range.
         """
         if set(kept) != set(self.names):
-            raise InputError(f"kept names {sorted(kept)[:3]} …; give a list for each of {len(self.names)} modules.")
+            raise InputError(f"kept must hold a list for each of {len(self.names)} modules, got {sorted(kept)[:3]} ….")
         factors = dict(zip(self.names, self.factors, strict=True))
         for name, factor in factors.items():
             if not all(0 <= index < len(factor) for index in kept[name]):
-                raise InputError(f"kept[{name!r}] is {kept[name]}; give indices of 0 … {len(factor) - 1}.")
+                raise InputError(f"kept[{name!r}] must hold indices of 0 … {len(factor) - 1}, got {kept[name]}.")
         with torch.no_grad():
             for name, factor in factors.items():
                 factor.zero_()
                 factor[list(kept[name])] = 1.0
 
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """By module, the heads and neurons whose factor is not 0."""
+        """The heads and neurons with a factor other than 0, by module."""
         return {
             name: tuple(factor.detach().nonzero().flatten().tolist())
             for name, factor in zip(self.names, self.factors, strict=True)
@@ -70,7 +69,7 @@ class Gates(torch.nn.Module):
 
 @contextmanager
 def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
-    """In the ``with`` block every head and neuron of the model is multiplied by its factor.
+    """Multiply every head and neuron of the model by its gate inside the ``with`` block.
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
@@ -96,7 +95,7 @@ def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
 
 
 class _Multiply:
-    """A hook in front of the matrix that a head's or a neuron's result enters last."""
+    """Pre-hook of the output projection of an attention or feed-forward module."""
 
     def __init__(self, factor: torch.nn.Parameter, width: int):
         self.factor, self.width = factor, width

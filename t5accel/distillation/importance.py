@@ -1,4 +1,4 @@
-"""How much each attention head and each feed-forward neuron matters, in three ways; and which to keep."""
+"""Importance of attention heads and feed-forward neurons: magnitude, Taylor, movement."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from t5accel.distillation.batches import Batch
 
 IMPORTANCE_METHODS = ("magnitude", "taylor", "movement")
-Scores = dict[str, torch.Tensor]  # by the name of a module: one for each of its heads or neurons
-Kept = dict[str, tuple[int, ...]]  # by the name of a module: the heads or neurons that stay, ascending
+Scores = dict[str, torch.Tensor]  # by module name: one per head or neuron
+Kept = dict[str, tuple[int, ...]]  # by module name: the heads or neurons that stay, ascending
 
 
 def magnitude(model: PreTrainedModel) -> Scores:
-    """The Euclidean norm of all weights that a head or neuron would take with it.
+    """Score by the Euclidean norm of all weights that belong to a head or neuron.
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
@@ -44,16 +44,10 @@ def magnitude(model: PreTrainedModel) -> Scores:
 def taylor(
     model: PreTrainedModel, batches: Iterable[Batch], loss_of: Callable[[Batch], tuple[torch.Tensor, int]]
 ) -> Scores:
-    """How much the loss would change, to first order, without a head or neuron: the mean over batches of `|dL/dg|`.
+    """Score by the first-order change of the loss without a head or neuron: the mean over batches of `|dL/dg|`.
 
-    g is the factor of a `gates.Gates` (Michel, Levy and Neubig, 2019; Molchanov et al., 2017).
-
-    Args:
-        batches: small ones tell more: within one, changes up and down cancel each other.
-        loss_of: from a batch to its summed loss and the number of its labels.
-
-    Raises:
-        InputError: there are no batches.
+    g is a factor of `Gates` (Michel, Levy and Neubig, 2019; Molchanov et al., 2017). ``loss_of`` returns a batch's
+    summed loss and its number of labels. Small batches tell more: within one, changes of opposite sign cancel.
     """
     gates = Gates(model).to(next(model.parameters()).device)
     sums = [torch.zeros_like(factor) for factor in gates.factors]
@@ -70,41 +64,28 @@ def taylor(
 
 
 def movement(gates: Gates) -> Scores:
-    """What training did for each: high where it moved weights away from zero, low where it moved them towards it.
+    """Score by training: high where it moved weights away from zero, low where towards zero.
 
-    Minus the gradient of a factor is minus the sum over its weights of w dL/dw (Sanh, Wolf and Rush, 2020; by blocks:
-    Lagunas et al., 2021).
+    Minus a gate's gradient is minus the sum over its weights of w dL/dw (Sanh, Wolf and Rush, 2020; by blocks: Lagunas
+    et al., 2021).
     """
     return {name: value.detach().cpu().clone() for name, value in zip(gates.names, gates.movement, strict=True)}
 
 
 def normalize_scores(scores: Scores) -> Scores:
-    """The scores of each module divided by their Euclidean norm, so that layers can be ranked together.
-
-    >>> normalize_scores({"a": torch.tensor([3.0, 4.0])})["a"].tolist()
-    [0.6000000238418579, 0.800000011920929]
-    """
+    """Divide the scores of each module by their Euclidean norm, so that layers can be ranked together."""
     return {name: values / values.norm().clamp(min=1e-30) for name, values in scores.items()}
 
 
 def select_kept(scores: Scores, *, heads: float = 0.0, neurons: float = 0.0, multiple_of: int = 8) -> Kept:
-    """What stays when the least important heads and neurons are removed, each kind ranked over all layers together.
+    """Select what stays when the least important shares of ``heads`` and ``neurons`` are removed.
 
-    Args:
-        scores: of every module.
-        heads: the share of all heads that is removed, from 0 to below 1; every layer keeps at least one.
-        neurons: the same of neurons.
-        multiple_of: so many neurons of a layer stay, times a whole number: odd widths are slow.
-
-    Raises:
-        InputError: a share is negative, or 1 or more; or ``multiple_of`` is no positive integer.
-
-    >>> select_kept({"x.SelfAttention": torch.tensor([2.0, 1.0, 3.0])}, heads=0.4)
-    {'x.SelfAttention': (0, 2)}
+    Each kind is ranked over all layers together. Every layer keeps at least one head, and a multiple of
+    ``multiple_of`` neurons: odd widths are slow. Raises ``InputError`` for a share outside 0 ≤ share < 1.
     """
     for what, share in (("heads", heads), ("neurons", neurons)):
         if not is_number(share) or not 0 <= share < 1:
-            raise InputError(f"{what} is {share!r}; give the share that is removed, at least 0 and below 1.")
+            raise InputError(f"{what} must be the share to remove, at least 0 and below 1, got {share!r}.")
     multiple_of = as_count(multiple_of, "multiple_of", at_least=1)
     of_heads = {name: values for name, values in scores.items() if name.endswith("Attention")}
     of_neurons = {name: values for name, values in scores.items() if not name.endswith("Attention")}
@@ -115,11 +96,10 @@ def select_kept(scores: Scores, *, heads: float = 0.0, neurons: float = 0.0, mul
 def _ranked(scores: Scores, share: float, multiple_of: int) -> Kept:
     if not scores:
         return {}
-    together = torch.cat(list(scores.values()))
-    removed = round(share * len(together))
-    order = together.argsort(stable=True)
-    stays = torch.ones(len(together), dtype=torch.bool)
-    stays[order[:removed]] = False
+    ranked = torch.cat(list(scores.values())).argsort(stable=True)
+    removed = round(share * len(ranked))
+    stays = torch.ones(len(ranked), dtype=torch.bool)
+    stays[ranked[:removed]] = False
     kept, start = {}, 0
     for name, values in scores.items():
         count = int(stays[start : start + len(values)].sum())
@@ -134,9 +114,5 @@ def _inner(module: torch.nn.Module) -> list[torch.nn.Linear]:
 
 
 def keep_all(scores: Mapping[str, torch.Tensor]) -> Kept:
-    """All heads and neurons, by module.
-
-    >>> keep_all({"x.SelfAttention": torch.zeros(2)})
-    {'x.SelfAttention': (0, 1)}
-    """
+    """All heads and neurons, by module."""
     return {name: tuple(range(len(values))) for name, values in scores.items()}

@@ -1,7 +1,6 @@
-"""What a student learns from: the labels, its teacher's probabilities, its teacher's inner states.
+"""Distillation losses: labels, the teacher's probabilities, the teacher's decoder states.
 
-A fourth way needs no loss of its own: sequence-level distillation (Kim and Rush, 2016) trains on labels that the
-teacher wrote (`teacher_texts`).
+Sequence-level distillation (Kim and Rush, 2016) uses the labels' loss, on the teacher's outputs (`teacher_outputs`).
 """
 
 from __future__ import annotations
@@ -22,33 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of three losses, each per label.
+    """A weighted sum of three losses, each per label."""
 
-    Attributes:
-        labels: weight of the cross-entropy with the labels.
-        logits: weight of the divergence (Kullback and Leibler) of the student's next-token distribution from the
-            teacher's, both at ``temperature``, times its square (Hinton, Vinyals and Dean, 2015).
-        hidden: weight of the mean squared difference between decoder states of student and teacher, each divided by its
-            root mean square, summed over the student's layers.
-        temperature: divides the logits of both.
-        smoothing: of the labels, 0 … 1.
-
-    Raises ``InputError`` for a negative weight, none at all, or a temperature of 0 or less.
-    """
-
-    labels: float = 0.0
+    labels: float = 0.0  # weight of the cross-entropy with the labels
+    # Weight of the Kullback-Leibler divergence of the student's next-token distribution from the teacher's, both at
+    # ``temperature``, times its square (Hinton, Vinyals and Dean, 2015).
     logits: float = 0.0
+    # Weight of the mean squared difference between decoder states of student and teacher, each divided by its root mean
+    # square, summed over the student's layers.
     hidden: float = 0.0
-    temperature: float = 2.0
-    smoothing: float = 0.1
+    temperature: float = 2.0  # divides the logits of both
+    smoothing: float = 0.1  # of the labels, 0 … 1
 
     def __post_init__(self) -> None:
         weights = (self.labels, self.logits, self.hidden)
         if min(weights) < 0 or not sum(weights) > 0:
-            raise InputError(f"The weights of labels, logits and hidden are {weights}; give 0 or more, one above 0.")
+            raise InputError(f"labels, logits and hidden must be weights of 0 or more, one above 0, got {weights}.")
         if not self.temperature > 0 or not 0 <= self.smoothing < 1:
             raise InputError(
-                f"temperature is {self.temperature!r} and smoothing {self.smoothing!r}; give more than 0, and 0 … 1."
+                f"temperature must be above 0 and smoothing in 0 … 1, got {self.temperature!r} and {self.smoothing!r}."
             )
 
     @property
@@ -66,7 +57,7 @@ OBJECTIVES = {
 
 
 def as_objective(value: Any) -> Objective:
-    """An objective, or the one of that name; raises ``InputError`` for anything else.
+    """Look up an objective by name; an `Objective` is returned unchanged.
 
     >>> as_objective("logits").temperature
     2.0
@@ -74,31 +65,21 @@ def as_objective(value: Any) -> Objective:
     if isinstance(value, Objective):
         return value
     if not isinstance(value, str) or value not in OBJECTIVES:
-        raise InputError(f"The loss is {value!r}; give one of {', '.join(OBJECTIVES)}, or an Objective.")
+        raise InputError(f"loss must be one of {', '.join(OBJECTIVES)}, or an Objective, got {value!r}.")
     return OBJECTIVES[value]
 
 
 def matched_layers(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
-    """For each layer of the student the teacher's whose output it shall match: the last of those it stands for.
-
-    >>> matched_layers(4, 2), matched_layers(4, 1)
-    ((1, 3), (3,))
-    """
+    """The teacher's layer that each student layer must match: the last of those it replaces ((1, 3) for 4 and 2)."""
     return tuple((layer + 1) * teacher_layers // student_layers - 1 for layer in range(student_layers))
 
 
 def student_loss(
     student: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch, objective: Objective
 ) -> tuple[torch.Tensor, int]:
-    """The summed loss of a batch and the number of its labels.
+    """The summed loss of a batch and its number of labels; ``teacher`` must be in evaluation mode.
 
-    Args:
-        student: whose gradients are wanted.
-        teacher: in evaluation mode; may be ``None`` if the objective needs none.
-        batch: token ids of sources and of labels.
-
-    Raises:
-        InputError: the objective needs a teacher and there is none.
+    Raises ``InputError`` if the objective needs a teacher and it is ``None``.
     """
     if objective.needs_teacher and teacher is None:
         raise InputError("There is no teacher: give one, or an Objective of labels alone.")
@@ -122,7 +103,7 @@ def student_loss(
 
 
 def _divergence(found: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor, temperature: float) -> torch.Tensor:
-    """KL(expected || found), summed over the positions that count: logits (B, T, V)."""
+    """KL(expected || found) of logits (B, T, V), summed over the positions with a label."""
     log_found, log_expected = (
         torch.log_softmax(logits[counts].float() / temperature, dim=-1) for logits in (found, expected)
     )
@@ -130,7 +111,7 @@ def _divergence(found: torch.Tensor, expected: torch.Tensor, counts: torch.Tenso
 
 
 def _distance(output: Any, expected: Any, counts: torch.Tensor) -> torch.Tensor:
-    """Between decoder states, the first of which is the embedding, and the last of which is normed."""
+    # The first state is the embedding, the last one is normed.
     own, theirs = output.decoder_hidden_states[1:], expected.decoder_hidden_states[1:]
     total = torch.zeros((), device=counts.device)
     for state, layer in zip(own, matched_layers(len(theirs), len(own)), strict=True):

@@ -1,4 +1,4 @@
-"""The model card of a student, and its checkpoint: an ordinary folder that transformers and `load_model` read."""
+"""Write a student: checkpoint, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ A student of `{teacher}`, {made} ({how}). It has {parameters:.1f} million parame
 Prefixes and limits are its teacher's. The licenses of its teacher and of the data that it was trained on apply to it.
 """
 PLAIN = "`T5ForConditionalGeneration.from_pretrained` loads it."
-NARROW = (
+PRUNED = (
     "Its layers differ in size: load it with `t5accel.models.load.load_model(folder)`, not with transformers alone."
 )
 
 
 def require_student_folder(folder: Path) -> None:
-    """Raise ``InputError`` if a student must not be written there: something else has that place.
+    """Raise ``InputError`` if the folder holds anything but a student of ours.
 
     >>> require_student_folder(Path("a/folder/that/is/new"))
     """
@@ -59,41 +59,37 @@ def require_student_folder(folder: Path) -> None:
 
 
 def save_student(
-    student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, teacher: PreTrainedModel,
-    teacher_name: str, how: str, command: str, settings: Mapping[str, Any],
-) -> Path:  # fmt: skip
-    """Write weights in fp16, tokenizer and ``README.md`` to ``folder``, which is returned: whole or not at all.
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    teacher: PreTrainedModel,
+    teacher_name: str,
+    how: str,
+    command: str,
+    settings: Mapping[str, Any],
+) -> Path:
+    """Write fp16 weights, tokenizer and ``README.md`` to ``folder``, atomically, and return it.
 
-    An older student in that place is replaced.
-
-    Args:
-        student: in evaluation mode.
-        teacher: for the sizes to compare with; ``teacher_name`` is what the card calls it.
-        how: it was made, in a word: "distilled" or "pruned".
-        command: that made it.
-        settings: all others, for the card.
-
-    Raises:
-        InputError: ``folder`` holds something else.
-        ExportError: the disk is full, or refuses.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.models.load import load_model
-    >>> model, tokenizer = load_model("mini")
-    >>> facts = dict(teacher_name="mini", how="copied", command="none", settings={"steps": 0})
-    >>> with TemporaryDirectory() as folder:
-    ...     made = save_student(model, tokenizer, Path(folder) / "copy", teacher=model, **facts)
-    ...     (made / "README.md").read_text(encoding="utf-8").splitlines()[5]
-    '# copy'
+    An older student there is replaced. The card compares the sizes with the teacher's and names ``how`` ("distilled" or
+    "pruned"), ``command`` and ``settings``. Raises ``InputError`` if the folder holds anything else, and
+    ``ExportError`` if the disk is full or refuses.
     """
     import torch
 
     card = CARD.format(
-        tag=how, name=folder.name, teacher=teacher_name, made=MADE, how=how, parameters=student.num_parameters() / 1e6,
-        of=teacher.num_parameters() / 1e6, sizes=_sizes(T5Dims.of(teacher), T5Dims.of(student)), command=command,
+        tag=how,
+        name=folder.name,
+        teacher=teacher_name,
+        made=MADE,
+        how=how,
+        parameters=student.num_parameters() / 1e6,
+        of=teacher.num_parameters() / 1e6,
+        sizes=_sizes(T5Dims.of(teacher), T5Dims.of(student)),
+        command=command,
         settings="\n".join(f"- {key}: {value}" for key, value in settings.items()),
-        loading=NARROW if getattr(student.config, "layer_widths", None) else PLAIN,
-    )  # fmt: skip
+        loading=PRUNED if getattr(student.config, "layer_widths", None) else PLAIN,
+    )
     with locked(folder):
         require_student_folder(folder)
         with staged(folder) as partial:
@@ -105,11 +101,14 @@ def save_student(
 
 def _sizes(theirs: T5Dims, own: T5Dims) -> str:
     rows = (
-        ("encoder layers", "encoder_layers"), ("decoder layers", "decoder_layers"),
-        ("heads of the encoder", "encoder_heads"), ("heads of the decoder", "decoder_heads"),
-        ("heads of cross-attention", "cross_heads"), ("neurons of the encoder", "encoder_ff"),
+        ("encoder layers", "encoder_layers"),
+        ("decoder layers", "decoder_layers"),
+        ("heads of the encoder", "encoder_heads"),
+        ("heads of the decoder", "decoder_heads"),
+        ("heads of cross-attention", "cross_heads"),
+        ("neurons of the encoder", "encoder_ff"),
         ("neurons of the decoder", "decoder_ff"),
-    )  # fmt: skip
+    )
     return "\n".join(f"| {name} | {_shown(getattr(theirs, key))} | {_shown(getattr(own, key))} |" for name, key in rows)
 
 

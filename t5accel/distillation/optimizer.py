@@ -1,10 +1,4 @@
-"""One optimiser step of a T5: the schedule, the optimisers, dropout that is cheap on a CPU, and the loss.
-
-The learning rate warms up, stays, and falls to zero over the last quarter of the steps ("warm-up, stable, decay": Hu et
-al. 2024, MiniCPM), so that a run can be prolonged from before the fall. Matrices inside the layers are trained by Muon
-(Jordan et al. 2024; `torch.optim.Muon`), everything else by AdamW: in a trial of 150 steps on translation alone, Muon
-at 2.5e-3 had a validation loss of 3.59 nats a token, AdamW at 1.2e-3 one of 4.36.
-"""
+"""One training step of a T5: learning-rate schedule, optimizers, dropout, loss."""
 
 from __future__ import annotations
 
@@ -22,7 +16,9 @@ IGNORED = -100  # the label that cross-entropy skips
 
 
 def learning_rate_factor(step: int, steps: int, *, warmup_steps: int = 300, decay_share: float = 0.25) -> float:
-    """Warm-up, stable, linear decay to zero; multiplies each optimiser's peak rate.
+    """Warm-up, stable, linear decay to zero (Hu et al. 2024, MiniCPM); multiplies the peak rates.
+
+    A run can be extended from before the decay.
 
     >>> [learning_rate_factor(s, 1000, warmup_steps=100) for s in (49, 500, 875, 1000)]
     [0.5, 1.0, 0.5, 0.0]
@@ -32,11 +28,9 @@ def learning_rate_factor(step: int, steps: int, *, warmup_steps: int = 300, deca
 
 
 class PooledDropout(torch.nn.Module):
-    """Dropout that reads its mask at a random place of a pool drawn once.
+    """Dropout with masks read at random offsets of a pool drawn once."""
 
-    On a CPU torch draws dropout's random bits on one thread, which took up to half of a training step.
-    """
-
+    # On a CPU torch draws dropout's random bits on one thread, which took up to half of a training step.
     pools: dict[tuple[float, torch.device, torch.dtype, int], torch.Tensor] = {}
 
     def __init__(self, p: float):
@@ -46,7 +40,7 @@ class PooledDropout(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
             return x
-        # The pool's size and values follow from x and p alone, so that a resumed run meets the masks it would have met.
+        # The pool's size and values follow from x and p alone, so that a resumed run draws the same masks.
         size = max(1 << 24, 1 << (2 * x.numel()).bit_length())
         key = (self.p, x.device, x.dtype, size)
         pool = self.pools.get(key)
@@ -58,7 +52,7 @@ class PooledDropout(torch.nn.Module):
 
 
 def use_pooled_dropout(module: torch.nn.Module) -> None:
-    """Replace every ``nn.Dropout`` below ``module``; dropout of attention weights, drawn elsewhere, is left out."""
+    """Replace every ``nn.Dropout`` below ``module``, and switch the dropout of attention weights off."""
     for name, child in module.named_children():
         if isinstance(child, torch.nn.Dropout):
             setattr(module, name, PooledDropout(child.p))
@@ -69,7 +63,7 @@ def use_pooled_dropout(module: torch.nn.Module) -> None:
 
 
 def set_dropout(model: torch.nn.Module, p: float) -> None:
-    """Give every `PooledDropout` of the model this share of zeros, 0 ... 1."""
+    """Set the probability of every `PooledDropout` of the model."""
     for module in model.modules():
         if isinstance(module, PooledDropout):
             module.p = p
@@ -80,17 +74,11 @@ def new_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW for embeddings, biases and norms, and Muon for the matrices inside the layers.
 
-    Args:
-        learning_rate: AdamW's peak.
-        matrix_learning_rate: Muon's peak; with ``None`` AdamW trains everything.
-        encoder_share: what multiplies the rates of the encoder and of the embedding that it reads.
-
-    >>> from t5accel.models.random_init import random_t5
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> adamw, muon = new_optimizers(model, learning_rate=0.1, matrix_learning_rate=0.2, encoder_share=0.5)
-    >>> [group["peak_lr"] for group in adamw.param_groups + muon.param_groups]
-    [0.1, 0.05, 0.2, 0.1]
+    ``encoder_share`` multiplies the rates of the encoder and the embedding. Without a ``matrix_learning_rate`` AdamW
+    trains everything.
     """
+    # Muon: Jordan et al. 2024. In a trial of 150 steps on translation alone, Muon at 2.5e-3 had a validation loss of
+    # 3.59 nats per token, AdamW at 1.2e-3 one of 4.36.
     kinds: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         is_matrix = bool(matrix_learning_rate) and parameter.ndim == 2 and ".block." in name and "bias" not in name
@@ -113,22 +101,13 @@ def new_optimizers(
 
 
 def padded(rows: list[list[int]], value: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Right-padded (len(rows), longest) int64 tensor.
-
-    >>> padded([[5, 6], [7]], 0).tolist()
-    [[5, 6], [7, 0]]
-    """
+    """Right-padded (len(rows), longest) int64 tensor."""
     longest = max(map(len, rows))
     return torch.tensor([row + [value] * (longest - len(row)) for row in rows], device=device)
 
 
 def model_inputs(batch: Batch, device: torch.device | str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What a T5 is given for a batch, and its labels (B, T), padded with `IGNORED`.
-
-    >>> inputs, labels = model_inputs(([[5, 1]], [[7, 8, 1]]), "cpu")
-    >>> inputs["decoder_input_ids"].tolist(), labels.tolist()
-    ([[0, 7, 8]], [[7, 8, 1]])
-    """
+    """Inputs of a T5 for a batch, and labels (B, T) padded with `IGNORED`."""
     input_ids, labels = padded(batch[0], 0, device), padded(batch[1], IGNORED, device)
     decoder_input_ids = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1].clamp(min=0)], dim=1)
     mask = (input_ids != 0).long()
@@ -140,10 +119,7 @@ def batch_loss(
 ) -> tuple[torch.Tensor, int]:
     """Summed cross-entropy in nats over the labels of a batch, and their number.
 
-    Args:
-        hidden_until: a token id. The decoder sees of each source only the first of these and what follows: what comes
-            before is for the encoder to make use of.
-
+    The decoder attends to a source from the first token ``hidden_until`` on; earlier positions are the encoder's alone.
     Raises ``InputError`` for a source without that token.
     """
     device = next(model.parameters()).device
@@ -162,7 +138,7 @@ def batch_loss(
 
 @torch.no_grad()
 def validation_losses(model: torch.nn.Module, sets: dict[str, list[Batch]]) -> dict[str, float]:
-    """Nats per token on the batches of each set, without dropout or smoothing; the model is left in training mode."""
+    """Nats per token on each set, without dropout or smoothing; leaves the model in training mode."""
     model.eval()
     losses = {}
     for name, batches in sets.items():
@@ -173,7 +149,7 @@ def validation_losses(model: torch.nn.Module, sets: dict[str, list[Batch]]) -> d
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Summed over the labels that count: logits (B, T, V), labels (B, T)."""
+    """Cross-entropy of logits (B, T, V) summed over labels (B, T) other than `IGNORED`."""
     return torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
     )
@@ -189,13 +165,10 @@ def optimizer_step(
     smoothing: float = 0.0,
     loss_of: Callable[[Any], tuple[torch.Tensor, int]] | None = None,
 ) -> float:
-    """One update from the weighted sum of the batches' mean losses, which is returned, in nats per token.
+    """Update the model by the weighted sum of the batches' mean losses; return that sum, in nats per token.
 
-    Args:
-        weights: one for each batch.
-        factor: multiplies the optimisers' peak learning rates.
-        smoothing: of the labels, 0 … 1.
-        loss_of: from a batch to its summed loss and the number of its labels, in place of the labels' cross-entropy.
+    ``factor`` multiplies the peak learning rates. ``loss_of(batch)`` returns the summed loss and its number of labels,
+    by default `batch_loss` with ``smoothing``.
     """
     total = 0.0
     for batch, weight in zip(batches, weights, strict=True):

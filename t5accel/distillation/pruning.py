@@ -1,8 +1,4 @@
-"""Prune a T5: heads and neurons that matter little are removed, matrices shrink, and what is left learns to do without.
-
-What is removed is really gone: the checkpoint, its export and every step are smaller (`narrow`). Needs torch,
-transformers, tokenizers and safetensors only.
-"""
+"""Structured pruning of a T5: remove heads and neurons, fine-tune the remaining weights."""
 
 from __future__ import annotations
 
@@ -39,18 +35,10 @@ if TYPE_CHECKING:
 
 
 def prune_to(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
-    """A copy of a T5 with only the heads and neurons that are kept; the model is not changed.
+    """Copy a T5 with only the kept heads and neurons (by module of `prunable_modules`, ascending).
 
-    Args:
-        model: a T5-like model.
-        kept: for every module of `narrow.parts`, by its name, the indices of its heads or neurons that stay.
-
-    Returns:
-        A model of the same class in evaluation mode. What is left computes what the whole one computes with the others
-        multiplied by zero.
-
-    Raises:
-        InputError: a module is missing, or an index is none of its heads or neurons, or none is left.
+    The copy, of the same class and in evaluation mode, computes what the model computes with all others multiplied by
+    zero. Raises ``InputError`` for a missing module or a wrong or empty list of indices.
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
@@ -61,7 +49,7 @@ def prune_to(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     sizes: dict[str, list[int]] = {kind: [] for kind in layer_widths(model)}
     known = {name for _, _, name, _ in prunable_modules(model)}
     if set(kept) != known:
-        raise InputError(f"kept names {sorted(kept)[:3]} …; give indices for each of {len(known)} modules.")
+        raise InputError(f"kept must hold indices for each of {len(known)} modules, got {sorted(kept)[:3]} ….")
     small = copy.deepcopy(model)
     weights: dict[str, torch.Tensor] = {}
     bias: torch.Tensor | None = None
@@ -69,7 +57,7 @@ def prune_to(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
         indices, attends = list(kept[name]), kind.endswith("heads")
         count = module.q.out_features // small.config.d_kv if attends else module.wo.in_features
         if not indices or indices != sorted({*indices}) or not 0 <= indices[0] <= indices[-1] < count:
-            raise InputError(f"kept[{name!r}] is {indices}; give different ones of 0 … {count - 1}, ascending.")
+            raise InputError(f"kept[{name!r}] must be ascending indices of 0 … {count - 1}, got {indices}.")
         sizes[kind].append(len(indices))
         index = torch.tensor(indices)
         if attends:
@@ -77,8 +65,8 @@ def prune_to(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
             rows = (index[:, None] * d_kv + torch.arange(d_kv)).flatten()
             if hasattr(module, "relative_attention_bias"):
                 bias = module.relative_attention_bias.weight.detach()
-            if kind != "cross_heads":  # layers without biases of their own use those of the first one
-                gone = getattr(module, "pruned_heads", ())  # transformers 4 leaves the biases of those that it pruned
+            if kind != "cross_heads":  # layers without own biases use the first one's
+                gone = getattr(module, "pruned_heads", ())  # transformers 4 keeps the biases of pruned heads
                 there = torch.tensor([head for head in range(bias.shape[1]) if head not in gone])
                 weights[f"{name}.relative_attention_bias.weight"] = bias[:, there[index]]
         else:
@@ -97,45 +85,32 @@ def prune_to(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """Everything that decides the outcome, but for the model and the texts.
+    """Everything that decides the outcome besides the model and the texts."""
 
-    Attributes:
-        heads, neurons: the shares of all heads and of all neurons that are removed, from 0 to below 1.
-        importance: ``"magnitude"``, ``"taylor"`` or ``"movement"``.
-        steps: of fine-pruning; for the first ``rising`` share of them ever more is masked, along a cubic curve (Zhu and
-            Gupta, 2017), then nothing changes but the weights. With 0 all is removed at once, and nothing trained.
-        every: steps between two rankings.
-        multiple_of: of a layer's neurons.
-        examine: steps whose batches "taylor" looks at.
-        training: how; its ``layers`` and ``steps`` are not used.
-
-    Raises ``InputError`` for an unknown importance, numbers out of range, or movement without steps before the last
-    ranking.
-    """
-
-    heads: float = 0.25
-    neurons: float = 0.5
-    importance: str = "taylor"
-    steps: int = 1000
-    rising: float = 0.5
-    every: int = 25
-    multiple_of: int = 32
-    examine: int = 24
-    # Gently, for it knows much already; its encoder most gently, for what that knows took longest to learn.
+    heads: float = 0.25  # share of all heads to remove, from 0 to below 1
+    neurons: float = 0.5  # share of all neurons to remove
+    importance: str = "taylor"  # one of IMPORTANCE_METHODS
+    steps: int = 1000  # of fine-pruning; with 0 everything is removed at once and nothing trained
+    rising: float = 0.5  # share of the steps over which the mask grows (`share`); after it only the weights change
+    every: int = 25  # steps between two rankings
+    multiple_of: int = 32  # of a layer's neurons
+    examine: int = 24  # steps whose batches "taylor" looks at
+    # ``layers`` and ``steps`` of the training are unused. Low rates, as the model is trained already; lowest for the
+    # encoder, whose knowledge took longest to learn.
     training: DistillConfig = DistillConfig(learning_rate=1e-3, matrix_learning_rate=2.5e-3, encoder_share=0.4)
 
     def __post_init__(self) -> None:
         if self.importance not in IMPORTANCE_METHODS:
-            raise InputError(f"importance is {self.importance!r}; give one of {', '.join(IMPORTANCE_METHODS)}.")
+            raise InputError(f"importance must be one of {', '.join(IMPORTANCE_METHODS)}, got {self.importance!r}.")
         if not 0 <= self.rising <= 1 or min(self.every, self.examine) < 1:
             raise InputError(
-                f"rising is {self.rising!r}, every {self.every!r} and examine {self.examine!r}; give 0 … 1, and 1 or "
-                "more."
+                f"rising must be 0 … 1, every and examine 1 or more, got {self.rising!r}, {self.every!r} and "
+                f"{self.examine!r}."
             )
         if self.steps < 0 or (self.importance == "movement" and self.share(0) == 1):
             raise InputError(
-                f"steps is {self.steps} and rising {self.rising!r}; give 0 steps or more, and with movement at least 2 "
-                "and rising above 0: it needs training."
+                f"steps must be 0 or more (movement needs training: at least 2, and rising above 0), got {self.steps} "
+                f"and {self.rising!r}."
             )
 
     @property
@@ -143,39 +118,30 @@ class PruneConfig:
         return self.training.seed
 
     def factor(self, step: int) -> float:
-        """What multiplies the peak learning rates at ``step``."""
+        """Multiplier of the peak learning rates at ``step``."""
         return replace(self.training, steps=self.steps).factor(step)
 
     def share(self, step: int) -> float:
-        """Of what is removed in the end, the share that is masked at ``step``: all at the last one, at the latest.
-
-        >>> config = PruneConfig(steps=100, rising=0.5)
-        >>> config.share(0), round(config.share(25), 3), config.share(50), config.share(99)
-        (0.0, 0.875, 1.0, 1.0)
-        """
+        """Share of the final removal masked at ``step``, 1 at the last: a cubic curve (Zhu and Gupta, 2017)."""
         rising = min(self.steps * self.rising, self.steps - 1)
         return 1.0 - (1.0 - min(1.0, step / rising)) ** 3 if rising > 0 else 1.0
 
 
 def prune(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Rows | Mixture, folder: Path,
-    config: PruneConfig, *, teacher: PreTrainedModel | None = None, validate: Validate | None = None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Rows | Mixture,
+    folder: Path,
+    config: PruneConfig,
+    *,
+    teacher: PreTrainedModel | None = None,
+    validate: Validate | None = None,
     device: str = "cpu",
-) -> PreTrainedModel:  # fmt: skip
-    """Remove heads and neurons, train what is left, and return it on the CPU.
+) -> PreTrainedModel:
+    """Remove heads and neurons, fine-tune the remaining weights, and return a new model on the CPU.
 
-    Args:
-        model: a T5-like model; it is not changed.
-        examples: what is trained on and importance is measured with; as in `distill`.
-        folder: for the checkpoint and the log. A run whose checkpoint is there continues from it.
-        teacher: whose probabilities are learnt, of the same vocabulary; by default the whole model.
-        validate: as in `distill`.
-        device: ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        InputError: a row is wrong (the message names it), a share is outside 0 … 1, the checkpoint was made with
-            another configuration, or the device does not exist.
-        NotT5Error: the model is of another kind.
+    ``teacher``, whose probabilities are learnt, is by default the whole model. ``examples`` also measure importance.
+    Arguments and errors are those of `distill`.
     """
     require_device(device)
     require_t5(model.config, type(model).__name__)
@@ -200,16 +166,25 @@ def prune(
         return prune_to(student.to("cpu"), kept_at(0))
     with gated(student, gates):
         train_student(
-            student, teacher or model, tokenizer, mixture, folder, replace(config.training, steps=config.steps),
-            validate=validate, device=device, gates=gates, before_step=before_step, recorded=config,
-        )  # fmt: skip
+            student,
+            teacher or model,
+            tokenizer,
+            mixture,
+            folder,
+            replace(config.training, steps=config.steps),
+            validate=validate,
+            device=device,
+            gates=gates,
+            before_step=before_step,
+            recorded=config,
+        )
     return prune_to(student, gates.kept())
 
 
 def _scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mixture: Mixture, config: PruneConfig
 ) -> Scores:
-    """Of the model before training."""
+    """Importance before training."""
     if config.importance == "magnitude":
         return normalize_scores(magnitude(model))
     batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], config.seed, 0)

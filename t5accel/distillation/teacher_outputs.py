@@ -1,7 +1,6 @@
-"""Sequence-level distillation: the training sources again, with what the teacher writes for them as their labels.
+"""Teacher outputs as labels for sequence-level distillation (Kim and Rush, 2016).
 
-A student is too small to learn all that references do; what its teacher writes is simpler and more uniform (Kim and
-Rush, 2016). The texts are written once, to a file that an interrupted run goes on with.
+They are simpler and more uniform than references, of which a small student cannot learn everything.
 """
 
 from __future__ import annotations
@@ -14,19 +13,13 @@ from t5accel import machine
 from t5accel.distillation.batches import Example
 from t5accel.errors import InputError
 
-GROUP = 2000  # sources that are sorted by length and decoded before any of them is written down
+GROUP = 2000  # sources sorted by length and decoded between two writes
 
 
 def write_teacher_outputs(
     file: Path, generate: Callable[[list[str]], list[str]], wanted: list[tuple[str, str]], *, batch_size: int = 32
 ) -> None:
-    """Let the teacher write to each source, as lines of JSON; what is in the file already is not written again.
-
-    Args:
-        file: with a line ``{"task", "source", "target"}`` for each source.
-        generate: the teacher, from texts to texts.
-        wanted: tasks (any names) and sources.
-        batch_size: texts that are given to it together.
+    """Append a JSON line ``{"task", "source", "target"}`` for each wanted (task, source) that the file lacks.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -40,12 +33,14 @@ def write_teacher_outputs(
     if file.is_file():
         there = {row["source"] for row in _rows(file)}
         with file.open("ab") as out:
-            out.write(b"\n")  # ends a line that a kill cut short
+            out.write(b"\n")  # ends a line truncated by a kill
     missing = [(task, source) for task, source in wanted if source not in there]
     done = len(wanted) - len(missing)
     with machine.progress_bar(total=len(wanted), initial=done, desc="the teacher writes", unit="text") as bar:
         for first in range(0, len(missing), GROUP):
-            group = sorted(missing[first : first + GROUP], key=lambda pair: len(pair[1]))  # alike lengths: less padding
+            group = sorted(
+                missing[first : first + GROUP], key=lambda pair: len(pair[1])
+            )  # similar lengths: less padding
             lines = []
             for start in range(0, len(group), batch_size):
                 batch = group[start : start + batch_size]
@@ -58,7 +53,7 @@ def write_teacher_outputs(
 
 
 def read_teacher_outputs(file: Path) -> dict[str, list[Example]]:
-    """By task, the sources and what the teacher wrote; raises ``InputError`` if the file is missing or holds none."""
+    """Read the teacher's examples by task; raises ``InputError`` if there are none."""
     if not file.is_file():
         raise InputError(f"No teacher's texts at {file}: let write_teacher_outputs make them.")
     found: dict[str, list[Example]] = {}
@@ -70,9 +65,8 @@ def read_teacher_outputs(file: Path) -> dict[str, list[Example]]:
 
 
 def _rows(file: Path) -> Iterator[dict[str, str]]:
-    """Its lines; a last one that a kill cut short is left out."""
     for line in file.read_bytes().split(b"\n"):
         try:
             yield json.loads(line)
-        except ValueError:
+        except ValueError:  # a line truncated by a kill
             continue

@@ -1,4 +1,4 @@
-"""How good a student is while it learns: its loss, and a score of what it writes, on rows that are held out."""
+"""Validation during training: loss and text scores on held-out rows."""
 
 from __future__ import annotations
 
@@ -21,22 +21,17 @@ METRICS = ("loss", *ROW_SCORES)
 
 
 def make_validator(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, metric: str = "loss", *, batch_size: int = 32,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    metric: str = "loss",
+    *,
+    batch_size: int = 32,
     longest: int = LONGEST,
-) -> Callable[[PreTrainedModel], dict[str, float]]:  # fmt: skip
-    """A function from a model to its loss on your rows, in nats per token, and to a score of its greedy answers.
+) -> Callable[[PreTrainedModel], dict[str, float]]:
+    """Make a function from a model to its loss (nats per token) and the metric of its greedy outputs.
 
-    An answer is cut at twice the tokens of the longest target.
-
-    Args:
-        rows: as `examples.read_examples` takes them; each target is the one reference of its source.
-        metric: one of `METRICS`; "loss" writes no answers.
-        batch_size: sources that are answered together.
-        longest: as in `examples.read_examples`.
-
-    Raises:
-        InputError: an unknown metric, or a wrong row, which the message names.
-        MissingPackageError: the metric's package is not installed.
+    ``rows`` and ``longest`` are those of `read_examples`; the metric "loss" generates nothing. Raises ``InputError``
+    for an unknown metric or a wrong row, ``MissingPackageError`` if the metric's package is not installed.
 
     >>> from t5accel.models.load import load_model
     >>> model, tokenizer = load_model("mini")
@@ -45,13 +40,12 @@ def make_validator(
     100.0
     """
     if metric not in METRICS:
-        raise InputError(f"metric is {metric!r}; give one of {', '.join(METRICS)}.")
+        raise InputError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}.")
     examples = read_examples(rows, tokenizer, longest=longest)
-    # Short and long sources apart: less padding.
-    examples.sort(key=lambda example: len(example[0]))
+    examples.sort(key=lambda example: len(example[0]))  # similar lengths: less padding
     sources, references = [source for source, _ in examples], [[target] for _, target in examples]
     sets = {"loss": encode_and_pack(examples, lambda texts: tokenizer(texts)["input_ids"], 6000)}
-    most = 2 * max(len(target) for _, targets in sets["loss"] for target in targets)
+    max_new_tokens = 2 * max(len(target) for _, targets in sets["loss"] for target in targets)
     if metric != "loss":
         ROW_SCORES[metric](["a"], [["a"]])  # a missing package is reported now and not after the first 250 steps
 
@@ -59,7 +53,7 @@ def make_validator(
         found = validation_losses(model, sets)
         if metric != "loss":
             backend = TorchEager(model)  # puts the model into evaluation mode
-            answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=1))
+            answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=1))
             starts = range(0, len(sources), batch_size)
             answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
             found[metric] = round(ROW_SCORES[metric](answers, references), 2)

@@ -1,7 +1,4 @@
-"""Languages of a source and its answer, by the names that a multilingual tokenizer gives them.
-
-NLLB, mBART and M2M100 mark a text's language with a special token.
-"""
+"""Language tokens of multilingual tokenizers (NLLB, mBART, M2M100)."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ _SHOWN = 5  # names in a message
 
 
 class Languages:
-    """The languages of a tokenizer. Nothing of it is changed, so that threads may share it.
-
-    Args:
-        tokenizer: a `TokenizerFile`, or one of transformers; with or without languages.
+    """The languages of a `TokenizerFile` or a tokenizer of transformers, which threads may share: it is not changed.
 
     >>> class Toy:  # a toy tokenizer with M2M100's marks
     ...     special_tokens = {"</s>": 2, "__en__": 7, "__fr__": 8}
@@ -42,7 +36,7 @@ class Languages:
 
     @cached_property
     def _mark(self) -> tuple[re.Pattern[str] | None, bool]:
-        """How language tokens are written, and whether a source ends with its own, by the marks of an empty text."""
+        """Pattern of language tokens, and whether a source ends with its own; read off an empty text."""
         names = {token: name for name, token in self._special_tokens.items()}
         ids = np.asarray(self._tokenizer([""], return_tensors="np", padding=True)["input_ids"])[0].tolist()
         for place in (0, -1) if ids else ():
@@ -68,15 +62,11 @@ class Languages:
         return {match[1]: self._special_tokens[name] for name, match in found.items() if match}
 
     def source(self, src_lang: str) -> int:
-        """The token of a source's language.
-
-        Raises:
-            InputError: the tokenizer does not know the language, or has none.
-        """
+        """The token of a source's language; raises ``InputError`` for an unknown one."""
         return self._id_of(src_lang, "src_lang")
 
     def set_language(self, ids: np.ndarray, mask: np.ndarray, language: int) -> np.ndarray:
-        """Encoded sources with another language's mark: (B, S) -> (B, S) int64."""
+        """Replace the language token of encoded sources: (B, S) -> (B, S) int64."""
         marked, rows = np.array(ids), np.arange(len(ids))
         real = mask[:, ::-1] if self._mark[1] else mask
         place = real.argmax(axis=1)
@@ -84,15 +74,9 @@ class Languages:
         return marked
 
     def target(self, backend: Any, tgt_lang: str | None = None, forced_bos_token: str | None = None) -> dict[str, int]:
-        """What the decoding loops are told of the language to write: options by name, none where nothing is given.
+        """Decoding options for a target language or a forced first token.
 
-        Args:
-            backend: mBART of 25 languages begins its answers with the language in place of the end token.
-            tgt_lang: the name of a language.
-            forced_bos_token: the first token of every answer.
-
-        Raises:
-            InputError: the tokenizer does not know the language or the token, or both are given.
+        Raises ``InputError`` if the tokenizer knows neither, or both are given.
         """
         if tgt_lang is not None and forced_bos_token is not None:
             raise InputError("tgt_lang and forced_bos_token both name the first token: give one of them.")
@@ -100,6 +84,7 @@ class Languages:
             return {"forced_bos_token_id": _token_id(self._tokenizer, forced_bos_token, [*self._special_tokens])}
         if tgt_lang is None:
             return {}
+        # mBART-25 starts its outputs with the language in place of the end token.
         starts_with_end = backend.decoder_start_token_id == backend.eos_token_id
         name = "forced_bos_token_id" if starts_with_end else "decoder_start_token_id"
         return {name: self._id_of(tgt_lang, "tgt_lang")}
@@ -127,7 +112,7 @@ def _token_id(tokenizer: Any, token: Any, known: list[str]) -> int:
 
 
 def _nearest(given: Any, known: Any) -> str:
-    """A sentence with the names that are nearest to what was given."""
+    """A sentence with the closest known names."""
     text, names = str(given), sorted(known)
     near = get_close_matches(text, names, n=_SHOWN)
     near += [name for name in names if text[:2] and name.lower().startswith(text[:2].lower()) and name not in near]

@@ -1,7 +1,6 @@
-"""Load a model by name: the bundled one, a hub id, a folder, or seeded random weights of a published size.
+"""Load a model by name: a bundled one, a hub id, a folder, or seeded random weights of a published size.
 
-Random weights (see `lively`) answer "how fast at that size?" without a download: speed does not depend on the values
-of the weights when the output length is forced.
+At a forced output length speed does not depend on the weights' values, so random ones are enough to measure it.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ _COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old c
 
 
 def data_folder() -> Path:
-    """Where the bundled model and evaluation sets lie: inside the package (wheel), else beside it (checkout).
+    """Folder of the bundled models and evaluation sets: in the package (wheel) or beside it (checkout).
 
-    Raises:
-        ModelUnavailableError: neither folder exists, as after copying this module alone.
+    Raises ``ModelUnavailableError`` if neither exists.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "data", package.parent / "data"):
@@ -67,18 +65,10 @@ def data_folder() -> Path:
 def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
-    Beside T5s these are models of the families in `models.registry`: BART, mBART, Marian, M2M100 (NLLB) and Pegasus.
-
-    Args:
-        name: ``"mini"`` (bundled), ``"random:t5-small"``, ``"random:bart-base"`` and other
-            sizes in ``RANDOM_SIZES`` and ``SIZES`` (seeded, offline), a folder written by ``save_pretrained``, or a hub
-            id such as ``"google-t5/t5-small"``.
-        seed: of the random weights; ignored otherwise.
-
-    Raises:
-        UnknownModelError: the name is none of these.
-        ModelUnavailableError: the hub cannot be reached or does not have it, or the folder is incomplete.
-        NotT5Error: the checkpoint is of another kind.
+    ``name`` is ``"mini"`` (bundled), ``"random:SIZE"`` with a size of ``RANDOM_SIZES`` or ``SIZES`` (seeded, offline),
+    a folder written by ``save_pretrained``, or a hub id such as ``"google-t5/t5-small"``; the model a T5 or of a family
+    in `models.registry`. Raises ``UnknownModelError`` for other names, ``ModelUnavailableError`` if the hub or the
+    folder lacks the model, and ``NotT5Error`` for another kind of checkpoint.
 
     >>> model, tokenizer = load_model("random:t5-small")
     >>> model.config.d_model, tokenizer
@@ -105,28 +95,20 @@ def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrain
 
 
 def hub_id(name: str) -> str | None:
-    """The repository on the hub that a name stands for; ``None`` if it is bundled, random, or a folder.
-
-    >>> hub_id("t5-small"), hub_id("mini")
-    ('google-t5/t5-small', None)
-    """
+    """The hub repository of a name; ``None`` for a bundled or random model, or a folder."""
     full = HUB_ALIASES.get(name, name)
     return full if _HUB_ID.fullmatch(full) and not os.path.isdir(name) else None
 
 
 def hub_snapshot(name: str) -> Path | None:
-    """The folder in the hub's cache for a hub id, if its current commit was downloaded; no network is asked.
-
-    >>> hub_snapshot("mini") is None and hub_snapshot("no-such/model") is None
-    True
-    """
+    """The folder in the hub's cache of a hub id's current commit, if it was downloaded; uses no network."""
     repository = hub_id(name)
     snapshot = repository and _hub_commit(repository)
     return snapshot if snapshot and (snapshot / "config.json").is_file() else None
 
 
 def _hub_commit(repository: str) -> Path | None:
-    """Where the hub's cache keeps what it has of a repository's current commit."""
+    """The cache folder of a repository's current commit."""
     from huggingface_hub import constants
 
     kept = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
@@ -137,19 +119,11 @@ def _hub_commit(repository: str) -> Path | None:
 
 
 def cast_model(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreTrainedModel:
-    """A copy of a model on a device, in ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-
-    In fp16 the ``wo`` of every layer of a T5 stays in fp32, as transformers keeps it: there published ones grow too
-    large.
-
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> half = cast_model(model, "float16")
-    >>> half.decoder.block[0].layer[2].DenseReluDense.wo.weight.dtype, half.dtype, model.dtype
-    (torch.float32, torch.float16, torch.float32)
-    """
+    """Copy a model to a device in ``"float32"``, ``"bfloat16"`` or ``"float16"``."""
     import torch
 
     moved = copy.deepcopy(model).to(device, getattr(torch, floats))
+    # In fp16 a T5's wo stays in fp32, as transformers keeps it: its outputs overflow in published models.
     if floats == "float16" and model.config.model_type in CLASS_PREFIXES:
         for block in (*moved.encoder.block, *moved.decoder.block):
             block.layer[-1].DenseReluDense.wo.float()
@@ -188,7 +162,7 @@ def _refuse_instead(repository: str) -> None:
 
 
 def hub_file(repository: str, name: str) -> Path | None:
-    """A file of a repository in the hub's cache, downloaded if need be; ``None`` where it cannot be had."""
+    """A file of a hub repository, downloaded if needed; ``None`` if unavailable."""
     if not hub_resolves():
         return None
     from huggingface_hub import constants, hf_hub_download
@@ -216,18 +190,9 @@ def hub_resolves() -> bool:
 
 
 def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLike[str], **options: Any) -> Any:
-    """Call a ``from_pretrained`` of transformers so that no code beside the files runs.
+    """Call a ``from_pretrained`` of transformers' ``Auto`` classes without running code from the folder or hub id.
 
-    Args:
-        from_pretrained: of a class that takes ``trust_remote_code``, as transformers' ``Auto`` classes do.
-        where: a folder, or a hub id.
-
-    Raises:
-        ModelUnavailableError: the folder is damaged, or brings code that transformers would run.
-
-    >>> from transformers import AutoConfig
-    >>> load_pretrained(AutoConfig.from_pretrained, data_folder() / "mini-t5").model_type
-    't5'
+    Raises ``ModelUnavailableError`` if the folder is damaged or brings code that transformers would run.
     """
     # transformers 4.57 takes what lies in a folder for trusted, and runs it without being allowed to.
     if os.path.lexists(os.path.join(where, "custom_generate")):
@@ -298,10 +263,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def require_tokenizer(name: str | os.PathLike[str]) -> None:
-    """Raise ``InputError`` for a model that is here without a tokenizer, before it is loaded or exported.
-
-    >>> require_tokenizer("mini")
-    """
+    """Raise ``InputError`` for a local model without a tokenizer, before it is loaded or exported."""
     name = os.fspath(name)
     if name.removeprefix("random:") in {*RANDOM_SIZES, *SIZES} - {name}:
         raise InputError(f"{name} has random weights and no tokenizer, so it reads no text: give another model.")
@@ -319,13 +281,9 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(where: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of transformers in a folder or at a hub id; ``None`` for a folder without the files of one.
+    """Load transformers' tokenizer of a folder or hub id; ``None`` for a folder without its files.
 
-    Raises:
-        ModelUnavailableError: its files are damaged, or those that hold its vocabulary are missing.
-
-    >>> load_tokenizer(data_folder() / "mini-t5").eos_token
-    '</s>'
+    Raises ``ModelUnavailableError`` if its files are damaged or its vocabulary is missing.
     """
     folder = Path(where) if os.path.isdir(where) else hub_snapshot(os.fspath(where))
     if os.path.isdir(where) and not _has_tokenizer(folder):
@@ -358,6 +316,6 @@ def _no_loading_bar() -> Iterator[None]:
 
 
 def known_model_names() -> str:
-    """A sentence for errors: what a model may be called."""
+    """A sentence for errors that lists the valid model names."""
     names = ", ".join(map(repr, [*BUNDLED, *(f"random:{size}" for size in (*RANDOM_SIZES, *SIZES))]))
     return f"Allowed: {names}; a folder written by save_pretrained(); a hub id such as 'google-t5/t5-small'."

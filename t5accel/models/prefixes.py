@@ -1,4 +1,4 @@
-"""The prefixes by which T5 knows its tasks, and a hint for texts that lack one."""
+"""Task prefixes of T5, and a hint for texts without one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ _LIKE_A_PREFIX = re.compile(r"\s*[\w ]{1,50}: ")  # as a user's own model may ha
 
 
 def prefixes_of(backend: Any, model: str) -> tuple[str, ...]:
-    """The prefixes that a model was trained with: the bundled ones', or those of ``task_specific_params``.
+    """Prefixes of a bundled model, or those of a model's ``task_specific_params``.
 
-    Args:
-        backend: with the ``folder`` of an export or a ``model`` of transformers.
-        model: its name, where the backend has no manifest.
+    ``model`` is the name, used where the backend has no manifest.
 
     >>> from types import SimpleNamespace
     >>> prefixes_of(SimpleNamespace(), "mini")
@@ -47,13 +45,7 @@ def prefixes_of(backend: Any, model: str) -> tuple[str, ...]:
 
 
 def prefix_hint(text: str, prefixes: tuple[str, ...]) -> str:
-    """What to tell a user whose text has none of the prefixes that its model knows, nor another; else nothing.
-
-    >>> prefix_hint("translate English to French: I am tired.", PREFIXES), prefix_hint("fix: He go.", PREFIXES)
-    ('', '')
-    >>> prefix_hint("I am tired.", ("summarize: ",))
-    'This model expects a prefix before each text: --prefix "summarize: ".'
-    """
+    """A hint for a text that starts with no prefix; empty where it has one or the model knows none."""
     if not prefixes or text.lstrip().startswith(prefixes) or _LIKE_A_PREFIX.match(text):
         return ""
     choices = " or ".join(f'"{prefix}"' for prefix in prefixes)

@@ -1,9 +1,7 @@
-"""T5s whose layers differ in width: fewer heads here, fewer feed-forward neurons there, as pruning leaves them.
+"""T5 models whose layers have different numbers of heads and neurons, as pruning produces.
 
-A configuration of transformers has one number of heads for all layers, and since 5.x it prunes no heads. Here the sizes
-of each layer stand in the configuration as ``layer_widths``, which is saved with it, and `checkpoints.load_model` reads
-them. A narrow model is transformers' own class with smaller matrices: training, `save_pretrained` and ``generate()``
-work as ever.
+A pruned model is transformers' own class with smaller matrices, its sizes saved in the configuration as
+``layer_widths``: transformers has one number of heads for all layers, and since 5.x prunes none.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Widths = Mapping[str, Sequence[int]]
 
 
 def prunable_modules(model: PreTrainedModel) -> Iterator[tuple[str, int, str, Any]]:
-    """Every attention and feed-forward module as (kind of `KINDS`, layer, its name, the module)."""
+    """Yield every attention and feed-forward module as (kind of `KINDS`, layer, name, module)."""
     for stack_name in ("encoder", "decoder"):
         for layer, block in enumerate(getattr(model, stack_name).block):
             prefix = f"{stack_name}.block.{layer}.layer"
@@ -35,7 +33,7 @@ def prunable_modules(model: PreTrainedModel) -> Iterator[tuple[str, int, str, An
 
 
 def layer_widths(model: PreTrainedModel) -> dict[str, list[int]]:
-    """The heads and neurons of each layer, read off the weights.
+    """The numbers of heads and neurons of each layer, read off the weights.
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=2, vocab_size=32))
@@ -50,14 +48,12 @@ def layer_widths(model: PreTrainedModel) -> dict[str, list[int]]:
 
 
 def resize(model: PreTrainedModel, sizes: Widths) -> None:
-    """Give every layer new matrices of these sizes, in place; their values are not set.
+    """Give every layer new, uninitialised matrices of these sizes, in place.
 
-    Each layer of self-attention then has position biases of its own, as many as heads: what transformers' T5 would hand
-    on from the first layer fits no other.
-
-    Raises:
-        InputError: a kind is missing, or has another number of layers than the model, or a size is no positive integer.
+    Raises ``InputError`` for a missing kind, a wrong number of layers or a size below 1.
     """
+    # Each self-attention layer gets its own position biases: the first layer's, which transformers shares, fit no other
+    # number of heads.
     import torch
 
     _check(model, sizes)
@@ -103,16 +99,16 @@ def load_pruned(model_class: type[PreTrainedModel], where: str, **options: Any) 
 
 
 def _own_bias(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop the biases of another layer, so that this one takes its own (and the mask, which it is given anyway)."""
+    """Drop the shared position biases, so that the layer adds its own (and the mask, passed separately)."""
     return args, {**kwargs, "position_bias": None} if "position_bias" in kwargs else kwargs
 
 
 def _check(model: PreTrainedModel, sizes: Widths) -> None:
     now = layer_widths(model)
     if not isinstance(sizes, Mapping) or set(sizes) != set(KINDS):
-        raise InputError(f"layer_widths is {sizes!r:.200}; give a list for each of {', '.join(KINDS)}.")
+        raise InputError(f"layer_widths must hold a list for each of {', '.join(KINDS)}, got {sizes!r:.200}.")
     for kind, there in sizes.items():
         if not isinstance(there, list | tuple) or len(there) != len(now[kind]):
-            raise InputError(f"layer_widths[{kind!r}] is {there!r}; give {len(now[kind])} integers of 1 or more.")
+            raise InputError(f"layer_widths[{kind!r}] must be {len(now[kind])} integers of 1 or more, got {there!r}.")
         for layer, size in enumerate(there):
             as_count(size, f"layer_widths[{kind!r}][{layer}]", at_least=1)

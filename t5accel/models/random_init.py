@@ -1,4 +1,4 @@
-"""Seeded random T5s of published sizes whose greedy output varies, so that a test of equality can fail."""
+"""Seeded random models of published sizes whose greedy output varies, so that equality tests can fail."""
 
 from __future__ import annotations
 
@@ -14,22 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Seeded random models of BART's kind whose greedy output varies, so that a test of equality can fail.
-
-
 def random_model(family: Family, sizes: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:
-    """A seeded model of the given sizes that a family's other models are like: every switch matters in its weights.
+    """A seeded model of a BART-like family; ``sizes`` are keyword arguments of its configuration.
 
-    transformers would draw biases of zero, norms of one and weights so small that one token comes for ever. Here
-    attention is sharp, and the last norm has random signs, so that a tied head does not favour the token just read.
-
-    Args:
-        family: of BART's kind; for T5s there is `models.random_init.random_t5`.
-        sizes: keyword arguments of the family's configuration, one of its ``sizes``.
-        seed: of torch's generator; the global random state is left as it was.
-
-    Raises:
-        InputError: the sizes make no model, or the seed is no integer.
+    Leaves the global random state unchanged. Raises ``InputError`` if the sizes make no model.
 
     >>> from t5accel.models.bart import FAMILY
     >>> sizes = dict(d_model=8, vocab_size=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
@@ -59,6 +47,8 @@ def random_model(family: Family, sizes: Mapping[str, Any], *, seed: int = 0) -> 
 def _randomize_family(model: PreTrainedModel, *, silent_pad: bool) -> None:
     import torch
 
+    # transformers draws zero biases, unit norms and weights so small that one token is repeated for ever. Here
+    # attention is sharp, and random signs in the last norm keep a tied head from favouring the token just read.
     d_model, scaled = model.config.d_model, model.config.scale_embedding
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -108,28 +98,14 @@ RANDOM_SIZES: dict[str, dict[str, Any]] = {
 
 
 def kind_of(size: str) -> str:
-    """The kind of `random_t5` that a published size is of.
-
-    >>> kind_of("umt5-small"), kind_of("byt5-small")
-    ('umt5', 't5')
-    """
+    """The ``kind`` for `random_t5` of a published size."""
     return next((kind for kind in ("umt5", "mt5") if size.startswith(kind)), "t5")
 
 
 def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreTrainedModel:
-    """A seeded model of the given ``T5Config`` sizes whose greedy output varies (a *lively* one).
+    """A seeded model of kind "t5", "mt5" or "umt5"; ``sizes`` are keyword arguments of ``T5Config``.
 
-    A default-initialised T5 emits one token for ever, so that "all tokens equal" would prove nothing about it: its tied
-    embedding favours the token just read. Random signs in the decoder's last norm take that advantage away; sharper
-    attention and wider position biases make the output depend on the source and on the order of its tokens.
-
-    Args:
-        sizes: keyword arguments of ``T5Config``.
-        seed: of torch's generator; the global random state is left as it was.
-        kind: ``"t5"``, ``"mt5"`` or ``"umt5"``.
-
-    Raises:
-        InputError: the sizes make no model, the kind is unknown, or the seed is no integer.
+    Leaves the global random state unchanged. Raises ``InputError`` for an unknown kind or sizes that make no model.
 
     >>> random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)).config.model_type
     't5'
@@ -170,6 +146,8 @@ def _untie(model: PreTrainedModel) -> None:
 def _randomize(model: PreTrainedModel) -> None:
     import torch
 
+    # A default-initialised T5 repeats one token, so that "all tokens equal" would prove nothing. Wider position
+    # biases make the output depend on the order of the source's tokens.
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("Attention.q.weight"):

@@ -45,7 +45,7 @@ class T5Dims:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> T5Dims:
-        """Read the sizes off the weights themselves, which is right for pruned models too.
+        """Read the sizes off the weights, which is right for pruned models too.
 
         >>> from t5accel.models.random_init import random_t5
         >>> T5Dims.of(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
@@ -80,22 +80,11 @@ class T5Dims:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "The configuration") -> T5Dims:
-        """Read the sizes from a configuration as ``config.json`` holds it; ``layer_widths`` of a pruned model count.
+        """Read the sizes from the contents of a ``config.json``, ``layer_widths`` of a pruned model included.
 
-        ``tied`` is what the configuration says. transformers 5 writes that all T5s are tied; there only `of` knows.
-
-        Args:
-            config: one of ``lively.RANDOM_SIZES``, too.
-            name: what an error calls it.
-
-        Raises:
-            NotT5Error: it is of another kind.
-            ModelUnavailableError: a size is missing or no positive integer.
-
-        >>> from t5accel.models.random_init import RANDOM_SIZES
-        >>> T5Dims.from_config(RANDOM_SIZES["t5-small"]).decoder_ff
-        (2048, 2048, 2048, 2048, 2048, 2048)
+        Raises ``NotT5Error`` for another kind, ``ModelUnavailableError`` for a missing size; both call it ``name``.
         """
+        # transformers 5 writes that all T5s are tied: there only `of` knows.
         kind = config.get("model_type", "t5")
         if kind not in T5_LIKE:
             raise NotT5Error(f"{name} is of type {kind!r}; {ONLY_T5}")

@@ -1,4 +1,4 @@
-"""What a T5 computes beside its weights: the buckets of its position biases, and the scale of its logits."""
+"""Position-bias buckets and logit scale of T5."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def relative_position_bucket(
     distance: np.ndarray, *, bidirectional: bool, buckets: int, max_distance: int
 ) -> np.ndarray:
-    """T5's bucket for each distance (key position minus query position), any shape, int64 in 0 … buckets - 1.
+    """T5's bucket, 0 … buckets - 1, for each distance (key position minus query position; int64, any shape).
 
-    Half of the buckets are one distance each, the others grow with its logarithm up to ``max_distance``, and all that
-    is farther shares the last one (Raffel et al. 2020, section 2.1).
+    Half of the buckets hold one distance each; the others grow logarithmically up to ``max_distance``, and larger
+    distances share the last one (Raffel et al. 2020, section 2.1).
 
     >>> distances = np.array([0, -3, -20, -500])
     >>> relative_position_bucket(distances, bidirectional=False, buckets=32, max_distance=128).tolist()
@@ -39,13 +39,11 @@ def relative_position_bucket(
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """What this model multiplies the decoder's output by before its head: d_model ** -0.5 or 1.
-
-    transformers 4.57 scales where the head is tied to the embedding. From 5.x on T5 goes by a setting of its own, which
-    an untied checkpoint is read with as false, mT5 never scales, and only umT5 is as before.
-    """
+    """Factor of the decoder's output before the head: d_model ** -0.5 or 1."""
     import transformers
 
+    # transformers 4.57 scales where the head is tied to the embedding. In 5.x T5 has a setting, false for untied
+    # checkpoints, mT5 never scales, and umT5 is unchanged.
     config = model.config
     scales = config.tie_word_embeddings
     if int(transformers.__version__.split(".")[0]) >= 5:
