@@ -35,7 +35,7 @@ GRID = tuple(
 QUICK = tuple(cell for cell in GRID if cell.batch == 1 and cell.source_tokens < 512)
 
 
-def named(cell: Work) -> str:
+def cell_label(cell: Work) -> str:
     """A cell of the grid in words."""
     return f"batch {cell.batch}, source {cell.source_tokens}, beams {cell.beams}"
 
@@ -207,7 +207,7 @@ def cell_of(row: Mapping[str, Any]) -> Work:
     return Work(*(row[name] for name in ("batch", "source_tokens", "new_tokens", "beams")))
 
 
-def place_of(row: Mapping[str, Any]) -> tuple[str, Work]:
+def model_and_cell(row: Mapping[str, Any]) -> tuple[str, Work]:
     """The model and the cell that a row was measured in."""
     return row["model"], cell_of(row)
 
@@ -234,8 +234,8 @@ def standings(
     ``ours`` stands for us, in all cells or by cell; ``peers`` are by default all systems that are not ours.
     """
     mine = {system.name for system in SYSTEMS if system.ours}
-    for model, cell in dict.fromkeys(map(place_of, rows)):
-        here = [row for row in rows if place_of(row) == (model, cell)]
+    for model, cell in dict.fromkeys(map(model_and_cell, rows)):
+        here = [row for row in rows if model_and_cell(row) == (model, cell)]
         names = [row["system"] for row in here if row["precision"] == precision and row["system"] not in mine]
         own = ours if isinstance(ours, str) else ours(cell)
         ratios = {name: pairwise(here, own, name) for name in names if peers is None or name in peers}
@@ -268,7 +268,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [["cell", *names]]
     for cell in cells:
         here = {row["system"]: row for row in rows if cell_of(row) == cell}
-        lines.append([named(cell), *(_per_step(here[name]) if name in here else "" for name in names)])
+        lines.append([cell_label(cell), *(_per_step(here[name]) if name in here else "" for name in names)])
     return "\n".join(aligned(lines))
 
 

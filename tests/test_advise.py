@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bench import advise as module
 from bench.__main__ import app
-from bench.advise import SYSTEMS, Advice, Need, advise, call, line, report, weights_per_step
+from bench.advise import SYSTEMS, Advice, Need, call, line, recommend, report, weights_per_step
 from bench.peers import SYSTEMS as PEERS
 from bench.results import checked, recorded, write_json
 from bench.systems import GRAPH
@@ -52,7 +52,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, content in ({"board": [*rows]} | (files or {})).items():
             about = {"machine": machine.facts(gpu=False), "versions": {}, "date": "2026-01-01", "commit": None}
             write_json(tmp_path / "package" / "results" / f"{name}.json", {**about, "rows": [*map(checked, content)]})
-        return advise(Need("random:t5-small" if need.pop("random", False) else "mini", **need))
+        return recommend(Need("random:t5-small" if need.pop("random", False) else "mini", **need))
 
     for name in ("weights_per_step", "weights_or_none"):
         monkeypatch.setattr(module, name, lambda name: {"mini": 5_000_000}.get(name, 40_000_000))
@@ -130,10 +130,10 @@ def test_a_run_of_this_machine_goes_before_one_of_another(given: Any, tmp_path: 
     board = tmp_path / "package" / "results" / "board.json"
     content = json.loads(board.read_text(encoding="utf-8"))
     write_json(board, content | {"machine": content["machine"] | {"cpu": "another"}})
-    advice = advise(Need("mini"))
+    advice = recommend(Need("mini"))
     assert chosen(advice) == "int4" and "this machine" not in report(advice)
     (tmp_path / "package" / "results" / "zebra.json").unlink()
-    assert "this machine" in report(advise(Need("mini")))
+    assert "this machine" in report(recommend(Need("mini")))
 
 
 def test_the_report_is_short_names_its_row_and_explains_on_demand(given: Any) -> None:
@@ -151,11 +151,11 @@ def test_the_report_is_short_names_its_row_and_explains_on_demand(given: Any) ->
 def test_every_need_of_the_bundled_models_is_answered_in_fifteen_lines() -> None:
     for model in ("mini", "google-t5/t5-small", "random:t5-base"):
         for matters in module.MATTERS:
-            advice = advise(Need(model, matters=matters))
+            advice = recommend(Need(model, matters=matters))
             assert len(report(advice).splitlines()) <= 15
             best = advice.recommended
             assert best.row == recorded(best.file)["rows"][best.number]
-    beams = advise(Need("random:t5-small", beams=4, source_tokens=128)).recommended
+    beams = recommend(Need("random:t5-small", beams=4, source_tokens=128)).recommended
     assert beams.row["beams"] == 4 and beams.file.startswith("peers-")
 
 
@@ -188,9 +188,9 @@ def test_places_of_results_that_are_missing_or_damaged_are_named(tmp_path: Path,
     (tmp_path / "mine.json").write_text(content)
     for place in (tmp_path, tmp_path / "mine.json"):
         with pytest.raises(InputError, match=r"mine\.json"):
-            advise(Need(), results=[place])
+            recommend(Need(), results=[place])
     with pytest.raises(InputError, match="nowhere"):
-        advise(Need(), results=[tmp_path / "nowhere"])
+        recommend(Need(), results=[tmp_path / "nowhere"])
 
 
 def test_the_size_of_a_model_is_read_from_its_configuration_alone(tmp_path: Path) -> None:
@@ -221,14 +221,14 @@ def test_the_size_of_a_model_is_read_from_its_configuration_alone(tmp_path: Path
 
 
 def test_models_of_ones_own_are_answered_by_their_sizes(tmp_path: Path) -> None:
-    bart = advise(Need("facebook/bart-large-cnn"))
+    bart = recommend(Need("facebook/bart-large-cnn"))
     assert bart.recommended.row["model"] == "random:bart-base" and bart.family is None
     assert "bart-large" in report(bart) and "model size 0.3" in report(bart) and "int8" in report(bart)
-    marian = advise(Need("Helsinki-NLP/opus-mt-en-fr", beams=4)).recommended
+    marian = recommend(Need("Helsinki-NLP/opus-mt-en-fr", beams=4)).recommended
     assert marian.row["model"] == "random:opus-mt" and marian.row["beams"] == 4
     sizes = dict(RANDOM_SIZES["t5-base"], model_type="t5", num_heads=10)
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    own = advise(Need(str(tmp_path)))
+    own = recommend(Need(str(tmp_path)))
     assert own.recommended and own.far["model size"] != 1 and "by its name" not in report(own)
 
 
@@ -238,7 +238,7 @@ def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path, c
         tmp_path / "own"
     )
     need = Need(str(tmp_path / "own"), batch=2, source_tokens=8, new_tokens=4)
-    nothing = report(advise(need))
+    nothing = report(recommend(need))
     (command,) = [text.split(": ", 1)[1] for text in nothing.splitlines() if text.startswith("Measure it: ")]
     json_file = tmp_path / "mine.json"
     fewer = [
@@ -259,31 +259,31 @@ def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path, c
     gpu = {"machine": content["machine"] | {"gpu": {"name": "a card that was not used"}}}
     rows = [row | ({"ratio": 3.0} if row["system"].endswith("numpy feeds") else {}) for row in content["rows"]]
     write_json(json_file, content | gpu | {"rows": rows})
-    found = advise(need, results=[json_file])
+    found = recommend(need, results=[json_file])
     assert found.recommended.file == "mine.json" and {*found.far.values()} == {1.0}
-    unknown = report(advise(Need("my/own-model")))
+    unknown = report(recommend(Need("my/own-model")))
     assert "python -m bench board --model my/own-model" in unknown and "--results" in unknown
 
 
 def test_a_gpu_is_answered_from_the_files_of_the_cards() -> None:
     assert set(module.ON_GPU) <= set(GPU_SYSTEMS) and module.GPU_REFERENCE == GPU_REFERENCE
     for need in (Need("random:t5-small", device="cuda"), Need("random:t5-base", device="cuda", beams=4)):
-        best = advise(need).recommended
+        best = recommend(need).recommended
         assert best.file.startswith("gpu-") and best.row["precision"] == "bf16"
         assert best.row == recorded(best.file)["rows"][best.number]
-        assert 'device="cuda", precision="bf16"' in report(advise(need))
-    own = advise(Need("google-t5/t5-small", device="cuda"))  # nobody scored bf16
+        assert 'device="cuda", precision="bf16"' in report(recommend(need))
+    own = recommend(Need("google-t5/t5-small", device="cuda"))  # nobody scored bf16
     assert chosen(own) == "fp32" and own.unscored.row["precision"] == "bf16" and "bf16" in report(own)
-    bart = report(advise(Need("facebook/bart-base", device="cuda")))
+    bart = report(recommend(Need("facebook/bart-base", device="cuda")))
     assert 'runtime="onnx"' in bart and "another family" in bart, "its steps are not captured"
-    assert advise(Need("google/umt5-small", device="cuda")).recommended.row["system"] == GRAPH
-    beams = report(advise(Need("mini", device="cuda", beams=4)))
+    assert recommend(Need("google/umt5-small", device="cuda")).recommended.row["system"] == GRAPH
+    beams = report(recommend(Need("mini", device="cuda", beams=4)))
     assert "No recommendation" in beams and "bf16" in beams and "--suite gpu" in beams
 
 
 @pytest.mark.parametrize("need", [dict(), dict(beams=4), dict(matters="throughput")])
 def test_the_lines_of_python_are_a_whole_program(need: dict[str, Any], cache_of_its_own: Any) -> None:
-    lines = [text[2:] for text in report(advise(Need("mini", **need))).splitlines()[2:]]
+    lines = [text[2:] for text in report(recommend(Need("mini", **need))).splitlines()[2:]]
     end = next(at for at, text in enumerate(lines) if text.startswith("sts on"))
     names: dict[str, Any] = {}
     exec("\n".join(lines[:end]), names)  # noqa: S102

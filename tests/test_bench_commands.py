@@ -244,7 +244,7 @@ def test_load_fails_where_no_server_answers():
 
 def test_a_demo_on_a_port_in_use_is_refused_before_a_model_loads(monkeypatch):
     monkeypatch.setattr("bench.demo.page._gradio", lambda: None)
-    monkeypatch.setattr("bench.demo.page.way", lambda *given: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr("bench.demo.page.load_system", lambda *given: pytest.fail("loaded for nothing"))
     monkeypatch.setitem(sys.modules, "starlette.middleware", SimpleNamespace(Middleware=None))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -17,7 +17,7 @@ from bench.bert.spans import answers, read, torch_run
 from bench.demo import page as demo
 from bench.demo import reading
 from bench.demo.at_home import AtHome
-from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, Way, menu, ways_of
+from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, LoadedSystem, menu, ways_of
 from bench.tasks import NAMES, references, rows, source_text
 from t5accel.api import open_backend
 from t5accel.decoding.greedy_search import greedy
@@ -40,14 +40,14 @@ class Letters:
         return ["".join(map(chr, row)) for row in ids]
 
 
-def made_up(model: str, precision: str) -> Way:
+def made_up(model: str, precision: str) -> LoadedSystem:
     """Repeats its source; in 8 bits with another last letter."""
 
     def stream(ids: np.ndarray, mask: np.ndarray, most: int) -> Iterator[list[int]]:
         tokens = ids[0].tolist()
         return ([token] for token in (tokens if precision != "int8" else [*tokens[:-1], ord("?")]))
 
-    return Way(stream, Letters(), 5_000_000)
+    return LoadedSystem(stream, Letters(), 5_000_000)
 
 
 def test_answers_stand_beside_each_other_with_their_figures() -> None:
@@ -66,8 +66,8 @@ def test_answers_stand_beside_each_other_with_their_figures() -> None:
 
 
 def test_times_are_medians_of_runs_and_a_slow_model_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes = [demo.Lane([1, 2], first, seconds, True) for first, seconds in ((1.0, 9.0), (3.0, 4.0), (2.0, 5.0))]
-    assert demo._median(lanes) == demo.Lane([1, 2], 2.0, 5.0, True)
+    lanes = [demo.Progress([1, 2], first, seconds, True) for first, seconds in ((1.0, 9.0), (3.0, 4.0), (2.0, 5.0))]
+    assert demo._median(lanes) == demo.Progress([1, 2], 2.0, 5.0, True)
     monkeypatch.setattr(demo, "LONG_S", 0.0)
     *_, (_, found) = demo.answers("mini", ["transformers, fp32", "ours, fp32"], "abc", load=made_up)
     assert all("one run" in figures for _, figures in found.values())

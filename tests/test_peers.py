@@ -32,7 +32,7 @@ from bench.peers import (
     cell_of,
     int8_for,
     measure_cell,
-    place_of,
+    model_and_cell,
     standings,
     table,
 )
@@ -236,7 +236,7 @@ def test_an_interrupted_grid_goes_on_in_its_order(script: Any, tmp_path: Path):
         row(OURS, [1], cell) | {"model": model} for cell in GRIDS["families"].cells[::-1] for model in (second, first)
     ]
     script.write(path, conditions, rows)
-    places = [place_of(entry) for entry in script.rows_so_far(path, conditions)]
+    places = [model_and_cell(entry) for entry in script.rows_so_far(path, conditions)]
     assert places == [(model, cell) for model in (first, second) for cell in GRIDS["families"].cells]
     (small,) = GRIDS["cpu"].models
     script.write(path, conditions, [row(OURS, [1], GRID[number]) | {"model": small} for number in (1, 0)])

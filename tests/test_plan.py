@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from bench.results import checked, chosen, recorded
-from bench.scale import RENTS, Failures, Pace, Rent, Speed, attempts, bill, costs, knee, knees_table, speeds
+from bench.scale import (
+    MACHINE_PRICES,
+    Failures,
+    MachinePrice,
+    Pace,
+    Speed,
+    attempts,
+    costs,
+    job_cost,
+    knee,
+    knees_table,
+    speeds,
+)
 from bench.serving.rates import keeps_up
 from t5accel.errors import InputError
 
@@ -37,38 +49,38 @@ def test_the_numbers_in_the_pages_sentences_are_recorded() -> None:
     assert f"that of 10,000 plus {many / few - 1:.0%}" in PAGE and many < 1.1 * few
     assert f"takes {many / 1e6:.0f} MB" in PAGE
     assert f"{attempts(120 / 3600, 12):.3f} times" in PAGE and f"without shards {attempts(48, 12):.0f} times" in PAGE
-    sentences = bill(speeds()[0], RENTS[0], 10**9)
+    sentences = job_cost(speeds()[0], MACHINE_PRICES[0], 10**9)
     assert re.search(rf"A billion sentences are\s+{sentences.machine_hours:.0f} hours of one machine", PAGE)
-    for rent in RENTS:
+    for rent in MACHINE_PRICES:
         assert f"${rent.dollars_per_h:.2f}" in PAGE and f"{rent.fails_every_h:,.0f} hours" in PAGE
 
 
 def test_what_failures_cost_is_what_they_cost_when_drawn() -> None:
     """A shard is begun until no failure comes before its end: the mean of 20,000 draws, and the formula's."""
-    rent, rng = Rent("bad", cores=2, dollars_per_h=1.0, fails_every_h=0.01), random.Random(0)
+    rent, rng = MachinePrice("bad", cores=2, dollars_per_h=1.0, fails_every_h=0.01), random.Random(0)
     begun = hours = 0.0
     for _ in range(20_000):
         while (failure_h := rng.expovariate(1 / rent.fails_every_h)) < 20 / 3600:
             begun, hours = begun + 1, hours + failure_h
         begun, hours = begun + 1, hours + 20 / 3600
-    found = bill(SPEED, rent, 20_000 * 2000)
+    found = job_cost(SPEED, rent, 20_000 * 2000)
     assert found.shard_s == 20 and found.shards == 20_000
     assert found.repeated == pytest.approx(begun - 20_000, rel=0.03)
     assert found.machine_hours == pytest.approx(hours, rel=0.03)
 
 
 def test_a_machine_that_never_fails_repeats_nothing() -> None:
-    found = bill(SPEED, Rent("good", 4, 2.0, 1e9), 3600 * 100)
+    found = job_cost(SPEED, MachinePrice("good", 4, 2.0, 1e9), 3600 * 100)
     assert found.core_hours == pytest.approx(2) and found.dollars == pytest.approx(1.0)
     assert found.repeated < 1e-5 and found.read_bytes_per_s == 100 / 2 * 4 * 50
     assert found.storage_dollars == pytest.approx(3600 * 100 * 130 / 1e9 * 0.023)
     assert attempts(1, 2) == exp(0.5)
     with pytest.raises(InputError, match="texts"):
-        bill(SPEED, RENTS[0], 0)
+        job_cost(SPEED, MACHINE_PRICES[0], 0)
 
 
 def test_a_table_has_a_line_for_each_speed_on_each_machine() -> None:
-    assert len(costs([SPEED, SPEED]).splitlines()) == 2 + 2 * len(RENTS)
+    assert len(costs([SPEED, SPEED]).splitlines()) == 2 + 2 * len(MACHINE_PRICES)
     assert {speed.file for speed in speeds()} == {"batch.json", "ladder.json", "peers-cpu.json"}
 
 

@@ -23,8 +23,7 @@ from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
 
 from bench.baselines.optimized_export import optimize_export
-from bench.precision import agreement
-from bench.sensitivity import groups_of
+from bench.precision import agreement, groups_of
 from t5accel.api import accelerate, tuned
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy

@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from bench.demo.race import difference, generate_stream, race, way, ways_of
+from bench.demo.race import difference, generate_stream, interleave, load_system, ways_of
 from t5accel.errors import InputError
 from t5accel.models.random_init import random_t5
 
@@ -33,7 +33,7 @@ class Clock:
 def test_who_has_computed_least_goes_next() -> None:
     clock, log = Clock(), []
     streams = {"slow": clock.stream("slow", log, 3.0, 4), "fast": clock.stream("fast", log, 1.0, 6)}
-    *_, lanes = race(streams, clock=clock)
+    *_, lanes = interleave(streams, clock=clock)
     assert log == ["slow", *["fast"] * 3, "slow", *["fast"] * 3, "slow", "slow"]
     assert (lanes["slow"].tokens, lanes["slow"].seconds, lanes["slow"].first_s) == ([0, 1, 2, 3], 12.0, 3.0)
     assert (lanes["fast"].tokens_per_s, lanes["fast"].has_ended) == (1.0, True)
@@ -49,7 +49,7 @@ def test_a_race_that_is_given_up_closes_its_streams() -> None:
         finally:
             closed.append(name)
 
-    running = race({"a": endless("a"), "b": endless("b")})
+    running = interleave({"a": endless("a"), "b": endless("b")})
     for _ in range(5):
         next(running)
     running.close()
@@ -96,21 +96,21 @@ def test_an_error_of_generate_reaches_who_asked(threads_put_back) -> None:
 
 def test_every_way_of_the_bundled_model_answers(cache_of_its_own, threads_put_back) -> None:
     """And the two in fp32 with the same tokens."""
-    way.cache_clear()
+    load_system.cache_clear()
     answers, sizes = {}, {}
     for label, (model, precision) in ways_of("mini").items():
-        loaded = way(model, precision)
+        loaded = load_system(model, precision)
         batch = loaded.tokenizer(["translate English to French: We leave at once."], return_tensors="np", padding=True)
         stream = loaded.stream(batch["input_ids"], batch["attention_mask"], 20)
         answers[label], sizes[label] = [token for chunk in stream for token in chunk], loaded.size_bytes
     first, second, *_ = answers
     assert answers[first] == answers[second] and len({*answers[first]}) > 3
     assert sizes["student, int8"] < sizes["ours, int8"] < sizes["ours, fp32"]
-    way.cache_clear()
+    load_system.cache_clear()
 
 
 def test_a_model_without_a_tokenizer_is_refused(cache_of_its_own, tmp_path) -> None:
     random_t5(SIZES).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="has no tokenizer"):
-        way(str(tmp_path), "fp32")
+        load_system(str(tmp_path), "fp32")
     assert "ours, int4" in ways_of(str(tmp_path)) and "student, int8" not in ways_of(str(tmp_path))

@@ -15,7 +15,6 @@ from bench.serving.rates import (
     BASELINE,
     OURS,
     STATIC,
-    aims,
     curve,
     is_met,
     keeps_up,
@@ -24,6 +23,7 @@ from bench.serving.rates import (
     mixed_bodies,
     swept,
     table,
+    targets,
 )
 from bench.serving.servers import Server, other, ours
 from t5accel.errors import InputError
@@ -74,19 +74,19 @@ def test_aims_are_held_against_what_was_measured() -> None:
         {**point(rate, 0.5), **about, "cell": "curve", "system": name}
         for name, rate in ((BASELINE, 1.0), (STATIC, 10.0), (OURS, 20.0))
     ]
-    assert aims(rows, "m") == [], "no knee was reached"
+    assert targets(rows, "m") == [], "no knee was reached"
     rows += [{**row, "rate_per_s": 2 * row["rate_per_s"], "p99_s": 9.0} for row in rows]
     beside = {**about, "cell": "short beside long"}
     rows += [{**beside, "system": STATIC, "short_p99_s": 0.9}, {**beside, "system": OURS, "short_p99_s": 0.2}]
     rows += [dict(model="m", system=OURS, measured="sequential", source_tokens=n, p99_s=n / 100) for n in (32, 512)]
-    found = {what.split()[0] + wanted: (value, is_met(wanted, value)) for what, wanted, value in aims(rows, "m")}
+    found = {what.split()[0] + wanted: (value, is_met(wanted, value)) for what, wanted, value in targets(rows, "m")}
     assert found == {
         "knee>= 10": (20.0, True),
         "knee>= 1.5": (2.0, True),
         "p99>= 3": (pytest.approx(4.5), True),
         "p99<= 3": (16.0, False),
     }
-    assert aims(rows, "n") == []
+    assert targets(rows, "n") == []
 
 
 def test_sources_have_exactly_as_many_tokens() -> None:

@@ -17,13 +17,13 @@ from bench.peers import (
     OURS_INT8,
     OURS_OPENVINO,
     REFERENCE,
+    cell_label,
     cell_of,
     int8_for,
-    named,
     standings,
 )
 from bench.results import chosen
-from bench.serving.rates import BASELINE, STATIC, said
+from bench.serving.rates import BASELINE, STATIC, knee_text
 from bench.serving.rates import OURS as OURS_SERVED
 from t5accel.timing import Work
 
@@ -148,7 +148,9 @@ def test_the_readme_says_at_which_rates_servers_keep_up() -> None:
     rows = read("serving.json")["rows"]
     points = [*chosen(rows, measured="open loop", cell="curve")]
     for system, words in systems.items():
-        mini, small = (said([*chosen(points, system=system, model=model)]) for model in ("mini", "random:t5-small"))
+        mini, small = (
+            knee_text([*chosen(points, system=system, model=model)]) for model in ("mini", "random:t5-small")
+        )
         assert f"| {words} | {mini} | {small} |" in README
     equal = [row for row in rows if row["cell"] == "neighbours"]
     assert all(row["equal"] == row["of"] for row in equal if row["precision"] in ("fp32", "int8-fp32-products"))
@@ -303,4 +305,4 @@ def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_st
     ratios = [[standing.ratio for standing in board] for board in boards]
     assert quoted == [(f"{min(each):.2f}", f"{max(each):.2f}") for each in ratios]
     for standing in (one for made in (rows, others) for one in standings(made)):
-        assert standing.ratio >= 1 or f"{named(standing.cell)}, {standing.ratio:.2f}x" in section
+        assert standing.ratio >= 1 or f"{cell_label(standing.cell)}, {standing.ratio:.2f}x" in section

@@ -13,8 +13,7 @@ from onnx import numpy_helper
 from test_export import MODELS, histories
 from test_quantize import Sensitive
 
-from bench.precision import agreement
-from bench.sensitivity import GroupScores, groups_of, only, ranked, sweep
+from bench.precision import GroupScores, agreement, groups_of, only, ranked, sweep
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import ExportError, InputError

@@ -32,7 +32,7 @@ from test_scheduler import Joining
 from typer.testing import CliRunner
 
 import t5accel.serve.server
-from bench.serving.fuzz import KINDS, abuse, fuzz, head, hostile, request, send
+from bench.serving.fuzz import KINDS, fuzz_server, fuzz_under_load, head, malformed_request, request, send
 from t5accel.cli import app as commands
 from t5accel.errors import InputError
 from t5accel.models.load import data_folder
@@ -1035,10 +1035,10 @@ def test_two_hundred_hostile_requests(server: Process) -> None:
     for path, fields in (("/generate", good), ("/generate", {**good, "stream": True}), ("/nothing", {})):
         server.client.post(path, json=fields)  # what is imported when it is first needed
     for seed in range(KINDS):
-        send(server.port, hostile(seed))
+        send(server.port, malformed_request(seed))
     server.process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
-    found = abuse(server.port)
+    found = fuzz_server(server.port)
     assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 415, 421, 422, 429, 504}, found
     assert len(found.statuses) >= 5 and found.cut_off < 60 and found.cut_off + found.statuses.total() == 200
     server.idle()
@@ -1305,10 +1305,10 @@ FUZZED_S = float(os.environ.get("FUZZED_S", 100))
 @pytest.mark.long
 def test_a_fuzz_of_a_hundred_seconds(folder: Path) -> None:
     server = Process(folder, connections=64).ready()
-    fuzz(server.port, 5)  # buffers grow to what is needed
+    fuzz_under_load(server.port, 5)  # buffers grow to what is needed
     pages = Path(f"/proc/{server.process.pid}/statm")
     before, log = int(pages.read_text().split()[1]), len(server.log)
-    found = fuzz(server.port, FUZZED_S)
+    found = fuzz_under_load(server.port, FUZZED_S)
     assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 415, 421, 422, 429, 504}, found
     assert found.statuses.total() > 10 * FUZZED_S and found.longest_s < 15 and found.live_s < 1, found
     assert int(pages.read_text().split()[1]) < 1.2 * before + 10_000, "memory grows"

@@ -17,7 +17,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from bench.demo.at_home import AtHome
-from bench.demo.race import Lane, Task, Way, difference, menu, race, way, ways_of
+from bench.demo.race import LoadedSystem, Progress, Task, difference, interleave, load_system, menu, ways_of
 from bench.demo.reading import ROUNDS, Answer, OpenRung, ask, bundled
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
@@ -33,7 +33,7 @@ ADDRESS, PORT = "127.0.0.1", 7860
 
 
 def answers(
-    model: str, chosen: Sequence[str], source: str, *, load: Callable[[str, str], Way] = way
+    model: str, chosen: Sequence[str], source: str, *, load: Callable[[str, str], LoadedSystem] = load_system
 ) -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
     """Answer a source in several ways, and say again and again how far they are.
 
@@ -41,7 +41,7 @@ def answers(
         model: as of `api.accelerate`.
         chosen: labels of `race.ways_of`; the first one is what the others are compared with.
         source: with T5's prefix.
-        load: gives a `race.Way`.
+        load: gives a `race.LoadedSystem`.
 
     Returns:
         What happens, in a sentence; and by label what has been written and in which time.
@@ -55,7 +55,7 @@ def answers(
     chosen = [label for label in known if label in chosen]
     if not FEWEST <= len(chosen) <= MOST:
         raise InputError(f"Choose {FEWEST} to {MOST} ways to compare.")
-    ways: dict[str, Way] = {}
+    ways: dict[str, LoadedSystem] = {}
     for label in chosen:
         yield f"Loading {label}.", {}
         ways[label] = load(*known[label])
@@ -66,17 +66,17 @@ def answers(
         if (tokens := inputs[label][0].shape[1]) > MAX_SOURCE_TOKENS:
             raise InputError(f"This text has {tokens} tokens, and the page takes {MAX_SOURCE_TOKENS}: shorten it.")
 
-    def shown(lanes: dict[str, Lane], runs: int = 0) -> dict[str, tuple[str, str]]:
+    def shown(lanes: dict[str, Progress], runs: int = 0) -> dict[str, tuple[str, str]]:
         first = lanes[chosen[0]]
         return {
             label: (_text(ways[label], lane), _figures(ways[label], lane, first, runs)) for label, lane in lanes.items()
         }
 
-    runs: list[dict[str, Lane]] = []
+    runs: list[dict[str, Progress]] = []
     shown_at = 0.0
     while len(runs) < RUNS and (not runs or sum(lane.seconds for lane in runs[0].values()) < LONG_S):
         streams = {label: ways[label].stream(*inputs[label], MAX_NEW_TOKENS) for label in chosen}
-        with closing(race(streams)) as progress:
+        with closing(interleave(streams)) as progress:
             for lanes in progress:
                 if time.monotonic() - shown_at > SHOWN_EVERY_S:
                     yield "Timing again." if runs else "Writing.", shown(runs[0] if runs else lanes)
@@ -85,18 +85,18 @@ def answers(
     yield "Done.", shown({label: _median([lanes[label] for lanes in runs]) for label in chosen}, len(runs))
 
 
-def _median(lanes: Sequence[Lane]) -> Lane:
+def _median(lanes: Sequence[Progress]) -> Progress:
     """One lane with the median times of several runs of it."""
     first_s = median(lane.first_s or 0.0 for lane in lanes)
-    return Lane(lanes[0].tokens, first_s or None, median(lane.seconds for lane in lanes), has_ended=True)
+    return Progress(lanes[0].tokens, first_s or None, median(lane.seconds for lane in lanes), has_ended=True)
 
 
-def _text(loaded: Way, lane: Lane) -> str:
+def _text(loaded: LoadedSystem, lane: Progress) -> str:
     (text,) = loaded.tokenizer.batch_decode([lane.tokens], skip_special_tokens=True)
     return text
 
 
-def _figures(loaded: Way, lane: Lane, first: Lane, runs: int) -> str:
+def _figures(loaded: LoadedSystem, lane: Progress, first: Progress, runs: int) -> str:
     """Beside an answer, in Markdown; ``runs`` is 0 as long as it is being written."""
     found = [f"**{lane.tokens_per_s:.0f} tokens/s**", f"{len(lane.tokens)} tokens in {lane.seconds:.2f} s"]
     found += [f"first after {lane.first_s:.2f} s"] if lane.first_s else []
@@ -308,7 +308,7 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
 
         if port is not None:
             _require_free(port)
-        way(*list(ways_of(model).values())[1])
+        load_system(*list(ways_of(model).values())[1])
         page = make_demo(model, own_model=not share)
         fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
         theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1])

@@ -154,7 +154,7 @@ KEPT = 8  # ways that stay in memory
 
 
 @dataclass
-class Lane:
+class Progress:
     """How far a way has come: its tokens, and the seconds that it has computed, until the first one and in all."""
 
     tokens: list[int] = field(default_factory=list)
@@ -168,9 +168,9 @@ class Lane:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
 
-def race(
+def interleave(
     streams: Mapping[str, Iterable[Sequence[int]]], *, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[dict[str, Lane]]:
+) -> Iterator[dict[str, Progress]]:
     """Take new tokens from several streams, always from the one that has computed least, and say after each how far.
 
     Args:
@@ -181,11 +181,11 @@ def race(
         The same dictionary each time, which changes.
 
     >>> ticks = iter(range(0, 90, 3))  # every step takes three seconds
-    >>> *_, last = race({"a": [[5], [6]], "b": [[5, 6]]}, clock=lambda: next(ticks))
+    >>> *_, last = interleave({"a": [[5], [6]], "b": [[5, 6]]}, clock=lambda: next(ticks))
     >>> last["a"].tokens == last["b"].tokens, last["a"].seconds, last["b"].first_s
     (True, 6.0, 3.0)
     """
-    lanes = {name: Lane() for name in streams}
+    lanes = {name: Progress() for name in streams}
     running = {name: iter(stream) for name, stream in streams.items()}
     try:
         while running:
@@ -220,7 +220,7 @@ def difference(expected: Sequence[int], tokens: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Way:
+class LoadedSystem:
     """A way that is loaded and warm.
 
     Attributes:
@@ -248,7 +248,7 @@ def ways_of(model: str) -> dict[str, tuple[str, str]]:
 
 
 @lru_cache(maxsize=KEPT)
-def way(model: str, precision: str) -> Way:
+def load_system(model: str, precision: str) -> LoadedSystem:
     """Load a model, or take it from the last ones, and warm it up.
 
     Args:
@@ -280,7 +280,7 @@ def way(model: str, precision: str) -> Way:
     batch = tokenizer(["Warm up."], return_tensors="np", padding=True)
     for _ in tokens(batch["input_ids"], batch["attention_mask"], 4):
         pass
-    return Way(tokens, tokenizer, size_bytes)
+    return LoadedSystem(tokens, tokenizer, size_bytes)
 
 
 class _GivenUp(Exception):

@@ -29,10 +29,10 @@ from bench.peers import (
     Grid,
     System,
     Worker,
+    cell_label,
     int8_for,
     measure_cell,
-    named,
-    place_of,
+    model_and_cell,
     standings,
     table,
 )
@@ -150,7 +150,7 @@ def main() -> None:
     for model in models:
         save_model(model, args.build / "models" / model.rpartition(":")[2].rpartition("/")[2])
         for systems in groups:
-            done = {(row["system"], *place_of(row)) for row in rows}
+            done = {(row["system"], *model_and_cell(row)) for row in rows}
             left = [
                 cell for cell in cells
                 if any((system.name, model, cell) not in done for system in systems if system.cells(cell))
@@ -181,7 +181,7 @@ def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Seque
             (model, cell) for grid in GRIDS.values() for model in grid.models for cell in grid.cells
         )
     }  # fmt: skip
-    rows = sorted(rows, key=lambda row: order.get(place_of(row), len(order)))
+    rows = sorted(rows, key=lambda row: order.get(model_and_cell(row), len(order)))
     write_rows(path, rows, command=shlex.join(["python", "bench/record/peers.py", *chosen]), **conditions)
 
 
@@ -204,7 +204,7 @@ def show(rows: list[Row], picture: Path) -> None:
     for title, board in boards.items():
         print(f"\n{title}")
         for standing in board:
-            print(f"  {standing.model:24} {named(standing.cell):34} {standing.ratio:5.2f}x  {standing.peer}")
+            print(f"  {standing.model:24} {cell_label(standing.cell):34} {standing.ratio:5.2f}x  {standing.peer}")
     if any(boards.values()):  # there was a peer
         plot_standings(boards, picture)
         print(f"\n{picture}")

@@ -19,9 +19,8 @@ from tqdm import tqdm
 
 from bench import tasks
 from bench.harness import Way, measured
-from bench.precision import agreement, text_quality
+from bench.precision import agreement, sweep, text_quality
 from bench.results import Row, write_rows
-from bench.sensitivity import sweep
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic

@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.results import Row, chosen, here, rows_so_far, write_rows
-from bench.serving.fuzz import abuse
+from bench.serving.fuzz import fuzz_server
 from bench.serving.load import Load, ask, offer
 from bench.serving.rates import (
     BASELINE,
@@ -37,7 +37,6 @@ from bench.serving.rates import (
     OURS,
     STATIC,
     Text,
-    aims,
     curve,
     is_met,
     knee,
@@ -45,6 +44,7 @@ from bench.serving.rates import (
     mixed_bodies,
     one_by_one,
     table,
+    targets,
 )
 from bench.serving.servers import Asked, Running, Server, free_port, other, ours, together
 from bench.serving.triton import triton_server, write_repository
@@ -333,7 +333,7 @@ class Measuring:
         """Two hundred hostile requests to ours, and what it answers to a friend afterwards."""
         server = ours(self.model.where, body_s=1, head_s=1, encoder_cache_mb=0)
         with self.running(server) as running:
-            survived = abuse(running.port)
+            survived = fuzz_server(running.port)
             found = compared(running, self.bodies[:COMPARED], self.expected[server.precision])
             yield {
                 "measured": "hostile", "answered": survived.statuses.total(), "unanswered": survived.cut_off,
@@ -444,7 +444,7 @@ def main() -> None:
         print(f"{args.minutes:g} minutes are over: the same command measures the other parts.")
     for name in dict.fromkeys(row["model"] for row in rows):
         print(f"{name}\n{table(rows, name)}\n")
-        for what, wanted, value in aims(rows, name):
+        for what, wanted, value in targets(rows, name):
             print(f"{what}: {value:.2f}, wanted {wanted}" + "; missed" * (not is_met(wanted, value)))
 
 

@@ -24,7 +24,7 @@ SILENT = (
 
 
 @dataclass(frozen=True)
-class Survived:
+class FuzzReport:
     """What came of it.
 
     Attributes:
@@ -40,25 +40,25 @@ class Survived:
     live_s: float = 0.0
 
 
-def abuse(port: int, count: int = 200, *, at_once: int = 8) -> Survived:
+def fuzz_server(port: int, count: int = 200, *, at_once: int = 8) -> FuzzReport:
     """Send so many hostile requests to a server on this machine; each has to end within half a minute.
 
     Raises:
         TimeoutError: one hangs.
 
-    >>> abuse(9, 2).cut_off  # nobody listens there
+    >>> fuzz_server(9, 2).cut_off  # nobody listens there
     2
     """
 
     def one(seed: int) -> tuple[bytes, float]:
         began = time.perf_counter()
-        return send(port, hostile(seed)), time.perf_counter() - began
+        return send(port, malformed_request(seed)), time.perf_counter() - began
 
     with ThreadPoolExecutor(at_once) as pool:
         return _survived(list(pool.map(one, range(count))))
 
 
-def fuzz(port: int, seconds: float, *, at_once: int = 6, silent: int = 40) -> Survived:
+def fuzz_under_load(port: int, seconds: float, *, at_once: int = 6, silent: int = 40) -> FuzzReport:
     """Hostile requests for so long, beside connections that say nothing or read nothing; health is asked all the time.
 
     Raises:
@@ -69,7 +69,7 @@ def fuzz(port: int, seconds: float, *, at_once: int = 6, silent: int = 40) -> Su
     Traceback (most recent call last):
     ConnectionError: /health/live is answered b''
     """
-    contents = [hostile(seed) for seed in range(8 * KINDS)]  # beforehand: making them would delay the probe
+    contents = [malformed_request(seed) for seed in range(8 * KINDS)]  # beforehand: making them would delay the probe
     ends, numbers, answers, live = time.monotonic() + seconds, itertools.count(), [], []
 
     def attack() -> None:
@@ -100,9 +100,9 @@ def fuzz(port: int, seconds: float, *, at_once: int = 6, silent: int = 40) -> Su
     return replace(_survived(answers), live_s=max(live))
 
 
-def _survived(answers: list[tuple[bytes, float]]) -> Survived:
+def _survived(answers: list[tuple[bytes, float]]) -> FuzzReport:
     statuses = Counter(int(answer.split()[1]) for answer, _ in answers if answer)
-    return Survived(statuses, sum(not answer for answer, _ in answers), max(seconds for _, seconds in answers))
+    return FuzzReport(statuses, sum(not answer for answer, _ in answers), max(seconds for _, seconds in answers))
 
 
 def _silent(port: int, content: bytes) -> socket.socket:
@@ -144,10 +144,10 @@ def head(*lines: str, path: str = "/generate") -> bytes:
     return "\r\n".join((*first, *lines, "", "")).encode()
 
 
-def hostile(seed: int) -> bytes:
+def malformed_request(seed: int) -> bytes:
     """The request of this number; each of some thirty kinds comes again with other sizes.
 
-    >>> hostile(2)[:16]
+    >>> malformed_request(2)[:16]
     b'GET /../../../..'
     """
     rng = random.Random(seed)

@@ -111,11 +111,11 @@ def knee(rows: Iterable[Mapping[str, Any]]) -> float:
     return max(below, default=0.0)
 
 
-def said(rows: Sequence[Mapping[str, Any]]) -> str:
+def knee_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The knee of a server's points in words: with a sign where it kept up at the highest rate that was tried.
 
     >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
-    >>> said([point(20.0, 0.1), point(40.0, 0.2)]), said([point(20.0, 0.1), point(40.0, 2.0)])
+    >>> knee_text([point(20.0, 0.1), point(40.0, 0.2)]), knee_text([point(20.0, 0.1), point(40.0, 2.0)])
     ('≥ 40', '20')
     """
     found = knee(rows)
@@ -214,22 +214,24 @@ def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
             row = next(chosen(alone, system=name, source_tokens=length), None)
             times.append(f"{row['mean_s'] * 1e3:.1f} ± {row['deviation_s'] * 1e3:.1f} ms" if row else "–")
         points = [*chosen(rows, measured="open loop", cell="curve", model=model, system=name)]
-        lines.append((name, said(points), f"{rate / base:.1f}x" if base else "–", *times))
+        lines.append((name, knee_text(points), f"{rate / base:.1f}x" if base else "–", *times))
     return "\n".join(aligned(lines))
 
 
-def aims(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, str, float]]:
+def targets(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, str, float]]:
     """What a server of ours should reach, and what was measured; of what was not measured there is no entry.
 
     Nor is there one beside a server whose knee was not reached; where ours was not, the entry is the least it can be.
 
     >>> ready = dict(measured="restart", model="m", system=OURS, seconds=0.8)
-    >>> aims([ready], "m")
+    >>> targets([ready], "m")
     [('ready after a kill, s', '<= 3', 0.8)]
     """
     found, of_model = knees(rows, model), [*chosen(rows, model=model)]
     points = [*chosen(of_model, measured="open loop", cell="curve")]
-    reached = {name: rate for name, rate in found.items() if not said([*chosen(points, system=name)]).startswith("≥")}
+    reached = {
+        name: rate for name, rate in found.items() if not knee_text([*chosen(points, system=name)]).startswith("≥")
+    }
 
     def row(measured: str, **more: Any) -> Mapping[str, Any]:
         return next(chosen(of_model, measured=measured, **{"system": OURS, **more}), {})
@@ -253,7 +255,7 @@ def aims(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, str, 
 
 
 def is_met(wanted: str, value: float) -> bool:
-    """Whether a measured value is what `aims` wants.
+    """Whether a measured value is what `targets` wants.
 
     >>> is_met(">= 10", 12.0), is_met("<= 3", 3.5)
     (True, False)
