@@ -120,8 +120,7 @@ def advise(
     explain: Annotated[bool, typer.Option("--explain", help="Show the measured rows it was chosen from.")] = False,
 ) -> None:
     """Recommend a configuration, with the measured row that it rests on."""
-    from bench.advise import Need, report
-    from bench.advise import advise as advice_for
+    from bench.advise import Need, recommend, report
 
     limits = {}
     for text in max_loss or []:
@@ -134,7 +133,7 @@ def advise(
         model=model, task=task, matters=matters, batch=batch, beams=beams, source_tokens=source_tokens,
         new_tokens=new_tokens, max_loss=limits, device=device.value, threads=threads,
     )  # fmt: skip
-    typer.echo(report(advice_for(need, results=results or []), explain=explain))
+    typer.echo(report(recommend(need, results=results or []), explain=explain))
 
 
 @app.command()
@@ -297,8 +296,7 @@ def demo(
         int | None, typer.Option(min=1, max=65535, help="The port to listen on. Default: the first free one from 7860.")
     ] = None,
     share: Annotated[
-        bool,
-        typer.Option("--share", help="Let Gradio make a public address; visitors cannot name another model then."),
+        bool, typer.Option("--share", help="Let Gradio make a public address; visitors cannot name another model then.")
     ] = False,
 ) -> None:
     """Serve a page on which several ways answer one text at once: time, size, and whether the answers are the same."""

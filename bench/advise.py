@@ -1,9 +1,7 @@
-"""Which configuration for a model and a need: recorded rows, filtered by the gate of quality; the fastest is taken.
+"""Advice for a model and a need, from recorded rows: filtered, ranked, printed."""
 
-Ratios compare within one run and nowhere else. So the run that is nearest to the need is found first, and its rows are
-the candidates. Beyond a factor of `FAR` in any direction there is no advice, but the command that measures the case.
-Nothing is calculated or measured here.
-"""
+# Ratios compare within one run alone: so the run that is nearest to the need is found first, and its rows are the
+# candidates. Beyond a factor of `FAR` in any direction there is no advice, but the command that measures the case.
 
 from __future__ import annotations
 
@@ -47,16 +45,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Need:
-    """What is wanted: a model, one of `METRICS`' tasks or ``None`` for all, one of `MATTERS`, and a typical call.
-
-    Attributes:
-        batch: by default 32 where throughput matters, else 1.
-        max_loss: what each score may be lower than in fp32; by default 1.0 of each score of the task, and nothing
-            where quality matters.
-        threads: by default those that this process may use.
-
-    Raises:
-        InputError: a value is not one that it can have.
+    """A model, a task (``None``: all), what matters, and a typical call.
 
     >>> Need(matters="throughput").batch, Need(task="summaries").limits
     (32, {'rougeL': 1.0})
@@ -65,13 +54,13 @@ class Need:
     model: str = "mini"
     task: str | None = None
     matters: str = "latency"
-    batch: int | None = None
+    batch: int | None = None  # 32 where throughput matters, else 1
     beams: int = 1
     source_tokens: int = 64
     new_tokens: int = 64
-    max_loss: Mapping[str, float] = field(default_factory=dict)
+    max_loss: Mapping[str, float] = field(default_factory=dict)  # points that a score may lose against fp32
     device: str = "cpu"
-    threads: int | None = None
+    threads: int | None = None  # by default those that this process may use
 
     def __post_init__(self) -> None:
         choices = {"task": (None, *METRICS), "matters": MATTERS, "device": ("cpu", "cuda")}
@@ -110,43 +99,23 @@ class Found:
 
 @dataclass(frozen=True)
 class Advice:
-    """What is recommended, and what it rests on.
-
-    Attributes:
-        run: the rows of the run that is nearest to the need, the best first; empty where it is too far.
-        losses: by precision, what each score loses against fp32 on the need's model; without what was never scored.
-        allowed: those rows that lose no more than the need's limits and are faster than transformers.
-        far: by what the nearest run differs from the need, as factors.
-        beside: drafts and smaller models of the recommended precision.
-        family: of the run's model, where it is not the need's.
-        unscored: the fastest row that was left out because nobody has scored its precision on this model.
-    """
+    """The recommendation, and the rows that it rests on."""
 
     need: Need
-    run: tuple[Found, ...] = ()
-    losses: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    allowed: tuple[Found, ...] = ()
-    far: Mapping[str, float] = field(default_factory=dict)
-    beside: tuple[Found, ...] = ()
-    family: str | None = None
-    unscored: Found | None = None
+    run: tuple[Found, ...] = ()  # the nearest run, the best row first; empty where it is too far
+    losses: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by scored precision, against fp32
+    allowed: tuple[Found, ...] = ()  # rows within the need's limits and faster than transformers
+    far: Mapping[str, float] = field(default_factory=dict)  # factors between the nearest run and the need
+    family: str | None = None  # of the run's model, where it is another one
+    unscored: Found | None = None  # the fastest row that was left out because its precision was never scored here
 
     @property
     def recommended(self) -> Found | None:
         return self.allowed[0] if self.allowed else None
 
 
-def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Advice:
-    """Advice from the results that come with the package, and from more files or folders of such.
-
-    Raises:
-        InputError: a place of results is missing or damaged.
-        UnknownModelError, ModelUnavailableError, NotT5Error: there is no such model, or it has no sizes.
-
-    >>> advice = advise(Need("mini", task="translation"))
-    >>> advice.recommended.row["ratio"] > 1, set(advice.far.values())
-    (True, {1.0})
-    """
+def recommend(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Advice:
+    """Advice from the recorded results, and from more files or folders of results."""
     here, own_family = machine.facts(gpu=False), family_name(need.model)
     of_sizes = {need.model: weights_per_step(need.model)}
     record = list(_recorded([DATA / "results", *results]))
@@ -195,10 +164,7 @@ def advise(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> Adv
     ahead = sorted(able[0], key=rank) if able[0] is not nearest else rows[: rows.index(allowed[0]) if allowed else None]
     is_open = need.matters != "quality" and not need.model.startswith("random:")
     unscored = next((found for found in ahead if is_open and found.row["precision"] not in losses), None)
-    beside = [found for found in record if allowed and _is_beside(found, need, allowed[0].row["precision"])]
-    return Advice(
-        need, tuple(rows), losses, tuple(allowed), far, tuple(beside), family=other_family(nearest), unscored=unscored
-    )
+    return Advice(need, tuple(rows), losses, tuple(allowed), far, family=other_family(nearest), unscored=unscored)
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -272,22 +238,8 @@ def _passes(need: Need, precision: str, losses: Mapping[str, Mapping[str, float]
     return all(losses[precision][name] <= most for name, most in need.limits.items())
 
 
-def _is_beside(found: Found, need: Need, precision: str) -> bool:
-    row = found.row
-    if row.get("precision") != precision or not _is_current(row) or "ratio" not in row:
-        return False
-    is_draft = row.get("reference") == "greedy" and row["system"] != "greedy" and row["model"] == need.model
-    return (row.get("made_from") == need.model and "bundled" in row) or (
-        is_draft and row["encoder"] == "included" and need.task in (None, row["task"]) and need.beams == 1
-    )
-
-
 def line(need: Need, precision: str, system: str = "") -> str:
-    """The line of Python that makes the model; ``system`` is a row's.
-
-    >>> print(line(Need("mini", threads=4), "int8-dynamic"))
-    model = accelerate("mini", precision="int8", tuned_for="throughput", threads=4)
-    """
+    """The line of Python that makes the model; ``system`` is a row's."""
     tuned = {own: f'"{of}", tuned_for="{what}"' for what, others in TUNED_FOR.items() for of, own in others.items()}
     how = "" if need.device == "cpu" else f", device={json.dumps(need.device)}"
     how += "" if precision == "fp32" else f", precision={tuned.get(precision, json.dumps(precision))}"
@@ -305,13 +257,9 @@ def call(need: Need, row: Row) -> str:
 
 
 def program(need: Need, row: Row) -> list[str]:
-    """A whole program of the measured call, line by line.
-
-    >>> program(Need("mini"), {"system": "t5accel", "precision": "fp32"})[1]
-    'from t5accel.decoding.greedy_search import greedy'
-    """
+    """A whole program of the measured call, line by line."""
     own_loop = "generate()" not in row["system"]
-    search = "beam import beam_search" if need.beams > 1 else "greedy import greedy"
+    search = "beam import beam_search" if need.beams > 1 else "greedy_search import greedy"
     texts = '["Your text."]' + (f" * {need.batch}" if need.batch and need.batch > 1 else "")
     batch = f'batch = model.tokenizer({texts}, return_tensors="{"np" if own_loop else "pt"}")'
     if need.model.startswith("random:"):  # which has no tokenizer
@@ -326,11 +274,7 @@ def program(need: Need, row: Row) -> list[str]:
 
 
 def report(advice: Advice, *, explain: bool = False) -> str:
-    """The advice as text of at most 15 lines; with ``explain`` all that was compared, below them.
-
-    >>> print(report(advise(Need("mini"))).splitlines()[0])
-    mini, all tasks, for latency: batch 1, greedy, 64 source and 64 new tokens, on cpu
-    """
+    """The advice as text of at most 15 lines; with ``explain`` all that was compared, below them."""
     need, best = advice.need, advice.recommended
     lines = [f"{need.model}, {need.task or 'all tasks'}, for {need.matters}: {_work(vars(need))}, on {need.device}"]
     differing = [f"{name} {factor:.2g} times" for name, factor in advice.far.items() if factor != 1]
@@ -425,8 +369,3 @@ def _explained(advice: Advice) -> Iterator[str]:
             cells.append((mark, name, f"{row['ratio']:.2f}x", *sizes, str(found.number), _lost(advice, row)))
         yield from ("", f"All of {advice.run[0].file} in that run (*: recommended, no: loses too much, or unknown)")
         yield from aligned(cells, left={0, 1, 6})
-    for found in advice.beside:
-        row = found.row
-        what = f"smaller model {row['bundled']}" if "bundled" in row else f"{row['system']} on {row['task']}"
-        of = f"{row['equal']} of {row['of']} answers equal; " if "of" in row else ""
-        yield f"Beside it: {what}, batch {row['batch']}: {row['ratio']:.2f} times {row['reference']}; {of}{found}"

@@ -46,10 +46,6 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     """Execute one notebook in its own folder and write the executed copy to ``out``.
 
     The copy is written even when a cell fails, so that the place can be looked at.
-
-    Raises:
-        NotebookError: a cell raised or took ten minutes, or the kernel died.
-        MissingPackageError: nbclient is not installed.
     """
     try:
         import nbformat
@@ -86,11 +82,6 @@ def run_course(
 
     Writes the executed copies, ``course.json`` (seconds of each), ``scoreboard.json`` and ``scoreboard.html`` to
     ``out``. Recorded results, measured at length on a quiet machine, are shown below the live ones.
-
-    Args:
-        notebooks: their folder.
-        out: takes what is written.
-        measure: returns the rows of the live scoreboard.
     """
     import nbformat
 

@@ -1,7 +1,4 @@
-"""Does a faster model still do its work? A report of text scores over the bundled evaluation sets.
-
-`evaluate` takes a function from texts to texts, so this module knows no runtime; `metrics` has the scores themselves.
-"""
+"""Text scores over the bundled evaluation sets, for any function from texts to texts."""
 
 from __future__ import annotations
 
@@ -121,13 +118,7 @@ def evaluate(
 
     Args:
         generate: from up to ``batch_size`` texts, T5's prefix included, to as many texts.
-        names: which sets, some of `tasks.NAMES`.
         limit: only the first ``limit`` rows of each length bucket (translation) or half; recorded in the report.
-        progress: show a bar on standard error.
-
-    Raises:
-        InputError: bad arguments, or ``generate`` returned another number of texts, or something that is no text.
-        MissingPackageError: sacrebleu (translation) or rouge-score (summaries) is not installed.
 
     >>> evaluate(lambda texts: ["unanswerable"] * len(texts), names=["questions"]).questions.all
     AnswerScores(rows=200, exact_match=23.5, f1=23.5)

@@ -1,8 +1,7 @@
-"""GPT-2 on ONNX Runtime: with a key/value cache or computed anew, fed from numpy or on bound memory, bytes counted.
+"""GPT-2 on ONNX Runtime: with a key/value cache or without, fed or bound, bytes counted.
 
-What a step hands over decides on a GPU, where it crosses a bus; Michaël Benesty's post on accelerating generative
-models (ELS-RD, 2021/22) found ONNX Runtime slower than PyTorch until the tensors stayed. A graph that computes every
-position anew gives logits for every position: for 256 tokens of GPT-2 that adds up to more than 6 GB.
+Michaël Benesty's post on accelerating generative models (ELS-RD, 2021/22) found ONNX Runtime slower than PyTorch until
+the tensors stayed. Logits for every position, computed anew, add up to more than 6 GB for 256 tokens of GPT-2.
 """
 
 from __future__ import annotations
@@ -166,9 +165,7 @@ def recomputed(
     """Every step computes all positions anew, by a graph without cache.
 
     Args:
-        last_logits: as the graph was exported.
         bound: ids and logits lie in memory that stays; else both are handed over in every step.
-        moved: counts on.
         device: ``"cpu"`` or ``"cuda"``. There only the logits stay, in a tensor of torch's.
     """
     session = open_session(path, SessionSettings(threads=threads, device=device))
@@ -243,7 +240,6 @@ def cached(
     Args:
         bound: keys and values stay with the runtime, and a row of scores comes to the host; else all of them are
             handed over, in and out, in every step.
-        moved: counts on.
         device: ``"cpu"`` or ``"cuda"``, where keys and values stay.
     """
     session = open_session(path, SessionSettings(threads=threads, device=device))
@@ -289,11 +285,7 @@ def cached(
 
 
 def bytes_of_logits(prompt_tokens: int, new_tokens: int, *, vocabulary: int = 50257, batch: int = 1) -> int:
-    """The bytes of all logits that a graph without cache gives while it generates: fp32, for every position anew.
-
-    >>> round(bytes_of_logits(0, 257) / 1e9, 1)  # from one token on, 256 steps
-    6.6
-    """
+    """The bytes of all logits that a graph without cache gives while it generates: fp32, for every position anew."""
     lengths = range(prompt_tokens, prompt_tokens + new_tokens)
     return batch * sum(lengths) * vocabulary * 4
 
@@ -361,18 +353,7 @@ def gpt2_rows(
     gpt2: Gpt2, *, model: str, new_tokens: int, prompt_tokens: int = 8, batch: int = 1, rounds: int = 5,
     ways: Sequence[str] = WAYS, keep_going: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """A row for each way, of the same prompts and number of forced tokens; every one has to write the first's tokens.
-
-    Raises:
-        ParityError: a way writes other tokens.
-        InputError: the tokens do not vary.
-
-    >>> from bench.gpt2 import random_gpt2
-    >>> tiny = random_gpt2(dict(vocab_size=200, n_embd=64, n_layer=2, n_head=4, n_positions=64))
-    >>> rows = gpt2_rows(Gpt2(tiny, Path("graphs"), 1), model="tiny", new_tokens=12, rounds=3, ways=[PYTORCH, NO_CACHE])
-    >>> [row["equal"] for row in rows]
-    [12, 12]
-    """
+    """A row for each way, of the same prompts and forced tokens; all must write the first way's tokens."""
     import torch
 
     torch.set_num_threads(gpt2.threads)

@@ -1,7 +1,6 @@
-"""The one way in which this project measures: build all systems, prove them equal, interleave them, return rows.
+"""Build all systems, prove them equal, interleave them, return rows.
 
-Nothing is timed before its output has been compared with the reference's, and ratios are formed within rounds of one
-run. This module needs numpy alone; what a `Way` builds brings the rest.
+Nothing is timed before its output was compared with the reference's, and ratios are formed within rounds of one run.
 """
 
 from __future__ import annotations
@@ -29,20 +28,14 @@ FEWEST_ROUNDS = 3  # where time is short
 
 @dataclass(frozen=True)
 class Way:
-    """One way of doing the work.
+    """One way of doing the work."""
 
-    Attributes:
-        name: the system, as a reader calls it.
-        build: loads what is needed and returns the function that is timed; that one returns its output, new tokens
-            (B, L) as a rule.
-        exact: its output has to be the reference's; of others the row says how many tokens are equal.
-        facts: what its row says besides, by keys of `rows.Row`.
-    """
-
-    name: str
+    name: str  # the system, as a reader calls it
+    # loads what is needed and returns the function that is timed; that one returns its output, new tokens (B, L) as a
+    # rule
     build: Callable[[], Callable[[], Any]]
-    exact: bool = True
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = True  # its output has to be the reference's; of others the row says how many tokens are equal
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what its row says besides, by keys of `rows.Row`
 
 
 def measured(
@@ -56,24 +49,11 @@ def measured(
         ways: the first one is the reference.
         work: what each run does. Where its length is forced, every run is checked against it. At natural length its
             ``new_tokens`` are the most that an answer may have; whole answers are compared, and tokens counted.
-        rounds: of the timing, in each of which every way runs once.
         atol: how far an exact way's output may be from the reference's; ``None``: outputs are not compared at all.
         keep_going: a way that fails, or is not equal, has a row with ``failed`` and no time, and the others go on.
         seconds: what all of this may take: fewer rounds are made in it. Without time for `FEWEST_ROUNDS`, no row.
         synchronize: is called before the clock starts and before it stops, such as ``torch.cuda.synchronize``.
-        on_way: is called with the name of each way that was built and compared.
-        on_run: is called with the name of a way before each of its timed runs.
         facts: what all rows say, in place of ``work`` where it means nothing; what is ``None`` is omitted.
-
-    Raises:
-        ParityError: an exact way's output is not the reference's. Nothing is timed then.
-        UnequalWorkError: a run did other work than ``work``.
-        InputError: the reference's output is one token again and again, or arguments are wrong.
-
-    >>> same = lambda: (lambda: np.array([[5, 6, 7]]))
-    >>> rows = measured([Way("theirs", same), Way("ours", same)], Work(1, 8, 3), rounds=3, model="toy")
-    >>> [(row["system"], row["equal"], row["of"], len(row["ratio_samples"])) for row in rows]
-    [('theirs', 3, 3, 3), ('ours', 3, 3, 3)]
     """
     started = perf_counter()
     if len(ways) < 2 or len({way.name for way in ways}) < len(ways):
@@ -181,10 +161,6 @@ def pairwise(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float 
 
     By the ratios to the reference beside which each was measured, for where memory does not hold all systems each has a
     run of its own. In one run the reference's times cancel.
-
-    >>> rows = [{"system": "a", "ratio_samples": [2.0, 3.0]}, {"system": "b", "ratio_samples": [1.0, 1.0]}]
-    >>> pairwise(rows, "a", "b")
-    2.5
     """
     ratios = {row["system"]: row["ratio_samples"] for row in rows if row.get("ratio_samples")}
     return ratio(ratios[ours], ratios[other])["ratio"] if {ours, other} <= ratios.keys() else None
@@ -205,13 +181,7 @@ def memory_alone(
     It is a process of its own, for the peak of this one is that of the hungriest system so far.
 
     Args:
-        libraries: are imported first.
-        threads: of torch, if it is one of them.
         once: is called with all that is ``given``; both have to be what `pickle` takes.
-
-    >>> base, peak = memory_alone(["numpy"], 1, len, [1, 2])
-    >>> base is None or base <= peak
-    True
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_used, libraries, threads, once, given).result()

@@ -1,7 +1,4 @@
-"""Ladders from the naive loop to the fastest way that we know: their rungs, and the run that proves and times them.
-
-Each rung adds one idea to another one, so that its factor has a name.
-"""
+"""Ladders from the naive loop to the fastest system; each rung adds one idea."""
 
 from __future__ import annotations
 
@@ -30,23 +27,15 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Rung:
-    """A way of generating, and the rung that it adds an idea to.
+    """A way of generating, and the rung that it adds an idea to."""
 
-    Attributes:
-        name: of this rung, once in a ladder.
-        adds: the idea, in a few words.
-        on: the name of the rung that it is added to; ``None`` for the first one.
-        technique: how it generates. In fp32 and with the ladder's own model it has to give the first rung's tokens.
-        model: another than the ladder's, with the same tokenizer.
-        batch: texts that are answered at once. More than one is throughput: the first answer comes with the last.
-    """
-
-    name: str
-    adds: str
-    on: str | None
+    name: str  # of this rung, once in a ladder
+    adds: str  # the idea, in a few words
+    on: str | None  # the name of the rung that it is added to; ``None`` for the first one
+    # how it generates. In fp32 and with the ladder's own model it has to give the first rung's tokens
     technique: Technique
-    model: str | None = None
-    batch: int = 1
+    model: str | None = None  # another than the ladder's, with the same tokenizer
+    batch: int = 1  # texts that are answered at once. More than one is throughput: the first answer comes with the last
 
     def __post_init__(self) -> None:
         as_count(self.batch, "batch", at_least=1)
@@ -83,16 +72,7 @@ def forced_rungs() -> tuple[Rung, ...]:
 
 
 def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
-    """For the bundled model and real texts; first those of latency, then those that answer many texts at once.
-
-    Args:
-        student: a smaller model with the same tokenizer; by default `STUDENT` where it is bundled, else none.
-
-    >>> [rung.name for rung in natural_rungs(student="mini") if rung.model]
-    ['student', 'student, lookup', 'student, batches']
-    >>> {rung.batch for rung in natural_rungs() if "batches" in rung.name}
-    {32}
-    """
+    """For the bundled model and real texts; first those of latency, then those that answer many texts at once."""
     student = student or (STUDENT if STUDENT in BUNDLED else None)
     rungs = [
         *_BELOW,
@@ -127,20 +107,7 @@ def climb(
 
     Args:
         rungs: the first one is what all are compared with; each stands on one before it.
-        job, model, rounds, threads, limit, peak_memory: as of `bench.bench`.
-        ladder: the rows' ``cell``; by default the model.
         max_loss: points that a rung may lose, by the names of `quality.MAIN_SCORES`; others are not looked at.
-        on_rung: is called with the name of each rung that was built and checked.
-
-    Raises:
-        InputError: the rungs are no ladder, the first one's answers do not vary, or ``max_loss`` names no score.
-        ParityError: a rung in fp32 gives other tokens than the first; nothing is timed then.
-
-    >>> from bench.scoreboard import Natural
-    >>> rungs = [rung for rung in natural_rungs() if rung.name in ("naive", "cache")]
-    >>> rows = climb(rungs, Natural(texts=1), model="mini", rounds=1, limit=0, peak_memory=False)
-    >>> [row["rung"] for row in rows], rows[1]["equal"], rows[1]["factor"] == rows[1]["ratio"]
-    (['naive', 'cache'], 1, True)
     """
     import torch
 
@@ -181,13 +148,7 @@ def climb(
 
 
 def judged(found: Row | None, expected: Row | None, max_loss: Mapping[str, float], *, exact: bool) -> Row:
-    """The part of a row that says how good a rung is, and whether it is inside the gate.
-
-    >>> judged({"bleu": 28.0}, {"bleu": 28.6}, {"bleu": 0.5}, exact=False)["inside"]
-    False
-    >>> judged(None, None, {"bleu": 0.5}, exact=True)
-    {'exact': True, 'settings': {'max_loss_bleu': 0.5}, 'inside': True}
-    """
+    """The part of a row that says how good a rung is, and whether it is inside the gate."""
     row: Row = {"exact": exact, "settings": {f"max_loss_{name}": most for name, most in max_loss.items()}}
     if found is not None and expected is not None:
         return {**row, **found, "inside": all(expected[name] - found[name] <= most for name, most in max_loss.items())}
@@ -199,13 +160,6 @@ def with_quality_of(rows: Rows, scored: Rows, *, max_loss: Mapping[str, float] =
 
     For random weights, which write nothing that could be scored: the recipe is the same, by its hash, the model is not,
     and ``quality_of`` says whose quality it is. A recipe that was not ``scored`` there is left as it is.
-
-    >>> whole = dict(system="loop", recipe_hash="a", model="mini", batch=1, exact=True, bleu=28.6)
-    >>> coarse = dict(system="int8", recipe_hash="b", model="mini", batch=1, exact=False, bleu=28.0)
-    >>> random = dict(system="int8", recipe_hash="b", model="random:t5-small", exact=False)
-    >>> row = with_quality_of([random], [whole, coarse], max_loss={"bleu": 0.5})[0]
-    >>> row["quality_of"], row["inside"]
-    ('mini', False)
     """
     exact = next((row for row in scored if row["exact"] and "bleu" in row), None)
     if exact is None:
@@ -225,11 +179,7 @@ def with_quality_of(rows: Rows, scored: Rows, *, max_loss: Mapping[str, float] =
 
 
 def by_ladder(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each ladder, by what they call it.
-
-    >>> by_ladder([dict(cell="a"), dict(cell="b"), dict(cell="a")]).keys()
-    dict_keys(['a', 'b'])
-    """
+    """The rows of each ladder, by what they call it."""
     return {cell: [row for row in rows if row["cell"] == cell] for cell in dict.fromkeys(row["cell"] for row in rows)}
 
 
@@ -239,13 +189,7 @@ def inside(rows: Rows, *, at_once: bool) -> list[Mapping[str, Any]]:
 
 
 def fastest(rows: Rows, *, at_once: bool = False) -> Mapping[str, Any]:
-    """The row of the highest ratio among those `inside` the gate; raises ``InputError`` where there is no such rung.
-
-    >>> rows = [dict(rung=name, batch=1, inside=inside, ratio=ratio)
-    ...         for name, inside, ratio in (("naive", True, 1.0), ("int8", True, 20.0), ("student", False, 40.0))]
-    >>> fastest(rows)["rung"]
-    'int8'
-    """
+    """The row of the highest ratio among those `inside` the gate; raises ``InputError`` where there is no such rung."""
     able = inside(rows, at_once=at_once)
     if not able:
         raise InputError(f"No rung of {[row['rung'] for row in rows]} is inside the gate with that batch.")
@@ -256,10 +200,6 @@ def way_to(rows: Rows, rung: str) -> list[Mapping[str, Any]]:
     """From the first rung to this one, each on the one before.
 
     Raises ``InputError`` for a rung that is not there.
-
-    >>> rows = [dict(rung="naive"), dict(rung="aside", on="naive"), dict(rung="cache", on="naive")]
-    >>> [row["rung"] for row in way_to(rows, "cache")]
-    ['naive', 'cache']
     """
     by_name = {row["rung"]: row for row in rows}
     way, name = [], rung
@@ -272,13 +212,7 @@ def way_to(rows: Rows, rung: str) -> list[Mapping[str, Any]]:
 
 
 def account(rows: Rows, rung: str) -> str:
-    """The factors on the way to a rung, their product, and the ratio that was measured between its ends.
-
-    >>> rows = [dict(rung="naive", adds="naive", ratio=1.0), dict(rung="cache", adds="cache", on="naive", factor=2.5),
-    ...         dict(rung="8 bits", adds="8 bits", on="cache", factor=4.0, ratio=10.2)]
-    >>> print(account(rows, "8 bits"))
-    2.50 (cache) x 4.00 (8 bits) = 10.0; measured from end to end: 10.2 times
-    """
+    """The factors on the way to a rung, their product, and the ratio that was measured between its ends."""
     steps = way_to(rows, rung)[1:]
     factors = [row["factor"] for row in steps]
     named = " x ".join(f"{factor:.2f} ({row['adds']})" for row, factor in zip(steps, factors, strict=True))

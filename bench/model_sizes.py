@@ -25,16 +25,6 @@ def weights_per_step(name: str) -> int | None:
 
     Where the configuration of a hub id is not on this machine, the published size that its name begins with counts;
     ``None`` without one.
-
-    Raises:
-        UnknownModelError, NotT5Error: it is no model's name; a model of another kind.
-        ModelUnavailableError: the configuration lacks a size.
-        InputError: the folder holds an export.
-
-    >>> weights_per_step("mini"), weights_per_step("google-t5/t5-small") == weights_per_step("random:t5-small")
-    (5721344, True)
-    >>> weights_per_step("facebook/bart-large-cnn") == weights_per_step("random:bart-large")
-    True
     """
     config = config_of(name)
     if config is None:
@@ -77,11 +67,7 @@ def config_of(name: str) -> Mapping[str, Any] | None:
 
 
 def published_size(name: str) -> str | None:
-    """The published size that a name is of: exactly for random weights, by its beginning for a hub id.
-
-    >>> published_size("me/flan-t5-base-samsum"), published_size("random:t5-small-mine")
-    ('flan-t5-base', None)
-    """
+    """The published size that a name is of: exactly for random weights, by its beginning for a hub id."""
     if name.startswith("random:"):
         size = name.removeprefix("random:")
         return size if size in RANDOM_SIZES or size in SIZES else None
@@ -100,11 +86,7 @@ def guessed_size(name: str) -> str | None:
 
 
 def family_name(name: str) -> str | None:
-    """The family of a model, by transformers' name; ``None`` where it is unknown.
-
-    >>> family_name("random:mt5-small"), family_name("facebook/bart-large-cnn")
-    ('t5', 'bart')
-    """
+    """The family of a model, by transformers' name; ``None`` where it is unknown."""
     try:
         config = config_of(name)
         return config and family_of(SimpleNamespace(model_type=config.get("model_type", "t5")), name).model_type

@@ -1,9 +1,8 @@
-"""Run one engine in its own environment: load a saved model, then generate whatever standard input asks for.
+"""Run one engine in its own environment, asked line by line on standard input.
 
-Started by ``bench/record/peers.py`` with the Python of that engine's environment, so it imports nothing of t5accel
-unless the engine is ours. It first answers ``{"versions"}``; the engine ``none`` is there for nothing else. Each line
-on standard input then is ``{"ids": [[…]], "new_tokens": n, "beams": k}``, and its answer ``{"tokens"}``; if anything
-fails, ``{"error"}``. The sources of a batch are equally long, so that none needs padding.
+It imports nothing of t5accel unless the engine is ours. First it answers ``{"versions"}`` (the engine ``none`` does
+nothing else); then each ``{"ids": [[…]], "new_tokens": n, "beams": k}`` with ``{"tokens"}`` or ``{"error"}``. The
+sources of a batch are equally long, so that none needs padding.
 """
 
 from __future__ import annotations

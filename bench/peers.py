@@ -1,7 +1,6 @@
-"""Our engine and its peers on one grid: equal tokens first, then interleaved, each in a process of its own.
+"""Our engine and its peers on one grid: equal tokens first, then interleaved.
 
-Peers need environments that exclude each other, so each runs in a worker (``bench/peer_worker.py``) that stays loaded
-and waits while another one is timed. A sample is the time from the question to the answer, over a pipe.
+Peers need environments that exclude each other, so each runs in a worker (``bench/peer_worker.py``) that stays loaded.
 """
 
 from __future__ import annotations
@@ -42,21 +41,13 @@ def cell_label(cell: Work) -> str:
 
 @dataclass(frozen=True)
 class System:
-    """Something that generates.
+    """Something that generates."""
 
-    Attributes:
-        name: what a reader calls it.
-        engine: what ``bench/peer_worker.py`` calls it.
-        environment: the name of its list of packages under ``requirements/peers/``; ours run in the project's own.
-        precision: of ours the recipe's name; of others that of the weights and of the arithmetic.
-        cells: those that it takes part in.
-    """
-
-    name: str
-    engine: str
-    environment: str
-    precision: str = "fp32"
-    cells: Callable[[Work], bool] = lambda _: True
+    name: str  # what a reader calls it
+    engine: str  # what ``bench/peer_worker.py`` calls it
+    environment: str  # the name of its list of packages under ``requirements/peers/``; ours run in the project's own
+    precision: str = "fp32"  # of ours the recipe's name; of others that of the weights and of the arithmetic
+    cells: Callable[[Work], bool] = lambda _: True  # those that it takes part in
 
     @property
     def ours(self) -> bool:
@@ -93,22 +84,15 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: models times cells, by systems.
+    """What is measured: models times cells, by systems."""
 
-    Attributes:
-        models: names that `checkpoints.load_model` knows.
-        cells: of each model, but for those that a system leaves out.
-        quick: a corner of it, for a few minutes.
-        groups: of systems by name. Those of one group are loaded and interleaved together, each with the reference in
-            front: as many as the largest model leaves memory for. By default all systems are one group.
-        environments: in place of those that systems have elsewhere.
-    """
-
-    models: tuple[str, ...]
-    cells: tuple[Work, ...]
-    quick: tuple[Work, ...]
+    models: tuple[str, ...]  # names that `checkpoints.load_model` knows
+    cells: tuple[Work, ...]  # of each model, but for those that a system leaves out
+    quick: tuple[Work, ...]  # a corner of it, for a few minutes
+    # of systems by name. Those of one group are loaded and interleaved together, each with the reference in front: as
+    # many as the largest model leaves memory for. By default all systems are one group
     groups: tuple[tuple[str, ...], ...] = ((),)
-    environments: Mapping[str, str] = field(default_factory=dict)
+    environments: Mapping[str, str] = field(default_factory=dict)  # in place of those that systems have elsewhere
 
     def systems(self, wanted: Sequence[str] | None = None) -> list[list[System]]:
         """The systems of each group, or of these the ``wanted`` ones; the reference is the first in any case."""
@@ -134,15 +118,7 @@ Generate = Callable[[np.ndarray, Work], np.ndarray]  # from input_ids (B, S) to 
 
 
 class Worker:
-    """One system in a process of its own, loaded and waiting.
-
-    Args:
-        command: starts ``bench/peer_worker.py`` with everything that it needs.
-        log: takes what the process writes to standard error.
-
-    Raises:
-        PeerError: it does not come up; the end of its log is quoted.
-    """
+    """One system in a process of its own, loaded and waiting."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None):
         self.log = log
@@ -257,11 +233,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Milliseconds per step (new token of each sequence), a line for each cell; ``!`` marks what failed.
 
     A ``*`` marks fp32 systems whose tokens are not all the reference's.
-
-    >>> print(table([{"system": "a", "precision": "fp32", "batch": 1, "source_tokens": 8, "beams": 1, "new_tokens": 10,
-    ...     "latency_s": [0.05], "equal": 10, "of": 10}]))
-    cell                           a
-    batch 1, source 8, beams 1  5.00
     """
     names = list(dict.fromkeys(row["system"] for row in rows))
     cells = list(dict.fromkeys(map(cell_of, rows)))

@@ -1,9 +1,12 @@
-"""Scores of an export, for gates and sweeps: text quality on the bundled sets, agreement with fp32."""
+"""Scores of an export, and the sensitivity of its weight groups to quantisation."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,10 @@ from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
+from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.calibration import CalibrationSample, as_calibration_sample
+from t5accel.precision.gate import quantize_export
+from t5accel.precision.recipes import EMBEDDING, HEAD, KINDS, Recipe, as_recipe
 from t5accel.precision.text_score import Score, open_for_scores
 from t5accel.tokenization import text_to_text, tokenizer_of
 
@@ -28,12 +34,6 @@ def text_quality(
     """A function from the folder of an export to its scores on the bundled evaluation sets, greedily decoded.
 
     It returns ``"bleu"``, ``"rougeL"`` and ``"exact_match"``, of those asked for.
-
-    Args:
-        names: of the sets, some of `tasks.NAMES`.
-        limit: rows of each length bucket or half; by default all.
-        threads: of ONNX Runtime.
-        batch_size: texts that are decoded together.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.graphs.export import export_model
@@ -72,11 +72,6 @@ def agreement(
     It returns ``"agreement"``, the percentage of positions at which both would choose the same next token, and
     ``"closeness"``, minus the mean divergence of the two distributions (Kullback and Leibler), in nats: that moves
     before any token does.
-
-    Args:
-        reference: the folder of the export in fp32.
-        examples: of sources and of what the decoder is given.
-        threads: of ONNX Runtime.
     """
     if not examples:
         raise InputError("There are no examples: give at least one.")
@@ -106,3 +101,77 @@ def _log_probabilities(backend: OrtStatic, example: CalibrationSample) -> np.nda
     logits = backend.step(state, example.decoder_input_ids[:, None])[:, 0].astype(np.float64)
     logits -= logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+# Sensitivity: quantise one group of weights at a time, score each model, and rank the groups.
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """What came of a model in floats but for one group."""
+
+    group: str  # as `recipes.group_of` names it
+    scores: Mapping[str, float]  # of the model
+    losses: Mapping[str, float]  # against the model in floats
+    size_bytes: int  # of all files
+
+
+def groups_of(folder: str | os.PathLike[str]) -> list[str]:
+    """All groups of weights of an export's model, from the encoder's first layer to the head."""
+    dims = read_manifest(folder, verify=False).dims
+    layers = [("encoder", layer) for layer in range(dims.encoder_layers)]
+    layers += [("decoder", layer) for layer in range(dims.decoder_layers)]
+    return [EMBEDDING, *(f"{stack}.{layer}.{kind}" for stack, layer in layers for kind in KINDS), HEAD]
+
+
+def sweep(
+    folder: str | os.PathLike[str],
+    recipe: Recipe | str,
+    score: Score,
+    *,
+    groups: Iterable[str] | None = None,
+    on_group: Callable[[GroupScores], None] | None = None,
+) -> list[GroupScores]:
+    """Quantise one group of weights after the other, all others in floats, and score each model.
+
+    Args:
+        folder: an export in fp32.
+        recipe: of whose schemes each group takes its own; one that has none is left out.
+        score: from the folder of an export to named numbers, the higher the better.
+    """
+    recipe, chosen = as_recipe(recipe), list(groups_of(folder) if groups is None else groups)
+    if unknown := sorted({*chosen} - {*groups_of(folder)}):
+        raise InputError(f"{unknown[0]!r} is no group of this model; `groups_of` lists them.")
+    baseline = dict(score(Path(folder)))
+    found = []
+    for group in chosen:
+        single = only(recipe, group, chosen_from=groups_of(folder))
+        if single is None:
+            continue
+        with TemporaryDirectory() as temporary:
+            manifest = quantize_export(folder, Path(temporary) / "one", single)
+            scores = dict(score(Path(temporary) / "one"))
+        losses = {name: baseline[name] - value for name, value in scores.items()}
+        found.append(GroupScores(group, scores, losses, manifest.size_bytes))
+        if on_group is not None:
+            on_group(found[-1])
+    return found
+
+
+def ranked(found: Sequence[GroupScores], name: str) -> list[str]:
+    """The groups, that which loses most of one score first, as `quantize.quantize` takes them."""
+    if bad := [one.group for one in found if name not in one.losses]:
+        raise InputError(f"There is no score {name!r} of {bad[0]}.")
+    return [one.group for one in sorted(found, key=lambda one: -one.losses[name])]
+
+
+def only(recipe: Recipe, group: str, *, chosen_from: Iterable[str]) -> Recipe | None:
+    """The recipe for one group alone; ``None`` if it leaves that in floats anyway."""
+    # A layer's weights are in its own graph; the decoder's keys and values of the source are in the encoder's, too.
+    own = ["encoder"] if group.startswith("encoder") else ["decoder"]
+    if group.startswith("decoder") and group.endswith("attention"):
+        own.append("encoder")
+    if not any(recipe.scheme(group, stack) for stack in own):
+        return None
+    others = [other for other in chosen_from if other != group]
+    return replace(recipe.without(others), name=f"{recipe.name}-{group}")

@@ -37,15 +37,10 @@ _INT64, _FLOAT32 = 8, 4  # bytes
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes of one decoding step.
+    """Bytes of one decoding step."""
 
-    Attributes:
-        handed_in: by kind of tensor, from Python to the session.
-        taken_back: by kind of tensor, from the session to Python.
-    """
-
-    handed_in: Mapping[str, int]
-    taken_back: Mapping[str, int]
+    handed_in: Mapping[str, int]  # by kind of tensor, from Python to the session
+    taken_back: Mapping[str, int]  # by kind of tensor, from the session to Python
 
     @property
     def size_bytes(self) -> int:
@@ -66,7 +61,6 @@ def bytes_per_step(
     results away without a copy: there the same tensors change hands, and no bytes move.
 
     Args:
-        dims: the model's sizes.
         batch: B sources.
         rows: K rows per source.
         past: P positions so far, 0 in the first step.
@@ -76,16 +70,6 @@ def bytes_per_step(
 
     Returns:
         ``{"fed": …, "bound": …}``.
-
-    Raises:
-        InputError: a size is no count.
-
-    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    >>> step = bytes_per_step(dims, batch=1, rows=1, past=10, new=1, source=20)
-    >>> step["fed"].handed_in
-    {'input_ids': 8, 'past_mask': 80, 'self_attention': 960, 'cross_attention': 1920, 'attention_mask': 160}
-    >>> step["fed"].size_bytes, step["bound"].size_bytes
-    (5384, 1288)
     """
     sizes = {"batch": batch, "rows": rows, "new": new, "source": source, "element_bytes": element_bytes}
     for name, value in sizes.items():
@@ -118,10 +102,6 @@ def operators(run: Callable[[], Any]) -> Counter[str]:
 
     Views (transposes, slices) are left out, and what only makes memory. On a GPU nearly all of the others launch one
     kernel: a prediction that needs no GPU. `kernels` counts what really ran.
-
-    >>> x = torch.ones(2, 3)
-    >>> dict(operators(lambda: (x.T @ x).relu()))
-    {'aten.mm': 1, 'aten.relu': 1}
     """
     found: Counter[str] = Counter()
 
@@ -165,12 +145,7 @@ class Prices:
     bytes_per_s: float
 
     def floor_s(self, kernels: int, bytes_read: int) -> float:
-        """The least time of a captured step.
-
-        >>> found = Prices(launch_s=5e-6, replayed_s=1e-6, bytes_per_s=4e12).floor_s(kernels=100, bytes_read=80_000_000)
-        >>> f"{found * 1e6:.0f} µs"
-        '120 µs'
-        """
+        """The least time of a captured step."""
         return kernels * self.replayed_s + bytes_read / self.bytes_per_s
 
 
@@ -199,9 +174,6 @@ def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_b
     """Measure them now: a row of `dependent` kernels, and a copy within the device.
 
     Args:
-        device: a GPU.
-        count: of kernels in a row.
-        repeats: of which the median counts.
         size_bytes: that are copied, read and written; far more than its caches hold.
     """
     row = dependent(count, device)
@@ -222,14 +194,10 @@ CONTAINERS = {"If", "Loop", "Scan"}
 
 @dataclass(frozen=True)
 class GraphProfile:
-    """Medians over several runs.
+    """Medians over several runs."""
 
-    Attributes:
-        run_s: a whole run, when nobody measures its nodes.
-        nodes: by the node's name its operator (without the name of its set) and its seconds, in the order of running.
-    """
-
-    run_s: float
+    run_s: float  # a whole run, when nobody measures its nodes
+    # by the node's name its operator (without the name of its set) and its seconds, in the order of running
     nodes: Mapping[str, tuple[str, float]]
 
     @property
@@ -259,22 +227,7 @@ def profile_graph(
     That is no node's time; what a run really takes is measured apart.
 
     Args:
-        path: the graph.
-        feeds: its inputs by name; for a decoder, `step_feeds` makes some.
-        settings: of the session, with its level of graph optimisation.
         runs: with the profiler, and as many without it; before each, a tenth as many that do not count.
-
-    Raises:
-        ExportError: the file is no graph that can be run, or there is no space for the profile.
-        InputError: the feeds are not the graph's inputs, or another argument is wrong.
-        MissingPackageError: onnxruntime is not installed, or not the one for this device.
-
-    >>> from t5accel.graphs.export import export_model
-    >>> with TemporaryDirectory() as folder:
-    ...     feeds = step_feeds(export_model("mini", f"{folder}/mini").dims)
-    ...     profile = profile_graph(f"{folder}/mini/decoder.onnx", feeds, settings=SessionSettings(threads=1), runs=5)
-    >>> list(profile.by_type)[0], sum(operator == "Softmax" for operator, _ in profile.nodes.values())
-    ('MatMul', 8)
     """
     as_count(runs, "runs", at_least=1)
     warmup = 1 + runs // 10
@@ -316,15 +269,7 @@ def step_feeds(
     """Inputs of a decoder, drawn at random: ``new`` tokens for each of B = ``batch`` sources and K = ``rows``.
 
     Args:
-        dims: of the model, as in a manifest.
         batch, rows, past, new, source: B, K, P, T and S of `contract.decoder_spec`.
-
-    Raises:
-        InputError: a count is none.
-
-    >>> dims = T5Dims(300, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    >>> {name: array.shape for name, array in step_feeds(dims, past=5).items()}["past_key_0"]
-    (1, 1, 2, 5, 6)
     """
     counts = {"batch": batch, "rows": rows, "past": past, "new": new, "source": source}
     checked = [as_count(count, name, at_least=int(name != "past")) for name, count in counts.items()]
@@ -348,13 +293,6 @@ def logits_of(weights: T5Weights, input_ids: np.ndarray, attention_mask: np.ndar
         weights: of the model, with a description that may be wrong: then so are the logits, or the graphs do not run.
         input_ids, attention_mask: of the sources, (B, S).
         tokens: what the decoder reads, from its start token on.
-
-    >>> from t5accel.graphs.export import model_weights
-    >>> from t5accel.models.random_init import random_t5
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> ids = np.array([[5, 6, 7]])
-    >>> logits_of(model_weights(model), ids, np.ones_like(ids), np.array([[0, 9]])).shape
-    (1, 2, 32)
     """
     onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -204,11 +205,7 @@ def checked(row: Mapping[str, Any]) -> Row:
 
 
 def scores(report: Mapping[str, Any] | None) -> Row:
-    """A ``QualityReport`` as JSON, flat: the scores of each whole set and of its parts. ``None`` has none.
-
-    >>> scores({"translation": {"bleu": 28.7, "chrf": 48.0, "bleu_by_length": {"3-5": 31.0}}, "limit": 8})
-    {'bleu': 28.7, 'bleu_3-5': 31.0, 'chrf': 48.0, 'limit': 8}
-    """
+    """A ``QualityReport`` as JSON, flat: the scores of each whole set and of its parts. ``None`` has none."""
     if report is None:
         return {}
     found: dict[str, Any] = {}
@@ -224,32 +221,17 @@ def scores(report: Mapping[str, Any] | None) -> Row:
 
 
 def chosen(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> Iterator[Mapping[str, Any]]:
-    """The rows that have all these values.
-
-    >>> list(chosen([{"batch": 1}, {"batch": 8, "system": "a"}], batch=8))
-    [{'batch': 8, 'system': 'a'}]
-    """
+    """The rows that have all these values."""
     return (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
 
 
 def step_ms(row: Mapping[str, Any]) -> float:
-    """Milliseconds for a step of a row that was timed.
-
-    >>> step_ms({"latency_s": [0.2, 0.1, 0.3], "new_tokens": 100})
-    2.0
-    """
+    """Milliseconds for a step of a row that was timed."""
     return median(row["latency_s"]) / row["new_tokens"] * 1e3
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a file of results in one piece: an interrupted write leaves the old file.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     write_json(f"{folder}/new/rows.json", {"rows": []})
-    ...     json.loads(Path(f"{folder}/new/rows.json").read_text())
-    {'rows': []}
-    """
+    """Write a file of results in one piece: an interrupted write leaves the old file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -266,15 +248,20 @@ def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], 
     write_json(path, {**content, "rows": [checked(row) for row in rows]})
 
 
+def record_parser(description: str, *, rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser of a recording program: ``--json`` and, with a default, ``--rounds``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"of the interleaved timing ({rounds})")
+    return parser
+
+
 def rows_so_far(path: str | os.PathLike[str], conditions: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of an interrupted run, if it was one under the same conditions; else its file is put aside.
 
     Args:
-        path: of its file, which may be missing.
         conditions: what the file has to say of itself, such as `here`; ``"machine.gpu.name"`` is a key on the way down.
-
-    Raises:
-        InputError: the file is no file of results.
     """
     path = Path(path)
     if not path.exists():
@@ -295,25 +282,13 @@ def rows_so_far(path: str | os.PathLike[str], conditions: Mapping[str, Any]) -> 
 
 
 def recorded(file: str) -> dict[str, Any]:
-    """A file under ``data/results``; with no rows where nothing is recorded yet.
-
-    >>> recorded("claims.json")["rows"][0]["id"], recorded("nothing.json")
-    ('C01', {'rows': []})
-    """
+    """A file under ``data/results``; with no rows where nothing is recorded yet."""
     path = DATA / "results" / file
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
 
 
 def described(record: Mapping[str, Any], libraries: Sequence[str] = LIBRARIES) -> str:
-    """Where a file of results is from, in two lines: machine, versions, date and commit; and the command.
-
-    >>> about = {"machine": {"cpu": "a CPU", "usable_threads": 2}, "versions": {"torch": "2.13.0"}, "commit": "4f0"}
-    >>> print(described({**about, "date": "2026-11-22", "command": "make bench", "rows": [{}]}))
-    a CPU, 2 threads; torch 2.13.0; 2026-11-22, commit 4f0
-    make bench
-    >>> described({"rows": []})
-    'Nothing is recorded yet.'
-    """
+    """Where a file of results is from, in two lines: machine, versions, date and commit; and the command."""
     if not record["rows"]:
         return "Nothing is recorded yet."
     facts, versions = record["machine"], record["versions"]
@@ -327,15 +302,7 @@ def aligned(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,), rul
     """Cells of text as lines of a table.
 
     Args:
-        lines: equally many cells each; the first one is the header.
         left: the columns that begin at the left; the others end at the right.
-        rule: dashes below the header.
-
-    >>> print("\\n".join(aligned([("name", "MB"), ("a", "35"), ("longer", "9")], rule=True)))
-    name    MB
-    ------  --
-    a       35
-    longer   9
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     dashes = [tuple("-" * width for width in widths)] if rule else []
@@ -373,11 +340,7 @@ def commit() -> str | None:
 
 
 def at_path(found: Any, path: str) -> Any:
-    """``found["a"]["b"]`` for ``"a.b"``; ``None`` where there is nothing.
-
-    >>> at_path({"machine": {"gpu": None}}, "machine.gpu.name") is None
-    True
-    """
+    """``found["a"]["b"]`` for ``"a.b"``; ``None`` where there is nothing."""
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found

@@ -1,8 +1,7 @@
-"""What very many texts cost, and how many replicas hold a rate: arithmetic on recorded rows, beside named assumptions.
+"""Cost of very large jobs, and simulated replicas: arithmetic on recorded rows and named assumptions."""
 
-Speeds are measured on two threads of one machine. That many such machines, or all cores of a larger one, do as well is
-an assumption, as are prices and failures: they are parameters, with their date, and nobody measured them.
-"""
+# Speeds are measured on two threads of one machine. That many such machines, or all cores of a larger one, do as well
+# is an assumption, as are prices and failures: they are parameters, with their date, and nobody measured them.
 
 from __future__ import annotations
 
@@ -26,12 +25,10 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
 
-# Servers that answer in running batches, simulated: queues, replicas and failures, from the times of a measured
-# round.
-# A replica works in rounds, as `serve.scheduler` does: whoever waits joins while there are rows, and every row gets a
-# token. A router knows how many jobs each replica has. One that fails loses its batch and its queue; all of that is
-# sent to others, from the beginning, and nothing more comes until the replica is back. Events are SimPy's (Team
-# SimPy, simpy.readthedocs.io).
+# Simulated servers that answer in running batches. A replica works in rounds, as `serve.scheduler` does: waiting jobs
+# join while there are rows, and every row gets a token. A router knows how many jobs each replica has. A replica that
+# fails loses its batch and its queue; those jobs are sent to others, from the beginning, and nothing more comes until
+# the replica is back. Events are SimPy's (Team SimPy, simpy.readthedocs.io).
 
 
 @dataclass(frozen=True)
@@ -114,22 +111,11 @@ def simulate(
     pace: Pace, rate_per_s: float, tokens: Sequence[int], *, replicas: int = 1, seconds: float = 30.0,
     looked_at: int = 2, failures: Failures | None = None, seed: int = 0,
 ) -> Outcome:  # fmt: skip
-    """Jobs at random moments (a Poisson process) for so many seconds, until the last of them is answered.
+    """Simulate a Poisson process of jobs for so many seconds, until the last job is answered.
 
-    Args:
-        pace: of a replica.
-        rate_per_s: of jobs, for all replicas together.
-        tokens: new tokens of a job, drawn from these.
-        looked_at: replicas that the router draws; it takes the one with the fewest jobs. Two do nearly as well as all
-            (Mitzenmacher 2001, The Power of Two Choices in Randomized Load Balancing). A job for which all of them are
-            down goes to whichever is up, or waits.
-
-    Raises:
-        InputError: a number is not above 0, or there are no tokens.
-
-    >>> calm, rush = (simulate(Pace(step_s=0.002, rows=8), rate, tokens=[20]).latency_s for rate in (10.0, 190.0))
-    >>> sum(calm) / len(calm) < 0.045 < sum(rush) / len(rush)
-    True
+    ``rate_per_s`` is for all replicas together; the new tokens of a job are drawn from ``tokens``. The router draws
+    ``looked_at`` replicas and takes the one with the fewest jobs: two do nearly as well as all (Mitzenmacher 2001, The
+    Power of Two Choices in Randomized Load Balancing). Where all of them are down, a job goes to one that is up.
     """
     for name, count in (("replicas", replicas), ("looked_at", looked_at), ("pace.rows", pace.rows)):
         as_count(count, name, at_least=1)
@@ -172,93 +158,77 @@ SHARD_ROWS = 2000  # of a job this large: `serve.batch.job.Settings` has smaller
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast texts of a kind were answered.
-
-    Attributes:
-        texts_per_s, tokens_per_s: of all threads together; tokens are new ones.
-        read_bytes, written_bytes: of a text and its answer, as they lie in files.
-        file: of the recorded row.
-    """
+    """Measured speed for one kind of text."""
 
     name: str
-    texts_per_s: float
-    tokens_per_s: float
+    texts_per_s: float  # of all threads together
+    tokens_per_s: float  # new ones
     threads: int
-    read_bytes: float
-    written_bytes: float
-    file: str
+    read_bytes: float  # of a text, in its file
+    written_bytes: float  # of its answer
+    file: str  # of the recorded row
 
 
 @dataclass(frozen=True)
-class Rent:
-    """A machine, as it is assumed: its cores, dollars an hour, and hours from one failure to the next, in the mean."""
+class MachinePrice:
+    """An assumed machine."""
 
     name: str
     cores: int
     dollars_per_h: float
-    fails_every_h: float
+    fails_every_h: float  # in the mean
 
 
-RENTS = (
-    Rent("by the hour", 32, 1.60, 2000.0),
-    Rent("may be taken back", 32, 0.60, 12.0),
-    Rent("by the month", 48, 0.60, 2000.0),
+MACHINE_PRICES = (
+    MachinePrice("by the hour", 32, 1.60, 2000.0),
+    MachinePrice("may be taken back", 32, 0.60, 12.0),
+    MachinePrice("by the month", 48, 0.60, 2000.0),
 )
 
 
 @dataclass(frozen=True)
-class Bill:
-    """What a job takes.
-
-    Attributes:
-        shard_s: of one shard on one worker, which has as many threads as were measured.
-        repeated: of all shards, how many are begun once more, in the mean.
-        dollars: for the machines, what is repeated included.
-        read_bytes_per_s: of one machine, all cores at work.
-    """
+class JobCost:
+    """Cost of a job, repeated shards included."""
 
     core_hours: float
     machine_hours: float
-    dollars: float
+    dollars: float  # for the machines
+    storage_dollars: float  # a month, for input and output
     shards: int
-    shard_s: float
-    repeated: float
-    read_bytes: float
-    written_bytes: float
-    read_bytes_per_s: float
-
-    @property
-    def storage_dollars(self) -> float:
-        """A month, for input and output."""
-        return (self.read_bytes + self.written_bytes) / 1e9 * STORAGE
+    shard_s: float  # of one shard on one worker, which has as many threads as were measured
+    repeated: float  # shards that are begun once more, in the mean
+    stored_bytes: float  # of texts and answers
+    read_bytes_per_s: float  # of one machine, all cores at work
 
 
-def bill(speed: Speed, rent: Rent, texts: int, *, shard_rows: int = SHARD_ROWS) -> Bill:
-    """What so many texts take on machines of a kind that fail at random moments (a Poisson process).
+def job_cost(speed: Speed, machine: MachinePrice, texts: int, *, shard_rows: int = SHARD_ROWS) -> JobCost:
+    """Cost of a job on machines that fail at random moments (a Poisson process).
 
     A shard of T hours on a machine that fails every M hours succeeds at once with probability exp(-T / M). It is begun
     exp(T / M) times in the mean, and takes M * (exp(T / M) - 1) hours instead of T: what a failure destroys is the
     shard that was being answered.
-
-    >>> speed = Speed("short", 100.0, 700.0, threads=2, read_bytes=50, written_bytes=80, file="")
-    >>> found = bill(speed, Rent("rented", 32, 1.6, 2000.0), 10**9)
-    >>> round(found.core_hours), round(found.machine_hours), round(found.dollars), found.shard_s
-    (5556, 174, 278, 20.0)
     """
     as_count(texts, "texts", at_least=1)
     shard_s = shard_rows / speed.texts_per_s
-    exposed = shard_s / 3600 / rent.fails_every_h
-    hours = texts / speed.texts_per_s / 3600 * speed.threads * (expm1(exposed) / exposed)  # of a core
-    machine_hours, shards = hours / rent.cores, -(-texts // shard_rows)
-    return Bill(
-        hours, machine_hours, machine_hours * rent.dollars_per_h, shards, shard_s, shards * expm1(exposed),
-        texts * speed.read_bytes, texts * speed.written_bytes,
-        speed.texts_per_s / speed.threads * rent.cores * speed.read_bytes,
-    )  # fmt: skip
+    exposed = shard_s / 3600 / machine.fails_every_h
+    core_hours = texts / speed.texts_per_s / 3600 * speed.threads * (expm1(exposed) / exposed)
+    shards = -(-texts // shard_rows)
+    stored_bytes = texts * (speed.read_bytes + speed.written_bytes)
+    return JobCost(
+        core_hours=core_hours,
+        machine_hours=core_hours / machine.cores,
+        dollars=core_hours / machine.cores * machine.dollars_per_h,
+        storage_dollars=stored_bytes / 1e9 * STORAGE,
+        shards=shards,
+        shard_s=shard_s,
+        repeated=shards * expm1(exposed),
+        stored_bytes=stored_bytes,
+        read_bytes_per_s=speed.texts_per_s / speed.threads * machine.cores * speed.read_bytes,
+    )
 
 
 def attempts(hours: float, fails_every_h: float) -> float:
-    """How often something of so many hours is begun until it is done once, if a failure loses all of it.
+    """Mean number of starts until a piece is done, if a failure loses all of it.
 
     >>> round(attempts(1, 12), 3), round(attempts(48, 12))
     (1.087, 55)
@@ -295,16 +265,16 @@ def speeds() -> list[Speed]:
     return found
 
 
-def costs(found: Sequence[Speed], texts: int = 10**9, rents: Sequence[Rent] = RENTS) -> str:
+def costs(found: Sequence[Speed], texts: int = 10**9, machines: Sequence[MachinePrice] = MACHINE_PRICES) -> str:
     """A table: a line for each kind of text on each kind of machine, with what one machine reads a second."""
     lines = [("texts", "on machines", "core hours", "$", "TB", "$ a month", "shard, s", "begun again", "MB/s")]
     for speed in found:
-        for rent in rents:
-            one = bill(speed, rent, texts)
+        for machine in machines:
+            one = job_cost(speed, machine, texts)
             lines.append((
-                speed.name, rent.name, f"{one.core_hours:,.0f}", f"{one.dollars:,.0f}",
-                f"{(one.read_bytes + one.written_bytes) / 1e12:.2f}", f"{one.storage_dollars:.0f}",
-                f"{one.shard_s:.1f}", f"{one.repeated:,.1f}", f"{one.read_bytes_per_s / 1e6:.1f}",
+                speed.name, machine.name, f"{one.core_hours:,.0f}", f"{one.dollars:,.0f}",
+                f"{one.stored_bytes / 1e12:.2f}", f"{one.storage_dollars:.0f}", f"{one.shard_s:.1f}",
+                f"{one.repeated:,.1f}", f"{one.read_bytes_per_s / 1e6:.1f}",
             ))  # fmt: skip
     return "\n".join(aligned(lines, left=(0, 1), rule=True))
 
@@ -318,59 +288,41 @@ def measured_speeds(found: Sequence[Speed]) -> str:
     return "\n".join(aligned(lines, left=(0, 5), rule=True))
 
 
-def simulated(pace: Pace, rate_per_s: float, tokens: Sequence[int], limit_s: float, **how: Any) -> dict[str, Any]:
-    """A simulated load as a row, with the keys of a measured one. ``how`` is as of `simulation.simulate`."""
-    outcome = simulate(pace, rate_per_s, tokens, **how)
-    p99 = float(np.percentile(outcome.latency_s, 99)) if outcome.latency_s else np.inf
-    return {"measured": "simulation", "rate_per_s": rate_per_s, "answered": len(outcome.latency_s), "unanswered": 0,
-            "limit_s": limit_s, "p99_s": round(p99, 4)}  # fmt: skip
-
-
 def knee(
     pace: Pace, tokens: Sequence[int], limit_s: float, *, replicas: int = 1, seconds: float = 30.0,
     failures: Failures | None = None, closer: int = 5,
 ) -> dict[str, Any]:  # fmt: skip
     """The highest rate at which 99 of 100 simulated answers come within a limit, as the row of that load.
 
-    Args:
-        pace, tokens, replicas, seconds, failures: as of `simulation.simulate`.
-        limit_s: from a job's arrival to its last token.
-        closer: how often the range between a rate that is kept up with and one that is not is halved.
-
-    Raises:
-        InputError: not even a hundredth of the capacity is kept up with.
-
-    >>> row = knee(Pace(0.002, row_s=0.0001, rows=8), [20], 0.5, seconds=10)
-    >>> 100 < row["rate_per_s"] < 8 / (20 * 0.0028) and row["p99_s"] <= 0.5
-    True
+    ``limit_s`` counts from a job's arrival to its last token. The range between a rate that is kept up with and a rate
+    that is too high is halved ``closer`` times.
     """
+
+    def load(rate_per_s: float) -> dict[str, Any]:
+        found = simulate(pace, rate_per_s, tokens, replicas=replicas, seconds=seconds, failures=failures).latency_s
+        p99 = float(np.percentile(found, 99)) if found else np.inf
+        return {"measured": "simulation", "rate_per_s": rate_per_s, "answered": len(found), "unanswered": 0,
+                "limit_s": limit_s, "p99_s": round(p99, 4)}  # fmt: skip
+
     mean = sum(tokens) / len(tokens)
     capacity = replicas / ((pace.step_s / pace.rows + pace.row_s) * mean + pace.join_s)
-    low, high, found = capacity / 100, capacity, None
-    for halving in range(closer + 1):
-        rate = (low + high) / 2 if halving else low
-        row = simulated(pace, rate, tokens, limit_s, replicas=replicas, seconds=seconds, failures=failures)
+    low, high = capacity / 100, capacity
+    found = load(low)
+    if not keeps_up(found):
+        raise InputError(f"limit_s must be more than {found['p99_s']}, which is p99 at {low:.3g} jobs a second.")
+    for _ in range(closer):
+        row = load((low + high) / 2)
         if keeps_up(row):
-            low, found = rate, row
-        elif halving:
-            high = rate
+            low, found = row["rate_per_s"], row
         else:
-            raise InputError(
-                f"limit_s is {limit_s}, and p99 is {row['p99_s']} s at {rate:.3g} jobs a second: give more."
-            )
+            high = row["rate_per_s"]
     return found
 
 
 def measured_pace(backend: Backend, tokenizer: Any, text: str, *, repeats: int = 5) -> Pace:
-    """What a step costs on this machine, how much more for each row, and what a newcomer with this text takes.
+    """Measure a step, what each row adds, and what a new job with this text adds.
 
-    Medians of whole answers of 40 tokens and of 8, by one row and by 16; a first token is a newcomer and a step.
-
-    >>> from t5accel.api import open_backend
-    >>> backend, tokenizer, _ = open_backend("mini", progress=False)
-    >>> pace = measured_pace(backend, tokenizer, "translate English to French: I am tired.", repeats=1)
-    >>> pace.rows, 0 < pace.step_s < 1
-    (32, True)
+    Medians of whole answers of 40 tokens and of 8, by one row and by 16; a first token is a new job and a step.
     """
 
     def seconds(rows: int, new: int) -> float:
@@ -387,7 +339,7 @@ def measured_pace(backend: Backend, tokenizer: Any, text: str, *, repeats: int =
 
 
 def pace_of(row: Mapping[str, Any]) -> Pace:
-    """Of a recorded row."""
+    """Pace of a recorded row."""
     return Pace(**{key: row["settings"][key] for key in ("step_s", "row_s", "join_s", "rows")})
 
 

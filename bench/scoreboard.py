@@ -54,20 +54,7 @@ def family_rows(
     Args:
         members: by what the rows call them, names or folders that `checkpoints.load_model` knows, with tokenizers; the
             first is what the others are compared with, in the first recipe.
-        recipes: some of `recipes.RECIPES`.
-        rounds: of the timing; ratios are formed within each.
-        batch, source_tokens, new_tokens: what is timed.
         limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
-        scored: members that are scored; by default all.
-        on_model: is called with the name of each member once it is exported.
-
-    Raises:
-        InputError: there are no two rows to compare, or a member has no tokenizer, or says one token again and again.
-        ParityError: an export in fp32 gives other tokens than its checkpoint.
-
-    >>> rows = family_rows({"mini": "mini"}, recipes=["fp32", "int8"], rounds=1, new_tokens=4, limit=0)
-    >>> [row["measured"] for row in rows], rows[1]["size_bytes"] > 2 * rows[2]["size_bytes"]
-    (['size', 'speed', 'speed'], True)
     """
     if len(members) * len({*recipes}) < 2:
         raise InputError("There is nothing to compare: give two members, or a member and two recipes.")
@@ -125,14 +112,7 @@ def recorded_family(
 
     Args:
         path: of the file. Commit it before it is gone on with, or what is added is said to come of a dirty checkout.
-        whole: the name of the model that all were made from, which comes first in the file, from its first run.
-        members: by name, where they lie.
-        command: that wrote the file.
         told: takes a member's name and its rows, and returns what is written of it.
-        options: as of `family_rows`.
-
-    Returns:
-        All rows of the file.
     """
     about = here() | {"whole_sha256": _hash(load_model(whole)[0])}
     libraries = [f"versions.{name}" for name in ("torch", "transformers", "onnxruntime")]
@@ -209,11 +189,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Forced:
-    """Sources of an exact length, and so many new tokens for each: text where the model has a tokenizer, else noise.
-
-    >>> Forced(batch=2, source_tokens=8, new_tokens=256).work(Subject("mini", 0, threads=1)).new_tokens
-    256
-    """
+    """Sources of an exact length, and so many new tokens for each: text where the model has a tokenizer, else noise."""
 
     new_tokens: int = 64
     source_tokens: int = 64
@@ -252,23 +228,11 @@ class Natural:
     """Texts of a bundled evaluation set, drawn by a seed; an answer ends where the model ends it.
 
     From texts to texts: the tokenizer's time is part of it.
-
-    Attributes:
-        task: one of `tasks.NAMES`.
-        texts: how many are drawn.
-        longest: an answer has no more tokens.
-
-    Raises:
-        InputError: there is no such task, or it has fewer texts.
-
-    >>> sources = Natural("summaries", texts=2).sources()
-    >>> len(sources), sources[0][:11]
-    (2, 'summarize: ')
     """
 
-    task: str = "summaries"
-    texts: int = 64
-    longest: int = 64
+    task: str = "summaries"  # one of `tasks.NAMES`
+    texts: int = 64  # how many are drawn
+    longest: int = 64  # an answer has no more tokens
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -317,20 +281,8 @@ def bench(
     Those in other numbers than fp32, and students, do not have to be equal: their rows say how many tokens they share.
 
     Args:
-        model: as `checkpoints.load_model` knows it.
-        job: what all of them do.
-        techniques: by default all that there are for this model.
-        rounds: of the timing.
-        threads: of torch and ONNX Runtime; by default those that this process may use.
         limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
         peak_memory: measure it too, each technique in a process of its own.
-        seed: of random weights.
-        progress: show a bar on standard error.
-
-    Raises:
-        ParityError: two techniques in fp32 do not give the same tokens; nothing is timed then.
-        InputError: the reference is missing among the techniques, or its output is degenerate, or the peak memory of a
-            technique was asked for that is not one of ``NAMED``.
     """
     import torch
 

@@ -1,8 +1,4 @@
-"""The bundled evaluation sets: English-French sentences, report summaries, and questions on short texts.
-
-The sets are frozen JSONL files under ``data/eval``, so that a score of today and one of next year mean the same. Rows
-are plain dicts and need no library at all; `load` wraps the same rows as a ``datasets.Dataset``.
-"""
+"""The bundled evaluation sets, frozen JSONL files under ``data/eval``."""
 
 from __future__ import annotations
 
@@ -37,16 +33,7 @@ def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:
     prefix (`source_text` adds it).
 
     Args:
-        name: one of `NAMES`.
         limit: keep the first ``limit`` rows of each `group`, so that a short look stays as mixed as the whole.
-
-    Raises:
-        InputError: unknown name, bad limit, missing file, or a broken line (the message names file and line).
-
-    >>> len(rows("translation")), len(rows("translation", limit=2))
-    (300, 6)
-    >>> rows("summaries")[100]["id"]
-    'summaries-unseen-001'
     """
     _check_name(name)
     if limit is not None:
@@ -83,10 +70,6 @@ def load(name: str) -> datasets.Dataset:
         squad = squad.map(lambda row: {"answers": row["answers"]["text"]}, remove_columns=["title", "answers"])
         sources = [source_text("questions", row) for row in squad]
 
-    Raises:
-        InputError: as `rows`.
-        MissingPackageError: ``datasets`` is not installed (the extra ``course`` brings it).
-
     >>> load("questions").column_names
     ['id', 'question', 'context', 'answers']
     """
@@ -106,11 +89,6 @@ def source_text(name: str, row: dict[str, Any]) -> str:
     """What the model reads: the text of a row behind T5's own prefix.
 
     Raises ``InputError`` for an unknown name, or a row without the text fields of that set.
-
-    >>> source_text("translation", {"source": "It rains."})
-    'translate English to French: It rains.'
-    >>> source_text("questions", {"question": "Who came?", "context": "Ann came."})
-    'question: Who came? context: Ann came.'
     """
     _check_name(name)
     texts = [_field(row, field, str) for field in _TEXT_FIELDS[name]]
@@ -124,12 +102,6 @@ def sources_of_length(tokenizer: Any, batch: int, source_tokens: int, *, seed: i
 
     Returns ``batch`` rows of ``source_tokens`` ids: the prefix, reports in an order drawn by ``seed``, cut to the
     length, and the end token. Each row begins with another report.
-
-    >>> from t5accel.models.load import load_model
-    >>> _, tokenizer = load_model("mini")
-    >>> first, second = sources_of_length(tokenizer, 2, 300)
-    >>> len(first), tokenizer.decode(first)[:11], first[-1], first == second
-    (300, 'summarize: ', 1, False)
     """
     reports = [row["source"] for row in rows("summaries")]
     random.Random(seed).shuffle(reports)
@@ -149,9 +121,6 @@ def references(name: str, row: dict[str, Any]) -> list[str]:
     """What the model should write: every accepted text, at least one. Unanswerable questions have `UNANSWERABLE`.
 
     Raises ``InputError`` for an unknown name, or a row without that set's list of references or answers.
-
-    >>> references("questions", {"answers": ["pot", "a pot"]}), references("questions", {"answers": []})
-    (['pot', 'a pot'], ['unanswerable'])
     """
     _check_name(name)
     accepted = list(_field(row, _LIST_FIELD[name], list))
@@ -164,9 +133,6 @@ def half(row: dict[str, Any]) -> str | None:
     ``None`` for translations, which have no halves.
 
     Raises ``InputError`` for a row without an id.
-
-    >>> half({"id": "summaries-unseen-003"}), half({"id": "translation-003"})
-    ('unseen', None)
     """
     match = re.search(r"-(seen|unseen)-\d+$", _field(row, "id", str))
     return match[1] if match else None
@@ -176,9 +142,6 @@ def group(name: str, row: dict[str, Any]) -> str | None:
     """The part of the set that a row is scored with: a key of `LENGTH_BUCKETS` for translations, else its `half`.
 
     Raises ``InputError`` for an unknown name, or a row without the field this needs.
-
-    >>> group("translation", {"source": "We leave at once."})
-    '3-5'
     """
     _check_name(name)
     if name != "translation":

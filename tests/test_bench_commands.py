@@ -151,7 +151,7 @@ def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_pa
         calls.append((need, results))
         return Advice(need)
 
-    monkeypatch.setattr(bench.advise, "advise", advise)
+    monkeypatch.setattr(bench.advise, "recommend", advise)
     result = call(
         "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
         "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",

@@ -12,19 +12,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench.bert.model import random_bert
-from bench.bert.spans import answers, read, torch_run
 from bench.demo import page as demo
-from bench.demo import reading
 from bench.demo.at_home import AtHome
 from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, LoadedSystem, menu, ways_of
 from bench.tasks import NAMES, references, rows, source_text
 from t5accel.api import open_backend
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.metrics import UNANSWERABLE
+from t5accel.errors import InputError
 from t5accel.tokenization import text_to_text
-from training.reader import train_wordpiece
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -111,17 +106,6 @@ def test_every_example_is_answered_rightly_but_the_known_failure(
         assert (answer in references(name, row)) == (id_ not in WRONG), f"{id_}: {answer}"
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("threads_put_back")
-def test_the_readers_answer_every_example_rightly(answered: dict[str, Any]) -> None:
-    tokenizer, rungs = reading.bundled()
-    for id_ in EXAMPLES:
-        name, row = answered[id_]
-        if name == "questions":
-            found = reading.ask(tokenizer, rungs, row["question"], row["context"], rounds=1)
-            assert {one.text for one in found} <= {*references(name, row)}, id_
-
-
 def test_the_page_begins_with_a_field_that_is_filled() -> None:
     for task in menu():
         assert [demo._box(task, place)["value"] for place in range(len(task.examples[0]))] == [
@@ -146,74 +130,6 @@ def test_an_empty_field_is_named() -> None:
     assert demo._named(ask, [" Who? ", "Ann."]) == {"question": "Who?", "context": "Ann."}
     with pytest.raises(InputError, match="Nothing is written under “Text”"):
         demo._named(ask, ["Who?", " \n"])
-
-
-# ------------------------------------------------------------------------------------------- the BERT study's ladder
-
-TEXT = "Ann came to Tillbury on Monday. Bob stayed in Norbury & slept <well>."
-SIZES: dict[str, Any] = dict(vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                             intermediate_size=64, initializer_range=0.3)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_wordpiece([TEXT, "Who came? Where did Bob sleep?"] * 5, 120)
-
-
-@pytest.fixture(scope="module")
-def readers() -> tuple[Any, Any]:
-    """A reader that never abstains, and a narrower one that always does."""
-    whole = random_bert(SIZES, seed=3)
-    pruned = random_bert({**SIZES, "layer_widths": {"heads": [1, 3], "neurons": [20, 40]}}, seed=4)
-    whole.config.null_score_diff_threshold, pruned.config.null_score_diff_threshold = 1e6, -1e6
-    return whole, pruned
-
-
-@pytest.fixture(scope="module")
-def rungs(readers: tuple[Any, Any]) -> list[reading.OpenRung]:
-    return reading.open_rungs(*readers, threads=1)
-
-
-@pytest.mark.usefixtures("threads_put_back")
-def test_every_rung_answers_with_time_size_and_whether_it_is_the_same(
-    tokenizer: Any, readers: tuple[Any, Any], rungs: list[reading.OpenRung]
-) -> None:
-    assert [(one.rung.which, one.rung.kind, one.rung.graph) for one in rungs] == [
-        (which, *way) for which in ("whole", "pruned")
-        for way in (("torch", ""), ("fed", ""), ("fed", "fused"), ("fed", "int8"))
-    ]  # fmt: skip
-    found = reading.ask(tokenizer, rungs, "Who came?", TEXT, rounds=2)
-    batch = read(tokenizer, ["Who came?"], [TEXT])
-    (expected,) = answers(batch, *torch_run(readers[0])(batch.inputs), threshold=1e6)
-    assert expected in TEXT and [one.text for one in found[:3]] == [expected] * 3
-    assert [one.text for one in found[4:]] == [UNANSWERABLE] * 4
-    assert [one.same for one in found] == [one.text == expected for one in found] and not found[-1].same
-    assert all(one.seconds > 0 for one in found) and found[0].ratio == 1.0
-    sizes = [one.size_bytes for one in found]
-    assert sizes[0] < sizes[1] and sizes[3] < sizes[2] and sizes[4] < sizes[0], "weights alone, a graph; 8 bits; pruned"
-
-
-@pytest.mark.usefixtures("threads_put_back")
-def test_the_table_of_rungs_shows_texts_as_they_are(tokenizer: Any, rungs: list[reading.OpenRung]) -> None:
-    (said, before), (done, shown) = demo.readings("Who?", "< & >", load=lambda: (tokenizer, rungs))
-    assert said.startswith("Reading.") and before == "" and done == "Done."
-    assert shown.count("<tr>") == 1 + len(rungs) and shown.count("<i>no answer in the text</i>") == 4
-    assert any(text in shown for text in ("<td>&lt;", "<td>&amp;", "<td>&gt;")) and "<td><</td>" not in shown
-    assert shown.count("<b>another</b>") >= 4
-
-
-@pytest.mark.parametrize(("text", "said"), [("Ann came. " * 300, "and the readers take 512"), ("\x01", "write words")])
-def test_a_text_that_no_rung_can_read_gets_a_sentence(
-    tokenizer: Any, rungs: list[reading.OpenRung], text: str, said: str
-) -> None:
-    with pytest.raises(InputError, match=said):
-        list(demo.readings("Who?", text, load=lambda: (tokenizer, rungs)))
-
-
-def test_where_the_readers_are_not_bundled_a_sentence_says_so(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("bench.bert.model.DATA", tmp_path)
-    with pytest.raises(ModelUnavailableError, match="not bundled here"):
-        list(demo.readings("Who?", "Ann.", load=reading.bundled.__wrapped__))
 
 
 PAGE = (

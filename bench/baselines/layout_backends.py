@@ -1,8 +1,4 @@
-"""Backends over the layouts of the past: three graphs, two of them merged, and the whole model in one.
-
-What they share with one another, and not with `ort`, is their batch of rows: each row holds a copy of what its source
-brings, tiled when a state is started. Shapes: R = B * K rows, else as in `row_graphs`.
-"""
+"""Backends over the older layouts; R = B * K rows, each with a copy of its source."""
 
 from __future__ import annotations
 
@@ -36,30 +32,22 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class RowSource:
-    """B sources, ready to be started.
+    """B sources, ready to be started."""
 
-    Attributes:
-        inputs: what each of its rows brings to the graphs, by name, (B, …).
-    """
-
-    inputs: Arrays
+    inputs: Arrays  # what each of its rows brings to the graphs, by name, (B, …)
 
 
 @dataclass
 class RowState:
-    """A decoder state of R rows.
+    """A decoder state of R rows."""
 
-    Attributes:
-        rows: how long each row's past is.
-        source: what the graphs are handed for the sources, by name, (R, …): from the first step on also keys and values
-            of cross-attention, (R, H_i, S, d_kv).
-        past: what they are handed for the history: keys and values (R, H_i, P, d_kv), or tokens (R, P).
-        traffic: the bytes that the last step handed in and took back, each by kind of tensor, from its arrays.
-    """
-
-    rows: Histories
+    rows: Histories  # how long each row's past is
+    # what the graphs are handed for the sources, by name, (R, …): from the first step on also keys and values of
+    # cross-attention, (R, H_i, S, d_kv)
     source: Arrays
+    # what they are handed for the history: keys and values (R, H_i, P, d_kv), or tokens (R, P)
     past: Arrays = field(default_factory=dict)
+    # the bytes that the last step handed in and took back, each by kind of tensor, from its arrays
     traffic: tuple[dict[str, int], dict[str, int]] | None = None
 
 
@@ -70,11 +58,6 @@ class RowBackend(ABC):
 
     Args:
         folder: what `layouts.export_layout` wrote.
-        settings: threads, memory and device of all sessions.
-
-    Raises:
-        ExportError: there is no such layout, or it is damaged.
-        MissingPackageError: onnxruntime is not installed, or not the one for the device.
     """
 
     layout: str  # whose folders it opens
@@ -228,13 +211,7 @@ class WholeGraph(RowBackend):
 def open_layout(
     folder: str | os.PathLike[str], layout: str, settings: SessionSettings | None = None
 ) -> tuple[Layout, dict[str, InferenceSession]]:
-    """Read a folder of that layout and open a session on each of its graphs, by file name.
-
-    Raises:
-        ExportError: there is no such layout, it is damaged, or this ONNX Runtime cannot run it.
-        InputError: an argument is of another kind.
-        MissingPackageError: onnxruntime is not installed, or not the one for the device.
-    """
+    """Read a folder of that layout and open a session on each of its graphs, by file name."""
     settings = SessionSettings() if settings is None else settings
     if not isinstance(settings, SessionSettings):
         raise InputError(f"settings is {settings!r:.80}; give SessionSettings.")
@@ -279,24 +256,6 @@ class HybridOnnxT5(TorchEager):
 
     Args:
         folder: what ``layouts.export_layout(model, folder, "onnxt5")`` wrote.
-        model: the same model, for its decoder; put into evaluation mode.
-        settings: threads, memory and device of both sessions; the decoder's threads are torch's.
-
-    Raises:
-        ExportError: there is no such layout, or it is damaged.
-        InputError: the graphs were written from another model, or from this one before its weights changed.
-        MissingPackageError: onnxruntime is not installed, or not the one for the device.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.models.load import load_model
-    >>> from t5accel.decoding.greedy_search import greedy
-    >>> from bench.baselines.layouts import export_layout
-    >>> model, _ = load_model("mini")
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = export_layout(model, f"{folder}/mini", "onnxt5")
-    ...     backend = HybridOnnxT5(f"{folder}/mini", model)
-    ...     greedy(backend, [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
-    (1, 5)
     """
 
     def __init__(

@@ -1,10 +1,7 @@
-"""The graphs of older layouts. In them rows are the batch, and each row has its own copy of what its source brings.
+"""Graphs of the older layouts, in which rows are the batch.
 
-Shapes: R = B * K rows, S source positions, T new and P past decoder positions, V vocabulary entries, H_i heads of layer
-i. The encoder runs on B sources; who starts K rows of each repeats its output, as transformers' ``generate`` does.
-
-The decoders of those projects had no mask of their past, for histories of unequal length, as checking a draft leaves
-them, were not foreseen. These have one, so that every layout can do what a `Backend` must.
+R = B * K rows, S source positions, T new and P past positions, V vocabulary entries, H_i heads of layer i. Each row has
+its own copy of its source. Those projects' decoders had no mask of the past; these have one, which `Backend` needs.
 """
 
 from __future__ import annotations

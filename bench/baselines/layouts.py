@@ -1,15 +1,12 @@
-"""The layouts of the past, with which our two graphs are compared: folders written from the same weights, and read.
+"""Older layouts, written from the same weights as our two graphs, read, and weighed."""
 
-- ``"whole"``: the complete T5 in one graph, without a cache. What the others answer.
-- ``"onnxt5"``: encoder and head as graphs; the decoder stays in torch, where it can have a cache (the class OnnxT5 of a
-  post in Hugging Face's forum, 2020; the package onnxt5 has another layout: a decoder graph without a cache).
-- ``"fastt5"``: three graphs, encoder, first step and later steps, because a graph takes no missing history (the package
-  fastT5, 2021). The decoder's weights stand there twice.
-- ``"merged"``: both decoders in one graph behind an ``If``, so that the weights stand once (``decoder_model_merged`` of
-  Hugging Face's optimum).
-
-`row_graphs` builds the graphs, `layout_sizes` weighs them.
-"""
+# - "whole": the complete T5 in one graph, without a cache.
+# - "onnxt5": encoder and head as graphs; the decoder stays in torch, where it can have a cache (the class OnnxT5 of a
+#   post in Hugging Face's forum, 2020; the package onnxt5 has another layout: a decoder graph without a cache).
+# - "fastt5": three graphs, encoder, first step and later steps, because a graph takes no missing history (the package
+#   fastT5, 2021). The decoder's weights stand there twice.
+# - "merged": both decoders in one graph behind an If, so that the weights stand once (``decoder_model_merged`` of
+#   Hugging Face's optimum).
 
 from __future__ import annotations
 
@@ -44,23 +41,14 @@ DESCRIPTION = "layout.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a folder says about itself, the content of ``layout.json``.
+    """What a folder says about itself, the content of ``layout.json``."""
 
-    Attributes:
-        name: of the layout.
-        source: ``{"name", "sha256"}`` of the checkpoint, as in a `Manifest`.
-        dims: the model's sizes.
-        tokens: ``pad_token_id``, ``eos_token_id`` and ``decoder_start_token_id``.
-        files: bytes of each file beside it.
-        rules: what the model asks of every answer, as in a `Manifest`.
-    """
-
-    name: str
-    source: Mapping[str, str]
-    dims: T5Dims
-    tokens: Mapping[str, int]
-    files: Mapping[str, int]
-    rules: Mapping[str, Any]
+    name: str  # of the layout
+    source: Mapping[str, str]  # ``{"name", "sha256"}`` of the checkpoint, as in a `Manifest`
+    dims: T5Dims  # the model's sizes
+    tokens: Mapping[str, int]  # ``pad_token_id``, ``eos_token_id`` and ``decoder_start_token_id``
+    files: Mapping[str, int]  # bytes of each file beside it
+    rules: Mapping[str, Any]  # what the model asks of every answer, as in a `Manifest`
 
 
 def export_layout(
@@ -73,16 +61,10 @@ def export_layout(
     """Write the graphs of one of these layouts in fp32. The folder is there whole or not at all.
 
     Args:
-        model: a T5-like model, or a name that `checkpoints.load_model` knows.
         folder: takes the graphs; made if it is missing, and must be empty if it is there.
         layout: ``"whole"``, ``"onnxt5"``, ``"fastt5"`` or ``"merged"``.
         external_threshold_bytes: the weights of a larger graph lie in a file beside it, of its own: no graph of these
             projects shared one. At most 2 GB, which is what an ONNX file can hold.
-
-    Raises:
-        ExportError: the folder is taken, or cannot be written; nothing is left of the attempt.
-        InputError: another argument is wrong.
-        NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.models.random_init import random_t5
@@ -120,16 +102,7 @@ def export_layout(
 
 
 def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
-    """Read what `export_layout` wrote, and check that its files are there and of their sizes.
-
-    Args:
-        folder: of the export.
-        layouts: those that are wanted; by default any.
-
-    Raises:
-        ExportError: there is no layout, it is damaged, or it is of another layout.
-        InputError: ``folder`` is no path.
-    """
+    """Read what `export_layout` wrote, and check that its files are there and of their sizes."""
     folder = as_folder(folder)
     again = "Write it again with export_layout(model, an empty folder, layout)."
     try:
@@ -163,25 +136,15 @@ def _write(path: Path, graph: GraphBuilder, threshold: int) -> None:
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """The row of a table of layouts.
+    """The row of a table of layouts."""
 
-    Attributes:
-        files: bytes of each graph, and of each file of weights beside them.
-        graphs: how many there are.
-        weight_bytes: of all weights, as often as they are stored.
-        repeated_bytes: of these, copies of a weight that another graph holds too.
-        decoder_bytes: of the decoder's layers and of a head that is not the embedding, as often as they are stored.
-        repeated_decoder_bytes: of these, copies.
-        encoder_runs_per_step: 1 if the graph that gives the logits holds the encoder, else 0.
-    """
-
-    files: Mapping[str, int]
-    graphs: int
-    weight_bytes: int
-    repeated_bytes: int
-    decoder_bytes: int
-    repeated_decoder_bytes: int
-    encoder_runs_per_step: int
+    files: Mapping[str, int]  # bytes of each graph, and of each file of weights beside them
+    graphs: int  # how many there are
+    weight_bytes: int  # of all weights, as often as they are stored
+    repeated_bytes: int  # of these, copies of a weight that another graph holds too
+    decoder_bytes: int  # of the decoder's layers and of a head that is not the embedding, as often as they are stored
+    repeated_decoder_bytes: int  # of these, copies
+    encoder_runs_per_step: int  # 1 if the graph that gives the logits holds the encoder, else 0
 
     @property
     def size_bytes(self) -> int:
@@ -194,22 +157,6 @@ def layout_sizes(folder: str | os.PathLike[str]) -> LayoutSizes:
 
     Weights are told by their names, which are transformers' (``decoder.block.0.…``). One that several graphs read from
     the same place of a file beside them is stored once.
-
-    Raises:
-        ExportError: there are no graphs, or one cannot be read.
-        InputError: ``folder`` is no path.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from bench.baselines.layouts import export_layout
-    >>> from t5accel.models.random_init import random_t5
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> with TemporaryDirectory() as folder:
-    ...     for layout in ("fastt5", "merged"):
-    ...         _ = export_layout(model, f"{folder}/{layout}", layout)
-    ...         sizes = layout_sizes(f"{folder}/{layout}")
-    ...         print(layout, sizes.graphs, sizes.repeated_decoder_bytes > 0)
-    fastt5 3 True
-    merged 2 False
     """
     folder = as_folder(folder)
     try:

@@ -1,8 +1,6 @@
-"""Optimised ahead of time: what ONNX Runtime makes of a graph, and exports whose graphs are kept that way.
+"""Graphs optimised ahead of time, by ONNX Runtime or by its package for transformers.
 
-Two tools do it: ONNX Runtime itself, and the Python package for transformers that it brings along, which knows more
-patterns and looks for them in the form in which PyTorch's exporter writes them. A session optimises every graph that it
-opens, so what was optimised before opens sooner, and runs no faster.
+A session optimises every graph that it opens, so such an export opens sooner and runs no faster.
 """
 
 from __future__ import annotations
@@ -40,33 +38,7 @@ for source, target in zip(paths[::2], paths[1::2]):
 
 @contextmanager
 def optimized_graph(path: str | os.PathLike[str], level: str = "all") -> Iterator[Path]:
-    """What a session on the CPU makes of a graph when it opens it: a file to look at, or to run, until the block ends.
-
-    Args:
-        path: the graph.
-        level: one of `portability.LEVELS`.
-
-    Raises:
-        ExportError: the file is no graph that this ONNX Runtime can run, or there is no space for another.
-        InputError: ``path`` is no path; there is no such level, or not in this onnxruntime.
-        MissingPackageError: there is no onnxruntime.
-
-    >>> import numpy as np
-    >>> from t5accel.graphs.builder import GraphBuilder
-    >>> from t5accel.graphs.rewriting import count_nodes
-    >>> graph = GraphBuilder("norm")
-    >>> square = graph.op("Pow", graph.input("x", "float32", ["N", 8]), graph.constant(np.float32(2)))
-    >>> mean = graph.op("ReduceMean", square, graph.constant([-1]), keepdims=1)
-    >>> root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(np.float32(1e-6))))
-    >>> normed = graph.op("Mul", graph.op("Div", "x", root), graph.constant(np.ones(8, np.float32)), output="y")
-    >>> graph.output(normed, "float32", ["N", 8])
-    >>> with TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "norm.onnx"
-    ...     _ = path.write_bytes(graph.proto().SerializeToString())
-    ...     with optimized_graph(path, "extended") as fused:
-    ...         count_nodes(path).total(), count_nodes(fused)
-    (6, Counter({'SimplifiedLayerNormalization': 1}))
-    """
+    """The graph as a session on the CPU optimises it: a file, until the block ends."""
     file, level = as_graph_path(path), as_level(level, "level")
     with _temporary_folder() as folder:
         _by_session(file, folder / "optimized.onnx", level)
@@ -90,18 +62,9 @@ def optimize_export(
     refused (`portability.require_runnable_here`). Those of levels "disable" and "basic" hold none, and run anywhere.
 
     Args:
-        folder: an export of two graphs that is not optimised.
-        out, overwrite: as in `precision.fp16.export_fp16`.
-        level: one of `portability.LEVELS`.
         tool: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX
             Runtime optimise at ``level`` (it knows no "layout"). Below "extended" it looks for the norms by itself, and
             fails in that if numpy is 2.4 or newer.
-
-    Raises:
-        ExportError: there is no export, it is damaged, the tool failed, or ``out`` is taken or cannot be written;
-            nothing is left of the attempt.
-        InputError: another argument is wrong.
-        MissingPackageError: the tool, or a package that it needs, is not installed.
 
     >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:

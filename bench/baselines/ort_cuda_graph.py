@@ -1,10 +1,8 @@
-"""Greedy steps on ONNX Runtime at sizes that stay, so that a CUDA graph of the decoder can be captured and replayed.
+"""Greedy steps on ONNX Runtime at fixed sizes, captured as a CUDA graph.
 
-A graph of the device holds addresses and sizes, and the past of the two-graph layout grows with every step. But a past
-may be padded on its left: here it always has W positions, of which the mask says how many are real, and after a step
-all move left by one. So every step has the same shapes, and ONNX Runtime can capture it (``enable_cuda_graph``). What
-comes between two steps, choosing a token and moving the past, is a second graph, of torch. The host queues both and
-reads tokens when several steps are done. On a CPU the same steps are called one by one, for tests.
+A captured graph holds addresses and sizes, while the past of the two-graph layout grows. Padded on its left it always
+has W positions, and moves left by one after a step, so that ONNX Runtime can capture it (``enable_cuda_graph``).
+Choosing a token and moving the past is a second graph, of torch. On a CPU the same steps are called one by one.
 """
 
 from __future__ import annotations
@@ -81,10 +79,6 @@ class OrtCaptured(OrtPointers):
 
     Attributes:
         fixed: the memory of each size (B, K, S, W) that was used.
-
-    Raises:
-        ExportError: this ONNX Runtime cannot capture the decoder's graph, as where a node runs on the CPU.
-        InputError, MissingPackageError: as of `OrtPointers`.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy_search import greedy

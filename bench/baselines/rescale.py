@@ -1,8 +1,4 @@
-"""The same function in other numbers: a T5 whose residual stream is many times as large, and whose answers are not.
-
-Published T5 checkpoints have numbers beyond the end of fp16; a small model trained for a course has not. This gives it
-such numbers, so that what happens to the large ones can be seen without them.
-"""
+"""Scale a T5's residual stream without changing its answers, to numbers beyond fp16."""
 
 from __future__ import annotations
 
@@ -25,14 +21,6 @@ def rescaled(model: PreTrainedModel, factor: float = 256.0) -> PreTrainedModel:
     (``wo``) end. Every norm divides by the size of the stream, so all between stays as it is; where the embedding also
     is the head, the decoder's last norm takes the factor out again. With a power of two not even the rounding changes,
     but for the tiny number that norms add.
-
-    Args:
-        model: a T5-like model; it is not changed.
-        factor: more than 0.
-
-    Raises:
-        InputError: ``factor`` is no such number.
-        NotT5Error: the model is of another kind.
 
     >>> import torch
     >>> from t5accel.models.random_init import random_t5

@@ -1,7 +1,7 @@
-"""Greedy search without a key/value cache, in one CUDA graph: every step decodes all positions again.
+"""Greedy search without a key/value cache, in one CUDA graph.
 
-It is the fairest form of a claim that a cache brings nothing on a GPU: nothing is launched by the host but the graph,
-shapes are fixed, the encoder and the projections of its output run once. On a CPU the same steps are called one by one.
+It is the fairest form of a claim that a cache brings nothing on a GPU: shapes are fixed, nothing else is launched, and
+the encoder runs once. On a CPU the same steps are called one by one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,6 @@ class TorchRecompute:
     Attributes:
         texts: the memory for each size (B, S, W) that was used.
 
-    Raises:
-        InputError: the model's ``generation_config`` asks for what it does not apply.
-
     >>> from t5accel.models.load import load_model
     >>> TorchRecompute(load_model("random:t5-small")[0]).generate([[100, 200, 1]], new_tokens=5).shape
     (1, 5)
@@ -70,9 +67,6 @@ class TorchRecompute:
 
         Returns:
             (B, W) int64.
-
-        Raises:
-            InputError: a shape, type or count is wrong.
         """
         count = as_count(new_tokens, "new_tokens", at_least=1)
         ids, mask = as_batch(input_ids, attention_mask, pad_token_id=self._encoder.pad_token_id,

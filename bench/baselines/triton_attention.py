@@ -1,9 +1,7 @@
-"""Attention of one query for each row as one kernel: cache written, biases looked up and future masked on the way.
+"""Attention of one query per row as one kernel: writes the cache, adds biases, masks.
 
-For a step of one token PyTorch's attention is three kernels and a detour: keys and values are scattered into the cache,
-biases are gathered into a tensor, and a kernel made for many queries reads all places, real or not. Here every row and
-head is a program of its own that reads only what is real. Needs Triton, which PyTorch's builds for CUDA bring; with
-``TRITON_INTERPRET=1`` it runs on a CPU, slowly, for tests.
+PyTorch's attention is three kernels for a step of one token, and reads all places. Here every row and head is a program
+that reads only the real ones. Needs Triton; with ``TRITON_INTERPRET=1`` it runs on a CPU, slowly, for tests.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""T5's Unigram tokenizer in plain Python: how a text becomes ids, in the steps that ``tokenizer.json`` lists.
+"""T5's Unigram tokenizer in plain Python: the steps of ``tokenizer.json``.
 
-1. Added tokens such as ``</s>`` are cut out of the raw text.
-2. A normalizer tidies what is left: one form for each character, single spaces.
-3. A pre-tokenizer cuts it into words; a space becomes a ``▁`` that starts the next word.
-4. Each word is cut into the pieces of the vocabulary whose scores, log probabilities, sum highest: `viterbi`.
-5. ``</s>`` is added.
-
-The steps are those of the bundled tokenizer and of published T5s; a file that lists another one is refused when it is
-loaded. The ids are those of the Rust library ``tokenizers``, with these exceptions: characters that Unicode added after
-2016, which Rust and Python know from different years; where SentencePiece's table is used, letters with some Burmese
-vowels or tag characters; exact ties between scores of more than 15 digits, which Rust rounds twice.
+A file that lists other steps is refused. The ids are those of the Rust library ``tokenizers``, except for characters
+that Unicode added after 2016, letters with some Burmese vowels or tag characters where SentencePiece's table is used,
+and exact ties between scores of more than 15 digits, which Rust rounds twice.
 """
 
 from __future__ import annotations
@@ -44,7 +37,6 @@ def viterbi(word: str, scores: Mapping[str, float], unknown_score: float, longes
     Args:
         scores: the log probability of each piece.
         unknown_score: the score of a single character that is no piece.
-        longest: characters of the longest piece, at least 1.
 
     >>> viterbi("cats", {"c": -3.0, "a": -3.0, "t": -3.0, "s": -2.0, "cat": -4.0, "ats": -5.0}, -13.0, longest=3)
     ['cat', 's']
@@ -64,24 +56,7 @@ def viterbi(word: str, scores: Mapping[str, float], unknown_score: float, longes
 
 
 class UnigramTokenizer:
-    """A Unigram tokenizer as a ``tokenizer.json`` describes it; `from_file` makes one.
-
-    Args:
-        specification: the content of the file.
-
-    Attributes:
-        scores: the log probability of each piece of the vocabulary.
-
-    Raises:
-        InputError: it asks for something that this class does not do; the message names it.
-
-    >>> from t5accel.models.load import data_folder
-    >>> tokenizer = UnigramTokenizer.from_file(data_folder() / "mini-t5")
-    >>> tokenizer.tokenize("12")
-    ['▁', '1', '2']
-    >>> tokenizer.decode(tokenizer.encode("Il a 12 ans !"))
-    'Il a 12 ans !'
-    """
+    """A Unigram tokenizer as a ``tokenizer.json`` describes it; `from_file` makes one."""
 
     def __init__(self, specification: dict[str, Any]) -> None:
         model = specification["model"]
@@ -115,11 +90,7 @@ class UnigramTokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> UnigramTokenizer:
-        """Read a ``tokenizer.json``, or the one in a folder.
-
-        Raises:
-            InputError: no such file, no JSON, or a tokenizer that is not supported.
-        """
+        """Read a ``tokenizer.json``, or the one in a folder."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
             raise InputError(f"{file} does not exist: give a tokenizer.json, or the folder of a model that has one")
@@ -132,11 +103,7 @@ class UnigramTokenizer:
             raise InputError(f"{file} is no tokenizer.json: {error!r}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``, and ``</s>`` unless ``add_special_tokens=False``.
-
-        Raises:
-            InputError: ``text`` is no text.
-        """
+        """The ids of ``text``, and ``</s>`` unless ``add_special_tokens=False``."""
         return [token_id for _, token_id in self._pieces(text)] + (self._after if add_special_tokens else [])
 
     def encode_batch(self, texts: Iterable[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -150,11 +117,7 @@ class UnigramTokenizer:
         return [piece for piece, _ in self._pieces(text)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` (L,). Ids beyond the vocabulary are skipped, as in Rust.
-
-        Raises:
-            InputError: not one sequence of integers, or a negative one.
-        """
+        """The text of ``ids`` (L,). Ids beyond the vocabulary are skipped, as in Rust."""
         try:
             numbers = [operator.index(number) for number in ids]
         except TypeError as error:

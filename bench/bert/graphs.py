@@ -123,14 +123,6 @@ def fuse_bert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict
     """ONNX Runtime's own fusions for BERTs, saved to ``out``: how many nodes of each fused operator there are then.
 
     How many heads a layer has is read off the graph, so layers of unequal width are fused as well.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from bench.bert.model import random_bert
-    >>> sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    >>> with TemporaryDirectory() as folder:
-    ...     path = export_bert(random_bert(sizes), f"{folder}/bert.onnx")
-    ...     fuse_bert(path, f"{folder}/fused.onnx")["Attention"]
-    2
     """
     from onnxruntime.transformers import optimizer
 

@@ -48,21 +48,13 @@ MOST_ERROR = 0.5  # of logits that are only near: logits of another model are fu
 
 @dataclass(frozen=True)
 class Readers:
-    """A whole reader and a pruned one, and where their graphs are written.
+    """A whole reader and a pruned one, and where their graphs are written."""
 
-    Attributes:
-        models: ``"whole"`` and ``"pruned"``, in fp32.
-        folder: of the graphs; what is there is used again.
-        calibration: inputs that scales for static int8 are taken from.
-        threads: of every runtime.
-        device: where all runs, ``"cpu"`` or ``"cuda"``; the models stay on the CPU.
-    """
-
-    models: Mapping[str, PreTrainedModel]
-    folder: Path
-    calibration: Sequence[Inputs]
-    threads: int
-    device: str = "cpu"
+    models: Mapping[str, PreTrainedModel]  # ``"whole"`` and ``"pruned"``, in fp32
+    folder: Path  # of the graphs; what is there is used again
+    calibration: Sequence[Inputs]  # inputs that scales for static int8 are taken from
+    threads: int  # of every runtime
+    device: str = "cpu"  # where all runs, ``"cpu"`` or ``"cuda"``; the models stay on the CPU
 
     def graph(self, which: str, kind: str = "") -> Path:
         """The plain graph of a model, or its "fused", "fp16", "int8" or "static" copy; made when it is missing."""
@@ -86,23 +78,15 @@ class Readers:
 
 @dataclass(frozen=True)
 class Rung:
-    """One way of running a reader.
+    """One way of running a reader."""
 
-    Attributes:
-        name, adds, on: as in `bench.ladder.Rung`.
-        which: ``"whole"`` or ``"pruned"``.
-        kind: ``"torch"``, ``"bf16"``, ``"fp16"``, ``"optimum"``, or of a graph: ``"fed"`` or ``"bound"``.
-        graph: of `Readers.graph`.
-        exact: whether it has to give the logits of its own model in fp32, within rounding; else near ones.
-    """
-
-    name: str
+    name: str  # as in `bench.ladder.Rung`
     adds: str
     on: str | None
-    which: str = "whole"
-    kind: str = "fed"
-    graph: str = ""
-    exact: bool = True
+    which: str = "whole"  # ``"whole"`` or ``"pruned"``
+    kind: str = "fed"  # ``"torch"``, ``"bf16"``, ``"fp16"``, ``"optimum"``, or of a graph: ``"fed"`` or ``"bound"``
+    graph: str = ""  # of `Readers.graph`
+    exact: bool = True  # whether it has to give the logits of its own model in fp32, within rounding; else near ones
 
 
 RUNGS = (
@@ -198,13 +182,7 @@ def speed_rows(
     Args:
         rungs: the first one is the reference of times, the first one of each model that of its logits; each ``on`` must
             be among them, or the row has no factor.
-        model: what rows call it.
         atol: how far logits of an exact rung may be from its model's, and those on bound memory from the same graph's.
-        keep_going: a rung that fails has a row that says so.
-
-    Raises:
-        InputError: fewer than two rungs.
-        ParityError: an exact rung's logits are not its model's, or another's are not even near.
     """
     vocabulary = next(iter(readers.models.values())).config.vocab_size
     given = random_inputs(vocabulary, batch, tokens)
@@ -281,7 +259,6 @@ def quality_rows(
 
     Args:
         thresholds: of ``"whole"`` and ``"pruned"``, as they were chosen in fp32.
-        limit: texts of each half.
     """
     rows: list[Row] = []
     for rung in rungs:

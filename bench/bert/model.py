@@ -1,8 +1,4 @@
-"""Load a BERT that answers questions: the bundled reader, seeded random weights of a published size, or a folder.
-
-Pruning leaves each layer as many heads and neurons as it needs: the sizes stand in the configuration as
-``layer_widths``, for neither line of transformers has a place for them.
-"""
+"""Load a BERT for questions: the bundled reader, random weights, or a folder."""
 
 from __future__ import annotations
 
@@ -33,11 +29,6 @@ def load_bert(
     Args:
         name: ``"mini-bert"``, ``"mini-bert-pruned"``, ``"random:bert-base"``, ``"random:bert-large"``, or a folder
             that ``save_pretrained`` wrote.
-        seed: of the random weights; ignored otherwise.
-
-    Raises:
-        UnknownModelError: the name is none of these.
-        ModelUnavailableError: the folder is incomplete, or the reader is not bundled.
     """
     from safetensors.torch import load_file
     from transformers import AutoTokenizer, BertConfig
@@ -68,7 +59,6 @@ def random_bert(sizes: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:
 
     Args:
         sizes: arguments of ``BertConfig``, and ``layer_widths`` where layers are to be narrower; see `resize`.
-        seed: of all weights.
 
     >>> tiny = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     >>> random_bert(tiny).config.num_hidden_layers
@@ -97,12 +87,7 @@ def threshold_of(model: PreTrainedModel) -> float:
 
 
 def widths(model: PreTrainedModel) -> dict[str, list[int]]:
-    """The heads and the feed-forward neurons of each layer, read off the weights.
-
-    >>> tiny = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    >>> widths(random_bert(tiny))
-    {'heads': [2, 2], 'neurons': [32, 32]}
-    """
+    """The heads and the feed-forward neurons of each layer, read off the weights."""
     size = model.config.hidden_size // model.config.num_attention_heads
     layers = model.bert.encoder.layer
     return {

@@ -1,11 +1,8 @@
-"""Prune a BERT by movement: heads, neurons and blocks of its matrices are masked while it trains, then removed.
+"""Movement pruning of a BERT: heads, neurons and blocks are masked in training, then removed.
 
-Movement (Sanh, Wolf and Rush 2020) adds up over the steps how the loss pulls at each part: minus gradient times weight.
-What is pulled towards zero goes first. Blocks are squares of attention's matrices beside whole neurons of the
-feed-forward parts, as in "Block Pruning For Faster Transformers" (Lagunas et al. 2021), whose package is nn_pruning.
-
-A head or a neuron that is masked is really removed in the end. Of blocks, only those are that make up a whole head: the
-others stay behind as zeros, which dense products multiply like any other number.
+Movement (Sanh, Wolf and Rush 2020) sums minus gradient times weight over the steps; parts that are pulled towards zero
+go first. Blocks are as in "Block Pruning For Faster Transformers" (Lagunas et al. 2021, nn_pruning). Masked heads and
+neurons are removed; other blocks stay as zeros, which dense products multiply like any other number.
 """
 
 from __future__ import annotations
@@ -70,14 +67,7 @@ class Pruning:
 
 
 def attach(model: PreTrainedModel, pruning: Pruning) -> dict[str, list[Mask]]:
-    """Masks for every part that may go, by kind; from now on the model computes with masked weights.
-
-    >>> from bench.bert.model import random_bert
-    >>> tiny = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    >>> masks = attach(random_bert(tiny), Pruning(heads=0.5, neurons=0.5))
-    >>> [(kind, len(found), tuple(found[0].factor.shape)) for kind, found in masks.items() if found]
-    [('heads', 2, (1, 2)), ('neurons', 2, (1, 32))]
-    """
+    """Masks for every part that may go, by kind; from now on the model computes with masked weights."""
     hidden = model.config.hidden_size
     size = hidden // model.config.num_attention_heads
     masks: dict[str, list[Mask]] = {kind: [] for kind in KINDS}
@@ -171,12 +161,7 @@ def removed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def zero_share(model: PreTrainedModel) -> float:
-    """The share of the layers' matrices that is zero, 0 … 1.
-
-    >>> from bench.bert.model import random_bert
-    >>> zero_share(random_bert(dict(vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))
-    0.0
-    """
+    """The share of the layers' matrices that is zero, 0 … 1."""
     matrices = [p for name, p in model.bert.encoder.named_parameters() if p.ndim == 2]
     zeros = sum(int((matrix == 0).sum()) for matrix in matrices)
     return zeros / sum(matrix.numel() for matrix in matrices)

@@ -1,16 +1,8 @@
-"""A reader behind FastAPI, as the post served its BERT: request by request, asked one after the other or at random.
-
-    python -m bench.bert.served mini-bert --tokenizer data/mini-bert --threshold 0 --port 8001
-
-serves PyTorch; a graph (``.onnx``) in the model's place is served by ONNX Runtime. ``POST /generate`` takes the text
-of T5's task, "question: … context: …".
-"""
+"""A BERT reader behind FastAPI: requests one after the other, by length, and at random."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +16,7 @@ from bench.bert.spans import CLS, PAD, SEP, UNK, Run, answerer, as_berts, torch_
 from bench.results import Row
 from bench.serving.load import Load, ask, offer
 from bench.serving.rates import load_row, one_by_one
-from bench.serving.servers import Answered, Asked, Batches, Running, Server, serve
+from bench.serving.servers import Running, Server, kind_command
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import InputError
 from t5accel.models.load import load_pretrained
@@ -54,11 +46,7 @@ def numbered(vocabulary: int) -> PreTrainedTokenizerBase:
 
 
 def asked_of(words: Sequence[str], tokens: int, *, seed: int = 0) -> str:
-    """A question and a text of random words, of so many tokens in all if each word is one.
-
-    >>> len(numbered(50)(*asked_of(["t7", "t9"], 12).removeprefix(QUESTION).split(CONTEXT)).input_ids)
-    12
-    """
+    """A question and a text of random words, of so many tokens in all if each word is one."""
     drawn = np.random.default_rng([tokens, seed]).choice(words, tokens - MARKS)
     return QUESTION + " ".join(drawn[:QUESTION_WORDS]) + CONTEXT + " ".join(drawn[QUESTION_WORDS:])
 
@@ -72,7 +60,6 @@ def opened(model: str, *, threads: int, bound: bool = False) -> Run:
     """A graph on ONNX Runtime, or a BERT in PyTorch, for texts of any length.
 
     Args:
-        model: a file of a graph, or what `load_bert` takes.
         bound: on memory that stays, once for each length, all on one session; for one text.
     """
     if not model.endswith(".onnx"):
@@ -94,49 +81,44 @@ def opened(model: str, *, threads: int, bound: bool = False) -> Run:
     return run
 
 
+def reader_of(
+    model: str, tokenizer: str, threshold: float, *, threads: int, bound: bool = False
+) -> Callable[[list[str]], list[str]]:
+    """From texts of T5's task to answers; ``model`` and ``bound`` as in `opened`, the tokenizer by its folder."""
+    from transformers import AutoTokenizer
+
+    run = opened(model, threads=threads, bound=bound)
+    return answerer(load_pretrained(AutoTokenizer.from_pretrained, tokenizer), run, threshold=threshold)
+
+
 @dataclass(frozen=True)
 class Served:
-    """A server, and what its answers have to be.
+    """A server, and what its answers have to be."""
 
-    Attributes:
-        name: as rows have it.
-        model, bound: as in `opened`.
-        tokenizer: a folder.
-        threshold: as in `spans.answers`.
-        answer: the answers that it has to give, from the same graph or an equal one, on another way.
-        precision: as rows have it.
-    """
-
-    name: str
-    model: str
-    tokenizer: str
-    threshold: float
+    name: str  # as rows have it
+    model: str  # as in `opened`
+    tokenizer: str  # a folder
+    threshold: float  # as in `spans.answers`
+    # the answers that it has to give, from the same graph or an equal one, on another way
     answer: Callable[[list[str]], list[str]]
     bound: bool = False
-    precision: str = "fp32"
+    precision: str = "fp32"  # as rows have it
 
     def server(self, threads: int) -> Server:
         """Its process."""
-        command = [sys.executable, "-m", "bench.bert.served", self.model, f"--tokenizer={self.tokenizer}",
-                   f"--threshold={self.threshold}", f"--threads={threads}", "--port={port}"]  # fmt: skip
+        command = kind_command("bert", self.model, threads=threads)
+        command += [f"--tokenizer={self.tokenizer}", f"--threshold={self.threshold}"]
         return Server(self.name, command + ["--bound"] * self.bound, precision=self.precision)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How much is asked: the post's random requests, so many for each length, then the open loop over all lengths.
+    """How much is asked: the post's random requests, so many for each length, then the open loop over all lengths."""
 
-    Attributes:
-        lengths: tokens of question and text.
-        requests: one after the other, of each length.
-        seconds: of the open loop.
-        load: of the open loop, as a share of what the first server can answer one by one.
-    """
-
-    lengths: Sequence[int] = (32, 64, 128, 256, 512)
-    requests: int = 50
-    seconds: float = 10.0
-    load: float = 0.6
+    lengths: Sequence[int] = (32, 64, 128, 256, 512)  # tokens of question and text
+    requests: int = 50  # one after the other, of each length
+    seconds: float = 10.0  # of the open loop
+    load: float = 0.6  # of the open loop, as a share of what the first server can answer one by one
 
 
 def served_rows(
@@ -147,14 +129,7 @@ def served_rows(
 
     Args:
         served: the first one is the reference, whose speed sets the rate of the open loop.
-        words: of one token each.
-        logs: a folder for what the servers write.
         stories: texts whose answers are compared as well: a trained reader finds none in random words.
-        facts: what all rows say.
-
-    Raises:
-        ParityError: a server gives another answer than it has to.
-        InputError: all answers are the same.
     """
     bodies = {
         length: [{"text": asked_of(words, length, seed=seed)} for seed in range(protocol.requests)]
@@ -188,30 +163,3 @@ def served_rows(
             del row["tokens_per_s"]  # of spans nobody counts them
             rows += [{**row, **about} for row in (*new, row)]
     return rows
-
-
-def main() -> None:
-    """Serve one."""
-    from transformers import AutoTokenizer
-
-    from t5accel import machine
-
-    parser = argparse.ArgumentParser(description="Serve a BERT that answers questions, on 127.0.0.1.")
-    parser.add_argument("model", help="mini-bert, random:bert-large, a folder, or a graph (.onnx)")
-    parser.add_argument("--tokenizer", required=True, help="its folder")
-    parser.add_argument("--threshold", type=float, required=True, help="by which no answer has to score higher")
-    parser.add_argument("--bound", action="store_true", help="on memory that stays")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=machine.cpu_threads())
-    args = parser.parse_args()
-    run = opened(args.model, threads=args.threads, bound=args.bound)
-    answer = answerer(load_pretrained(AutoTokenizer.from_pretrained, args.tokenizer), run, threshold=args.threshold)
-
-    def answered(asked: Sequence[Asked]) -> list[Answered]:
-        return [(text, len(text.split())) for text in answer([one.text for one in asked])]
-
-    serve(Batches(answered), args.port)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,7 @@
-"""Answers as spans of a text: from questions to a BERT's inputs, and from its two scores per token to an answer.
+"""Extractive answers: from questions to a BERT's inputs, and from its scores to spans.
 
-An extractive reader scores every token as the first and as the last one of the answer. As SQuAD 2.0 has it (Rajpurkar,
-Jia and Liang 2018), the first token, ``[CLS]``, stands for "the text does not say": where it scores higher than the
-best span by more than a threshold, the reader abstains. Needs numpy and a tokenizer alone.
+Every token is scored as the first and the last one of the answer. As in SQuAD 2.0 (Rajpurkar, Jia and Liang 2018),
+``[CLS]`` stands for no answer: where it beats the best span by more than a threshold, the reader abstains.
 """
 
 from __future__ import annotations
@@ -40,19 +39,12 @@ def calibration_texts() -> list[tuple[str, str]]:
 
 
 class Read(NamedTuple):
-    """Questions and their texts as tokens.
+    """Questions and their texts as tokens."""
 
-    Attributes:
-        inputs: ``input_ids``, ``token_type_ids`` and ``attention_mask``, each (B, S) int64.
-        in_context: (B, S) bool: the tokens of the text that may answer.
-        places: (B, S, 2): first and last character of each token, in its own text.
-        contexts: the texts.
-    """
-
-    inputs: dict[str, np.ndarray]
-    in_context: np.ndarray
-    places: np.ndarray
-    contexts: Sequence[str]
+    inputs: dict[str, np.ndarray]  # ``input_ids``, ``token_type_ids`` and ``attention_mask``, each (B, S) int64
+    in_context: np.ndarray  # (B, S) bool: the tokens of the text that may answer
+    places: np.ndarray  # (B, S, 2): first and last character of each token, in its own text
+    contexts: Sequence[str]  # the texts
 
 
 def read(
@@ -63,9 +55,6 @@ def read(
 
     Args:
         padded_to: so many tokens in every row, in place of the longest row's.
-
-    Raises:
-        InputError: there are no questions, or not as many texts.
     """
     if not questions or len(questions) != len(contexts):
         raise InputError(f"{len(questions)} questions on {len(contexts)} texts: give a text for each, at least one.")
@@ -102,11 +91,6 @@ def best_spans(
     Args:
         start, end: logits, (B, S); those of token 0 are of no answer.
         in_context: (B, S): where a span may begin and end.
-        longest: tokens of a span at most.
-
-    >>> start, end = np.array([[0.0, 1.0, 5.0, 0.0]]), np.array([[0.0, 4.0, 1.0, 3.0]])
-    >>> best_spans(start, end, np.array([[False, False, True, True]]))
-    (array([[2, 3]]), array([-8.]))
     """
     columns = np.arange(start.shape[1])
     length = columns[None, :] - columns[:, None]
@@ -136,12 +120,7 @@ def answers(batch: Read, start: np.ndarray, end: np.ndarray, *, threshold: float
 def answerer(
     tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float, padded_to: int | None = None
 ) -> Callable[[list[str]], list[str]]:
-    """A function from T5's texts, "question: … context: …", to answers, as `quality.evaluate` takes it.
-
-    Args:
-        run: the model, on whatever runtime.
-        threshold, padded_to: as in `answers` and `read`.
-    """
+    """A function from T5's texts, "question: … context: …", to answers, as `quality.evaluate` takes it."""
 
     def answer(texts: list[str]) -> list[str]:
         parts = [text.removeprefix(QUESTION).split(CONTEXT, 1) for text in texts]
@@ -160,9 +139,6 @@ def threshold_from(differences: Sequence[float], f1: Sequence[float], unanswerab
         differences: of each question, as `best_spans` gives it.
         f1: what the best span of each would score; for those without an answer it does not matter.
         unanswerable: which questions have no answer.
-
-    >>> threshold_from([-5.0, -4.0, 1.0, 3.0], [100.0, 100.0, 0.0, 0.0], [False, False, True, True])
-    -1.5
     """
     order = np.argsort(differences)
     gained = np.where(np.array(unanswerable)[order], -100.0, np.array(f1)[order])

@@ -32,7 +32,6 @@ def refusal(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, st
     """Status and sentence for a request that the page never makes; ``None`` for one that it may make.
 
     Args:
-        method: in capitals.
         path: decoded, without the query.
         headers: by name in lower case.
 

@@ -5,7 +5,6 @@ It is Gradio's, without what Gradio fetches from elsewhere: fonts, a script, and
 
 from __future__ import annotations
 
-import html
 import os
 import socket
 import time
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from bench.demo.at_home import AtHome
 from bench.demo.race import LoadedSystem, Progress, Task, difference, interleave, load_system, menu, ways_of
-from bench.demo.reading import ROUNDS, Answer, OpenRung, ask, bundled
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 if TYPE_CHECKING:
@@ -38,16 +36,10 @@ def answers(
     """Answer a source in several ways, and say again and again how far they are.
 
     Args:
-        model: as of `api.accelerate`.
         chosen: labels of `race.ways_of`; the first one is what the others are compared with.
-        source: with T5's prefix.
-        load: gives a `race.LoadedSystem`.
 
     Returns:
         What happens, in a sentence; and by label what has been written and in which time.
-
-    Raises:
-        InputError: too few or too many ways, one that this model does not have, or a text too long; else as `race.way`.
     """
     known = ways_of(model)
     if missing := [label for label in chosen if label not in known]:
@@ -111,19 +103,12 @@ def make_demo(model: str = "mini", *, own_model: bool = True) -> Blocks:
     """The page, for a Gradio app of your own or for `launch`.
 
     Args:
-        model: as of `api.accelerate`, with its tokenizer.
         own_model: let visitors name another model, which is then loaded from this machine's disk or from the hub.
-
-    Raises:
-        MissingPackageError: Gradio is not installed.
     """
     gradio = _gradio()
     with gradio.Blocks(title="t5accel: side by side", analytics_enabled=False) as page:
         gradio.Markdown("# One text, several ways")
-        with gradio.Tab("A T5 writes"):
-            _writers(gradio, model, own_model)
-        with gradio.Tab("A BERT reads"):
-            _readers(gradio)
+        _writers(gradio, model, own_model)
     return page.queue(max_size=MAX_WAITING)
 
 
@@ -132,7 +117,7 @@ _ALONE: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=1, concu
 
 
 def _writers(gradio: Any, model: str, own_model: bool) -> None:
-    """The tab of a T5's ways."""
+    """Fields, buttons and lanes."""
     tasks = {task.label: task for task in menu()}
     first = next(iter(tasks.values()))
     known = list(ways_of(model))
@@ -194,62 +179,6 @@ def _writers(gradio: Any, model: str, own_model: bool) -> None:
     running.failure(lambda: "Stopped.", None, status, show_progress="hidden")
 
 
-def _readers(gradio: Any) -> None:
-    """The tab of the BERT study's ladder."""
-    *_, task = menu()
-    gradio.Markdown(
-        "A BERT points at the answer, or says that the text has none: first the whole reader, then the one that was "
-        "pruned, each in PyTorch, as a graph, with fused operators and in 8 bits. Milliseconds are the median of "
-        f"{ROUNDS} runs of the model, in turns with the others; answers are compared with the first one."
-    )
-    example = gradio.Dropdown(_labels(task), value=0, label="Examples", interactive=True)
-    boxes = [gradio.Textbox(**_box(task, place), lines=1 + 2 * place, interactive=True) for place in range(2)]
-    run = gradio.Button("Ask", variant="primary")
-    status = gradio.Markdown("", elem_id="reading")
-    shown = gradio.HTML("", elem_id="rungs")
-
-    def answer(*texts: str) -> Iterator[tuple[str, str]]:
-        try:
-            yield from readings(**_named(task, texts))
-        except T5AccelError as error:
-            yield str(error), ""
-
-    example.input(lambda number: _example(gradio, task, number), example, boxes, show_progress="hidden")
-    gradio.on([run.click, *(box.submit for box in boxes)], answer, boxes, [status, shown], **_ALONE)
-
-
-def readings(
-    question: str, context: str, *, load: Callable[[], tuple[Any, Sequence[OpenRung]]] = bundled
-) -> Iterator[tuple[str, str]]:
-    """Put a question to all rungs of the ladder: what happens, in a sentence, and the answers as `table` shows them.
-
-    Raises as `load` and `reading.ask`.
-    """
-    yield "Reading. The first time, both readers are loaded and exported, which takes some seconds.", ""
-    yield "Done.", table(ask(*load(), question, context))
-
-
-def table(found: Sequence[Answer]) -> str:
-    """What the rungs answered, a row each, as a table of HTML."""
-    rows = [
-        [
-            one.rung.which,
-            one.rung.adds,
-            html.escape(one.text) if one.has_answer else "<i>no answer in the text</i>",
-            f"{one.seconds * 1e3:.2f}",
-            f"{one.ratio:.1f}",
-            f"{one.size_bytes / 1e6:.1f}",
-            ("the same" if one.same else "<b>another</b>") if place else "–",
-        ]
-        for place, one in enumerate(found)
-    ]
-    heads = ["reader", "idea", "answer", "ms", "times as fast", "MB", "as the first"]
-    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div style="overflow-x: auto">{inner}</div>'  # a narrow screen moves the table, not the page
-
-
 def _example(gradio: Any, task: Task, number: int | None) -> list[Any]:
     """An example's texts, for both fields."""
     texts = [] if number is None else list(task.examples[number].values())
@@ -292,13 +221,8 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
     """Serve the page on this machine, in a notebook below the cell, too; returns its address.
 
     Args:
-        model: as of `make_demo`, which it is tried with first.
         port: by default 7860, or the next one that is free.
         share: let Gradio, the company, make a public address; visitors then cannot name another model.
-        block: wait until it is interrupted.
-
-    Raises:
-        MissingPackageError, T5AccelError: Gradio is not installed; there is no such model.
     """
     with TemporaryDirectory(prefix="t5accel-demo-") as folder:
         if block:  # in a process of its own: what Gradio lays out for files, which nobody sends, goes before it is used

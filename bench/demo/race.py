@@ -39,7 +39,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
             "A train from Hazelhill to Millland was held up. The delay was caused by a fallen tree. The train "
             "finally arrived 126 minutes late. Last week the train carried 579 people. Kenji Boldiman shared "
             "sandwiches in the aisle. At first staff spoke of 90 minutes. On board were 561 passengers."
-        ),
+        )
     },
     "summaries-seen-005": {
         "text": (
@@ -47,7 +47,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
             "borrowed a book about whales. The former library held 120 thousand books. Anton Marinsen had wanted a "
             "larger garden. In total the shelves hold 106 thousand books. In the end the building cost 443 "
             "thousand dollars. Children came by bus from Kington."
-        ),
+        )
     },
     "questions-seen-083": {
         "question": "What time did Rosa serve the curry?",
@@ -95,42 +95,23 @@ WRONG = ("translation-001",)
 
 @dataclass(frozen=True)
 class Task:
-    """One thing that can be asked.
+    """One thing that can be asked."""
 
-    Attributes:
-        id, label: for programs and for people.
-        language: of the answer.
-        template: the source, with the names of the fields in braces.
-        fields: what a person writes, by name its label.
-        examples: texts for these fields.
-        titles: what a list calls the examples.
-    """
-
-    id: str
+    id: str  # for programs and for people
     label: str
-    language: str
-    template: str
-    fields: dict[str, str]
-    examples: list[dict[str, str]] = field(repr=False)
-    titles: list[str] = field(repr=False)
+    language: str  # of the answer
+    template: str  # the source, with the names of the fields in braces
+    fields: dict[str, str]  # what a person writes, by name its label
+    examples: list[dict[str, str]] = field(repr=False)  # texts for these fields
+    titles: list[str] = field(repr=False)  # what a list calls the examples
 
     def source(self, texts: dict[str, str]) -> str:
-        """What the model reads.
-
-        >>> menu()[2].source({"question": "Who slept?", "context": "The cat slept."})
-        'question: Who slept? context: The cat slept.'
-        """
+        """What the model reads."""
         return self.template.format(**texts)
 
 
 def menu() -> list[Task]:
-    """All tasks, with their examples.
-
-    >>> [(task.id, len(task.examples)) for task in menu()]
-    [('translate', 5), ('summarise', 2), ('ask', 6)]
-    >>> menu()[0].titles[-1]
-    'The kitchen sink is leaking. (known failure: answered wrongly)'
-    """
+    """All tasks, with their examples."""
 
     def task(id_: str, label: str, language: str, template: str, name: str, **fields: str) -> Task:
         ids = [one for one in EXAMPLES if one.startswith(name)]
@@ -175,15 +156,9 @@ def interleave(
 
     Args:
         streams: by name; each gives the new tokens of a step. They are closed when the race is over, or given up.
-        clock: in seconds.
 
     Returns:
         The same dictionary each time, which changes.
-
-    >>> ticks = iter(range(0, 90, 3))  # every step takes three seconds
-    >>> *_, last = interleave({"a": [[5], [6]], "b": [[5, 6]]}, clock=lambda: next(ticks))
-    >>> last["a"].tokens == last["b"].tokens, last["a"].seconds, last["b"].first_s
-    (True, 6.0, 3.0)
     """
     lanes = {name: Progress() for name in streams}
     running = {name: iter(stream) for name, stream in streams.items()}
@@ -221,25 +196,16 @@ def difference(expected: Sequence[int], tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class LoadedSystem:
-    """A way that is loaded and warm.
+    """A way that is loaded and warm."""
 
-    Attributes:
-        stream: ids and mask (1, S) and the most new tokens -> the new tokens of each step.
-        tokenizer: of transformers, or a `TokenizerFile`.
-        size_bytes: of its weights, graphs included.
-    """
-
+    # ids and mask (1, S) and the most new tokens -> the new tokens of each step
     stream: Callable[[np.ndarray, np.ndarray, int], Iterator[list[int]]]
-    tokenizer: Any
-    size_bytes: int
+    tokenizer: Any  # of transformers, or a `TokenizerFile`
+    size_bytes: int  # of its weights, graphs included
 
 
 def ways_of(model: str) -> dict[str, tuple[str, str]]:
-    """The ways of answering with a model, the reference first: by label the model and the precision that `way` takes.
-
-    >>> list(ways_of("mini"))
-    ['transformers, fp32', 'ours, fp32', 'ours, int8', 'student, int8', 'ours, int4']
-    """
+    """The ways of answering, the reference first: by label the model and the precision for `way`."""
     found = {"transformers, fp32": (model, TRANSFORMERS)}
     found |= {f"ours, {precision}": (model, precision) for precision in ("fp32", "int8")}
     if student := STUDENT_OF.get(model):
@@ -252,11 +218,7 @@ def load_system(model: str, precision: str) -> LoadedSystem:
     """Load a model, or take it from the last ones, and warm it up.
 
     Args:
-        model: as of `api.accelerate`.
         precision: ``"fp32"``, ``"int8"`` or ``"int4"``, by our engine; or `TRANSFORMERS`, its ``generate()`` in fp32.
-
-    Raises:
-        InputError: it has no tokenizer; else as of `api.open_backend`.
     """
     from t5accel.api import open_backend
     from t5accel.decoding.streaming import stream
@@ -291,9 +253,7 @@ def generate_stream(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray, m
     """The new tokens of transformers' own greedy ``generate()``, which computes only while it is asked for the next.
 
     Args:
-        model: an encoder-decoder.
         ids, mask: (1, S).
-        most: new tokens.
     """
     import torch
     from transformers.generation.streamers import BaseStreamer

@@ -1,19 +1,12 @@
-"""Measure batch jobs: texts sorted by length in batches by a token budget, beside 32 at a time as the file has them.
+"""Measure batch jobs: texts sorted by length under a token budget, beside 32 at a time in file order.
 
-Answers have their natural length, and are compared before anything is timed. Two files: the evaluation sets one behind
-the other, as they are bundled (each task has texts of about one length), and the same texts mixed. Then `t5accel batch`
-itself, a process of its own, over ten thousand short texts and over ten times as many: how fast, in which memory, and
-is every row there? `data/results/batch.json` is where a recorded run belongs; called again with the same arguments at
-the same commit, it goes on.
-
-With ``--ray`` whole jobs of two sizes instead, for a file of their own, `data/results/batch-ray.json`: each a process
-from its start to its end: on all cores in that process, by one actor of Ray on as many, and by an actor on each. They
-run in build/servers/ray, where `make test-ray` installs Ray.
+Answers have their natural length, and are compared before anything is timed. Then `t5accel batch` itself, in a process
+of its own, over few and many short texts. With ``--ray`` whole jobs of the local engine and of Ray instead (installed
+by `make test-ray`). Runs: `data/results/batch.json`, `data/results/batch-ray.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -31,7 +24,7 @@ import numpy as np
 
 from bench import tasks
 from bench.harness import Way, measured
-from bench.results import Row, here, rows_so_far, write_rows
+from bench.results import Row, here, record_parser, rows_so_far, write_rows
 from t5accel import machine
 from t5accel.api import open_backend
 from t5accel.graphs.export_cache import cached_export_and_manifest
@@ -107,11 +100,7 @@ def rows_of(precision: str, limit: int | None, rounds: int, budgets: tuple[int, 
 
 
 def many(count: int, folder: Path) -> Iterator[Row]:
-    """`t5accel batch` over so many short texts: seconds from start to end, loading included, and what lies there then.
-
-    Raises:
-        RuntimeError: it failed, or a row is missing, there twice, or without an answer.
-    """
+    """Run `t5accel batch` over ``count`` short texts: seconds with loading, memory and files."""
     sentences = [tasks.source_text("translation", row) for row in tasks.rows("translation")]
     given, out = folder / f"{count}.jsonl", folder / f"answers-{count}"
     with given.open("w", encoding="utf-8") as file:
@@ -179,10 +168,8 @@ def engine_rows(limit: int | None, rounds: int, python: Path = RAY, copies: tupl
 
 def main() -> None:
     """Measure, and write the rows in one piece."""
-    parser = argparse.ArgumentParser(description="Measure sorted batches beside batches in file order.")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser = record_parser("Measure sorted batches beside batches in file order.", rounds=7)
     parser.add_argument("--limit", type=int, help="texts of each group of a task (all)")
-    parser.add_argument("--rounds", type=int, default=7, help="of the interleaved timing (7)")
     parser.add_argument("--short", type=int, default=100_000, help="short texts; a tenth of them first (100000)")
     parser.add_argument("--ray", action="store_true", help="whole jobs alone: the local engine beside Ray's")
     args = parser.parse_args()

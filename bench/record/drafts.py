@@ -1,17 +1,13 @@
-"""Measure lookup, and speculative decoding where there is a draft, against greedy search on the bundled model.
+"""Measure lookup and speculative decoding against greedy search on the bundled model.
 
-Answers have their natural length: forced to go on, a model repeats itself, and guessing would win for free. For that
-reason texts whose answer does not end by itself are left out. Every run goes through the same texts of a task; it is
-timed whole, and with sources that were encoded beforehand.
-`data/results/drafts.json` is where a recorded run belongs.
+Answers have their natural length, and texts whose answer does not end by itself are left out: forced to go on, a model
+repeats itself, and guessing would win for free. A run: `data/results/drafts.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -20,7 +16,7 @@ from tqdm import tqdm
 
 from bench import tasks
 from bench.harness import Way, measured
-from bench.results import Row, write_rows
+from bench.results import Row, record_parser, write_rows
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
@@ -146,11 +142,9 @@ def all_rows(draft: str | None, limit: int, rounds: int) -> Iterator[Row]:
 
 def main() -> None:
     """Measure everything and write the rows to a file, in one piece."""
-    parser = argparse.ArgumentParser(description="Measure lookup and speculative decoding against greedy search.")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser = record_parser("Measure lookup and speculative decoding against greedy search.", rounds=5)
     parser.add_argument("--draft", help="a model of the same vocabulary that guesses: a name or a folder")
     parser.add_argument("--limit", type=int, default=16, help="texts of each group of a task (16)")
-    parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
     args = parser.parse_args()
     rows = list(all_rows(args.draft, args.limit, args.rounds))
     draft = f" --draft {args.draft}" if args.draft else ""

@@ -73,12 +73,6 @@ def soak(
 
     The largest of each is drawn before ``settled_after`` ends, so that what comes later needs no more than was needed.
     Raises ``InputError`` for counts that make no sense, and on a system that does not report its memory.
-
-    >>> from t5accel.backends.torch_eager import TorchEager
-    >>> from t5accel.models.random_init import random_t5
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> len(soak(TorchEager(model), generations=4, settled_after=2, longest_answer=2).resident_bytes)
-    4
     """
     counts = dict(
         generations=generations, settled_after=settled_after, largest_batch=largest_batch,

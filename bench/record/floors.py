@@ -5,13 +5,11 @@ No recorded step of the same model on the same make of CPU may be faster than th
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 
-from bench.results import Row, write_rows
+from bench.results import Row, record_parser, write_rows
 from t5accel import machine
 from t5accel.graphs.shortlist_head import SMALLEST_BYTES
 from t5accel.models.load import load_model
@@ -43,8 +41,7 @@ def floor_rows(model: str, precision: str, passes: int) -> Iterator[Row]:
 
 def main() -> None:
     """Measure, and write the rows to a file."""
-    parser = argparse.ArgumentParser(description="Measure how fast weights are read, at each model's size.")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser = record_parser("Measure how fast weights are read, at each model's size.")
     parser.add_argument("--passes", type=int, default=50, help="over the weights, of which the best counts (50)")
     args = parser.parse_args()
     rows = [row for model in MODELS for precision in ("fp32", "int8", "int4")

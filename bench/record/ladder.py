@@ -1,10 +1,7 @@
-"""Climb both ladders from the naive loop: random weights of t5-small's size, and the bundled model on real texts.
+"""Climb both ladders: random weights of t5-small's size, and the bundled model on real texts.
 
-All rungs of a ladder are timed interleaved in one run, after each was proven: in fp32 the same tokens, else quality
-inside the gate. `data/results/ladder.json` is where a recorded run belongs, `docs/ladder.png` where its picture does:
-
-    python -m bench.record.ladder --json data/results/ladder.json
-    python -m bench.record.ladder --draw data/results/ladder.json --plot docs/ladder.png --only 256 summaries
+python -m bench.record.ladder --json data/results/ladder.json
+python -m bench.record.ladder --draw data/results/ladder.json --plot docs/ladder.png --only 256 summaries
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Measure the two studies: a BERT that answers questions, from PyTorch to pruned 8 bits; GPT-2, with a cache or anew.
+"""Measure the BERT and GPT-2 studies; an interrupted run goes on where it stopped.
 
-    python -m bench.record.other_models bert --json data/results/bert.json
-    python -m bench.record.other_models gpt2 --json data/results/gpt2.json
-
-Every part is written down when it is measured; an interrupted run goes on where it stopped, as long as machine,
-versions and commit are the same. Graphs are kept under --out. Nothing else may run on the machine meanwhile.
+python -m bench.record.other_models bert --json data/results/bert.json
+python -m bench.record.other_models gpt2 --json data/results/gpt2.json
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,7 +21,7 @@ from bench.bert.model import PRUNED, RANDOM_SIZES, READER, load_bert, random_ber
 from bench.bert.served import Protocol, Served, numbered, served_rows, single_words
 from bench.bert.spans import answerer, calibration_texts, read, torch_run
 from bench.gpt2 import NO_CACHE, WAYS, Gpt2, gpt2_rows, random_gpt2
-from bench.results import Row, here, rows_so_far, write_rows
+from bench.results import Row, here, record_parser, rows_so_far, write_rows
 from bench.tasks import source_text
 from t5accel import machine
 
@@ -133,9 +129,8 @@ def gpt2_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
 
 def main() -> None:
     """Measure what is not measured yet."""
-    parser = argparse.ArgumentParser(description="Measure the BERT study or the GPT-2 study.")
+    parser = record_parser("Measure the BERT study or the GPT-2 study.")
     parser.add_argument("study", choices=("bert", "gpt2"))
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
     parser.add_argument("--out", type=Path, default=Path("build/study"), help="where graphs are kept (build/study)")
     parser.add_argument("--quick", action="store_true", help="without BERT large, without the longest answers")
     args = parser.parse_args()

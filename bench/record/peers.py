@@ -1,8 +1,7 @@
-"""Measure our engine beside its peers on a grid of batches, sources and beams: `make peers` calls this.
+"""Measure our engine beside its peers on a grid: `make peers` calls this.
 
-Each peer's environment lies in build/peers/NAME, made from requirements/peers/NAME.txt. What was measured is kept after
-every cell, so an interrupted run goes on where it stopped; ``data/results/peers-cpu.json`` is a recorded run. With
-``--grid families`` models of other families are measured, one after the other.
+Environments lie in build/peers/NAME, made from requirements/peers/NAME.txt. An interrupted run goes on where it
+stopped; ``data/results/peers-cpu.json`` is a run. ``--grid families`` measures models of other families.
 """
 
 from __future__ import annotations

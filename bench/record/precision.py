@@ -6,7 +6,6 @@ recipe's hash.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from bench import tasks
 from bench.harness import Way, measured
 from bench.precision import agreement, sweep, text_quality
-from bench.results import Row, write_rows
+from bench.results import Row, record_parser, write_rows
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
@@ -182,9 +181,7 @@ def _of(recipe: Recipe) -> Row:
 
 def main() -> None:
     """Measure everything and write the rows to a file, in one piece."""
-    parser = argparse.ArgumentParser(description="Measure every recipe of the ladder.")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
-    parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
+    parser = record_parser("Measure every recipe of the ladder.", rounds=5)
     args = parser.parse_args()
     rows = [*quality_rows(), *sweep_rows(), *speed_rows(args.rounds)]
     write_rows(args.json, rows, command=f"python -m bench.record.precision --rounds {args.rounds}")

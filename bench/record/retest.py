@@ -1,13 +1,10 @@
-"""Measure again what the posts claim and no other script records.
+"""Measure again what the posts claim and no other program records, in about eight minutes.
 
-Older layouts of the graphs, the bookkeeping of beams, what can be kept between steps and calls, PyTorch's one-line
-int8, graph optimisation and moved graphs, tokenizers. `data/results/retest.json` is where a recorded run belongs, and
-`bench/record/claims.py` takes its figures from there. About eight minutes on two idle cores.
+`data/results/retest.json` is a run; `bench/record/claims.py` takes its figures from there.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +28,7 @@ from bench.baselines.unigram import UnigramTokenizer
 from bench.harness import Way, measured
 from bench.precision import backend_scores
 from bench.profiling import step_feeds
-from bench.results import Row, write_rows
+from bench.results import Row, record_parser, write_rows
 from t5accel import machine
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
@@ -380,9 +377,7 @@ def all_rows(rounds: int) -> Iterator[Row]:
 
 def main() -> None:
     """Measure everything and write the rows to a file, in one piece."""
-    parser = argparse.ArgumentParser(description="Measure again what the posts claim.")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
-    parser.add_argument("--rounds", type=int, default=5, help="of the interleaved timing (5)")
+    parser = record_parser("Measure again what the posts claim.", rounds=5)
     args = parser.parse_args()
     rows = []
     for row in all_rows(args.rounds):

@@ -1,13 +1,8 @@
-"""Put load on our server and on others, one after the other, on this machine: `make serving` calls this.
+"""Put load on our server and on others, one after the other: `make serving` calls this.
 
-For the bundled model, and for random weights at t5-small's size with a made-up vocabulary. Each server is a process of
-its own, whose answers are compared with our engine's before it is timed. Load generator and server share the cores.
-
-    python -m bench.record.serving --minutes 40
-
-What was measured is kept after each server, so that an interrupted run goes on where it stopped;
-``data/results/serving.json`` is a recorded run. Triton and Ray run from build/servers/, where `make serving` installs
-what stands in requirements/servers/; without that they are left out.
+Each server is a process of its own, whose answers are compared before it is timed; load generator and server share the
+cores. An interrupted run goes on where it stopped. Triton and Ray are left out where `make serving` has not installed
+them. A run: ``data/results/serving.json``.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ from bench.serving.rates import (
     table,
     targets,
 )
-from bench.serving.servers import Asked, Running, Server, free_port, other, ours, together
+from bench.serving.servers import Asked, Running, Server, free_port, kind_command, other, ours, together
 from bench.serving.triton import triton_server, write_repository
 from bench.tasks import rows as eval_rows
 from bench.tasks import source_text
@@ -75,17 +70,11 @@ COMPARED = 12  # answers
 
 @dataclass(frozen=True)
 class Model:
-    """What is served.
+    """What is served."""
 
-    Attributes:
-        name: as rows have it.
-        where: what servers are given: a name, or the folder of a checkpoint with a tokenizer.
-        text: random sources of a given number of tokens.
-    """
-
-    name: str
-    where: str
-    text: Text
+    name: str  # as rows have it
+    where: str  # what servers are given: a name, or the folder of a checkpoint with a tokenizer
+    text: Text  # random sources of a given number of tokens
 
 
 def bundled() -> Model:
@@ -138,8 +127,7 @@ def servers_for(model: Model, build: Path, threads: int) -> list[Server]:
     except MissingPackageError as error:
         print(error)
     if (python := build / "ray/bin/python").exists():
-        script, export = str(ROOT / "bench/serving/ray_server.py"), str(cached_export(model.where))
-        command = [str(python), script, export, "--port={port}", f"--threads={threads}"]
+        command = kind_command("ray", str(cached_export(model.where)), threads=threads, python=str(python))
         found.append(Server(RAY, command, ready="/ready"))
     else:
         print(f"{build / 'ray'} is missing: `make serving` makes it.")
@@ -154,11 +142,7 @@ def of_others() -> dict[str, str]:
 
 
 def compared(running: Running, bodies: Sequence[Mapping[str, Any]], expected: Sequence[tuple[str, int]]) -> Row:
-    """How many answers, asked for one by one and all at once, are those of our engine in the same precision, alone.
-
-    Raises:
-        ParityError: one is not, of a server in fp32. In integers neighbours may decide ties.
-    """
+    """How many answers, asked for one by one and all at once, are those of our engine in the same precision, alone."""
     url = running.url + running.server.path
     found = [ask(url, body) for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:

@@ -7,7 +7,6 @@ Needs `make web` and what `make test-web` installs:
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
@@ -23,7 +22,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from bench.precision import backend_scores
-from bench.results import Row, write_rows
+from bench.results import Row, record_parser, write_rows
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.graphs.manifest import read_manifest
 from t5accel.tokenization import TokenizerFile
@@ -150,8 +149,7 @@ def missed(rows: list[Row]) -> list[str]:
 
 def main() -> None:
     """Measure, and write the rows to a file."""
-    parser = argparse.ArgumentParser(description="Time the web page in a headless Chromium.")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser = record_parser("Time the web page in a headless Chromium.")
     args = parser.parse_args()
     content = json.loads((BUILT / "page.json").read_text(encoding="utf-8"))
     lock = json.loads((ROOT / "web" / "package-lock.json").read_text(encoding="utf-8"))

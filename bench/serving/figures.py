@@ -21,15 +21,10 @@ COLOURS = ("#2a6f97", "#e09f3e", "#2a9d8f", "#c1666b", "#7b5ea7", "#8d99ae", "#6
 
 @dataclass(frozen=True)
 class Watched:
-    """A batch over time.
+    """A batch over time."""
 
-    Attributes:
-        steps: for each step the job in each row, by its place in the list of jobs.
-        came, done: for each job the step before which it came, and the one after which its answer was handed out.
-    """
-
-    steps: list[list[int]]
-    came: list[int]
+    steps: list[list[int]]  # for each step the job in each row, by its place in the list of jobs
+    came: list[int]  # for each job the step before which it came, and the one after which its answer was handed out
     done: list[int]
 
     @property
@@ -56,20 +51,7 @@ def watch(backend: Backend, jobs: Sequence[tuple[int, Job]], *, rows: int = 4, s
     Args:
         backend: with ``admit``.
         jobs: each with the step before which it comes, in order.
-        rows: of the batch.
         static: those that are there form a batch, nobody joins it, and its answers are handed out when all are done.
-
-    >>> class Counter:  # a toy backend whose next token is the last one plus one
-    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
-    ...     def encode(self, input_ids, attention_mask): return list(input_ids)
-    ...     def start(self, source, rows_per_source=1): return list(source)
-    ...     def admit(self, state, source): state += source
-    ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
-    ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
-    >>> import numpy as np
-    >>> jobs = [(0, Job([5], max_new_tokens=4)), (1, Job([5], max_new_tokens=1))]
-    >>> watch(Counter(), jobs).steps, watch(Counter(), jobs, static=True).steps
-    ([[0], [0, 1], [0], [0]], [[0], [0], [0], [0], [1]])
     """
     steps: list[list[int]] = []
 
@@ -127,15 +109,7 @@ def _box(step: int, row: int, colour: str) -> Any:
 
 
 def draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]], model: str, *, key: str = "p99_s") -> None:
-    """A line for each server: seconds over the rate that was offered, up to the knee; the limit is dashed.
-
-    >>> from matplotlib.figure import Figure
-    >>> axes = Figure().subplots()
-    >>> point = dict(measured="open loop", cell="curve", model="mini", system="a", p99_s=0.1, limit_s=1.0)
-    >>> draw_rates(axes, [{**point, "rate_per_s": 9.0}, {**point, "rate_per_s": 5.0}], "mini")
-    >>> list(map(float, axes.lines[0].get_xdata()))
-    [5.0, 9.0]
-    """
+    """A line for each server: seconds over the rate that was offered, up to the knee; the limit is dashed."""
     points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
     for place, name in enumerate(dict.fromkeys(row["system"] for row in points)):
         best: dict[float, float] = {}  # of a rate that was offered twice

@@ -25,26 +25,16 @@ SILENT = (
 
 @dataclass(frozen=True)
 class FuzzReport:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        statuses: of the answers.
-        cut_off: requests that were answered by the end of the connection.
-        longest_s: until the first byte, or the end.
-        live_s: the longest until ``/health/live`` was answered meanwhile, where that was asked.
-    """
-
-    statuses: Counter[int]
-    cut_off: int
-    longest_s: float
-    live_s: float = 0.0
+    statuses: Counter[int]  # of the answers
+    cut_off: int  # requests that were answered by the end of the connection
+    longest_s: float  # until the first byte, or the end
+    live_s: float = 0.0  # the longest until ``/health/live`` was answered meanwhile, where that was asked
 
 
 def fuzz_server(port: int, count: int = 200, *, at_once: int = 8) -> FuzzReport:
     """Send so many hostile requests to a server on this machine; each has to end within half a minute.
-
-    Raises:
-        TimeoutError: one hangs.
 
     >>> fuzz_server(9, 2).cut_off  # nobody listens there
     2
@@ -59,16 +49,7 @@ def fuzz_server(port: int, count: int = 200, *, at_once: int = 8) -> FuzzReport:
 
 
 def fuzz_under_load(port: int, seconds: float, *, at_once: int = 6, silent: int = 40) -> FuzzReport:
-    """Hostile requests for so long, beside connections that say nothing or read nothing; health is asked all the time.
-
-    Raises:
-        TimeoutError: a request hangs.
-        ConnectionError: ``/health/live`` is not answered with 200.
-
-    >>> fuzz(9, 0.1)
-    Traceback (most recent call last):
-    ConnectionError: /health/live is answered b''
-    """
+    """Send malformed requests beside connections that stall, and probe the health all the time."""
     contents = [malformed_request(seed) for seed in range(8 * KINDS)]  # beforehand: making them would delay the probe
     ends, numbers, answers, live = time.monotonic() + seconds, itertools.count(), [], []
 
@@ -145,11 +126,7 @@ def head(*lines: str, path: str = "/generate") -> bytes:
 
 
 def malformed_request(seed: int) -> bytes:
-    """The request of this number; each of some thirty kinds comes again with other sizes.
-
-    >>> malformed_request(2)[:16]
-    b'GET /../../../..'
-    """
+    """The request of this number; each of some thirty kinds comes again with other sizes."""
     rng = random.Random(seed)
     junk = bytes(rng.randrange(256) for _ in range(rng.choice([1, 40, 3000])))
     sizes = [0, 1, 255, 65_536, 70_000, 300_000]

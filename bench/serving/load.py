@@ -1,12 +1,8 @@
-"""Load on a server, and how long each request really took.
+"""Load on a server, in an open or a closed loop, with every latency kept."""
 
-An **open loop** sends at moments that were drawn beforehand, whether answers come or not, as people do who know nothing
-of each other; a latency counts from the moment at which a request should have been sent. A **closed loop** sends when
-an answer has come. While a server stands still it sends nothing, so that a stall of a second is one slow request and
-not all those that would have come in that second: it flatters the slow.
-
-Every latency is kept, so percentiles are exact. Only this machine's own servers are asked.
-"""
+# An open loop sends at moments that were drawn beforehand, as people do who know nothing of each other; a latency
+# counts from the intended moment. A closed loop sends when an answer has come: while a server stands still it sends
+# nothing, so that a stall of a second is one slow request, not all those that would have come: it flatters the slow.
 
 from __future__ import annotations
 
@@ -35,29 +31,17 @@ LATE_S = 60.0  # after the last one was sent, answers are waited for so long
 class Load:
     """What is sent.
 
-    Attributes:
-        url: of a server on this machine, such as ``"http://127.0.0.1:8000"``.
-        requests: JSON bodies; which one comes when is drawn.
-        rate_per_s: of the open loop, on average; its gaps are exponential (a Poisson process).
-        seconds: during which requests are sent.
-        clients: in place of a rate: so many that each wait for their answers, the closed loop.
-        seed: of what is drawn. Two systems under equal loads get the same requests at the same moments.
-        path: where they are posted, below the URL.
-
-    Raises:
-        InputError: another machine's server, a rate and clients or neither, more than 100,000 requests.
-
     >>> bool(Load("http://127.0.0.1:8000", [{"text": "a"}], rate_per_s=1000.0, seconds=2.0).moments()[-1] < 2)
     True
     """
 
-    url: str
-    requests: Sequence[dict[str, Any]]
-    rate_per_s: float | None = None
-    seconds: float = 10.0
-    clients: int | None = None
-    seed: int = 0
-    path: str = "/generate"
+    url: str  # of a server on this machine, such as ``"http://127.0.0.1:8000"``
+    requests: Sequence[dict[str, Any]]  # JSON bodies; which one comes when is drawn
+    rate_per_s: float | None = None  # of the open loop, on average; its gaps are exponential (a Poisson process)
+    seconds: float = 10.0  # during which requests are sent
+    clients: int | None = None  # in place of a rate: so many that each wait for their answers, the closed loop
+    seed: int = 0  # of what is drawn. Two systems under equal loads get the same requests at the same moments
+    path: str = "/generate"  # where they are posted, below the URL
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
@@ -88,35 +72,20 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        latency_s: of the answers, from the intended moment to the last byte.
-        asked: for each of these, which of the requests it answers.
-        first_s: of answers that stream, to the first event.
-        statuses: how many requests ended so; 0 for those that got no answer.
-        tokens: in all answers.
-        wall_s: from the first intended moment to the last answer.
-        generator_cpu: the share of one core that the generator took, which the server may have lacked.
-        sent_late_s: the most by which the generator itself was late.
-    """
-
-    latency_s: list[float] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)  # of the answers, from the intended moment to the last byte
+    asked: list[int] = field(default_factory=list)  # for each of these, which of the requests it answers
+    first_s: list[float] = field(default_factory=list)  # of answers that stream, to the first event
+    # how many requests ended so; 0 for those that got no answer
     statuses: Counter[int] = field(default_factory=Counter)
-    tokens: int = 0
-    wall_s: float = 0.0
-    generator_cpu: float = 0.0
-    sent_late_s: float = 0.0
+    tokens: int = 0  # in all answers
+    wall_s: float = 0.0  # from the first intended moment to the last answer
+    generator_cpu: float = 0.0  # the share of one core that the generator took, which the server may have lacked
+    sent_late_s: float = 0.0  # the most by which the generator itself was late
 
     def percentile_s(self, percent: float, among: Collection[int] | None = None) -> float:
-        """Of the latencies, or of those of some requests; NaN without any.
-
-        >>> outcome = Outcome(latency_s=[0.1, 0.2, 0.9], asked=[0, 0, 1])
-        >>> outcome.percentile_s(50), outcome.percentile_s(50, among={1})
-        (0.2, 0.9)
-        """
+        """Of the latencies, or of those of some requests; NaN without any."""
         found = self.latency_s if among is None else [
             latency for latency, number in zip(self.latency_s, self.asked, strict=True) if number in among
         ]  # fmt: skip
@@ -137,16 +106,7 @@ class Outcome:
 
 
 async def offer(load: Load) -> Outcome:
-    """Send the load and wait for what comes of it.
-
-    Raises:
-        MissingPackageError: aiohttp is not installed.
-
-    >>> import asyncio
-    >>> nobody = asyncio.run(offer(Load("http://127.0.0.1:9", [{"text": "a"}], rate_per_s=50.0, seconds=0.2)))
-    >>> set(nobody.statuses), nobody.latency_s
-    ({0}, [])
-    """
+    """Send the load and wait for what comes of it."""
     try:
         import aiohttp
     except ImportError as error:
@@ -210,16 +170,7 @@ def ask(url: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> tuple[str
     """One request, and the text and the number of tokens that it is answered with; of streams, all pieces joined.
 
     Args:
-        url: with the path.
-        body: as JSON.
         timeout_s: without a byte.
-
-    Raises:
-        OSError: nobody answers, or with an error (``HTTPError``).
-
-    >>> ask("http://127.0.0.1:9/generate", {})
-    Traceback (most recent call last):
-    urllib.error.URLError: ...
     """
     asked = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(asked, timeout=timeout_s) as response:

@@ -1,7 +1,7 @@
-"""How servers do at which rate: loads that ask for short and long answers, rows of what came of them, and knees.
+"""Servers under rising rates: rows, curves and knees.
 
-The **knee** is the highest rate at which 99 of 100 answers still come within a limit. Beyond it waiting times grow as
-long as the load lasts, and say more about that than about the server.
+The **knee** is the highest rate at which 99 of 100 answers come within a limit. Beyond it waiting times grow as long as
+the load lasts, and say more about that than about the server.
 """
 
 from __future__ import annotations
@@ -45,13 +45,7 @@ def mixed_bodies(text: Text, count: int = 400, *, longest_source: int = 40, seed
 
 
 def load_row(load: Load, outcome: Outcome, *, limit_s: float, **facts: Any) -> Row:
-    """What came of a load.
-
-    >>> load = Load("http://127.0.0.1:1", [{"max_new_tokens": 4}], rate_per_s=2.0, seconds=2.0)
-    >>> row = load_row(load, Outcome([0.1, 0.4], asked=[0, 0], tokens=8, wall_s=2.0), limit_s=0.2)
-    >>> row["answers_per_s"], row["goodput_per_s"], row["tokens_per_s"]
-    (1.0, 0.5, 4.0)
-    """
+    """What came of a load."""
     short = {number for number, body in enumerate(load.requests) if body.get("max_new_tokens", LONG) <= SHORT[1]}
     answered = len(outcome.latency_s)
     row: dict[str, Any] = {
@@ -99,10 +93,6 @@ def knee(rows: Iterable[Mapping[str, Any]]) -> float:
     """The highest rate of these points at which a server kept up, with all below it; 0 if there is none.
 
     Of a rate that was offered twice the better time counts: what else a machine does can only be in the way.
-
-    >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
-    >>> knee([point(30.0, 9.0), point(10.0, 0.1), point(20.0, 0.9), point(40.0, 0.9)])
-    20.0
     """
     kept: dict[float, bool] = {}
     for row in rows:
@@ -112,12 +102,7 @@ def knee(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 def knee_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The knee of a server's points in words: with a sign where it kept up at the highest rate that was tried.
-
-    >>> point = lambda rate, p99_s: dict(rate_per_s=rate, p99_s=p99_s, limit_s=1.0, answered=100, unanswered=0)
-    >>> knee_text([point(20.0, 0.1), point(40.0, 0.2)]), knee_text([point(20.0, 0.1), point(40.0, 2.0)])
-    ('≥ 40', '20')
-    """
+    """The knee of a server's points in words: with a sign where it kept up at the highest rate that was tried."""
     found = knee(rows)
     return "≥ " * (found == max(row["rate_per_s"] for row in rows)) + f"{found:.3g}"
 
@@ -127,11 +112,6 @@ def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, mo
 
     Downward by two steps at a time, and then one up again, so that the knee is known to one step in any case. Where it
     does not keep up a point is measured twice.
-
-    >>> def point(rate: float) -> Row:
-    ...     return dict(rate_per_s=rate, p99_s=rate / 10, limit_s=1.0, answered=100, unanswered=0)
-    >>> [[row["rate_per_s"] for row in swept(point, start, step=2.0)] for start in (4.0, 20.0)]
-    [[4.0, 8.0, 16.0, 16.0], [20.0, 20.0, 5.0, 10.0]]
     """
     kept: list[bool] = []
 
@@ -161,14 +141,9 @@ def curve(
     """A server under the closed loop, and at rising rates of the open one, up to its knee.
 
     Args:
-        running: the server.
-        bodies: what is asked.
-        limit_s: by which the knee is told.
         seconds: of each point, and longer where few requests come.
         clients: of the closed loop, whose throughput is where the sweep begins, halved.
-        most: points of the curve.
         fewest: answers of each, for which it may take longer.
-        facts: what all rows say.
     """
 
     def sent(kind: str, **how: Any) -> Row:
@@ -193,16 +168,7 @@ def knees(rows: Sequence[Mapping[str, Any]], model: str) -> dict[str, float]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
-    """A line for each server: its knee, that over the baseline's, and its times when nobody else asks.
-
-    >>> point = dict(measured="open loop", cell="curve", model="m", p99_s=0.1, limit_s=1.0, answered=9, unanswered=0)
-    >>> alone = dict(measured="sequential", cell="curve", model="m", source_tokens=32, mean_s=0.01, deviation_s=0.002)
-    >>> print(table([{**point, "system": BASELINE, "rate_per_s": 5.0}, {**point, "system": "a", "rate_per_s": 10.0},
-    ...              {**alone, "system": "a"}], "m"))
-    server                 knee, /s  over the baseline      32 tokens
-    FastAPI, transformers       ≥ 5               1.0x              –
-    a                          ≥ 10               2.0x  10.0 ± 2.0 ms
-    """
+    """A line for each server: its knee, that over the baseline's, and its times when nobody else asks."""
     found = knees(rows, model)
     alone = [*chosen(rows, measured="sequential", model=model)]
     lengths = sorted({row["source_tokens"] for row in alone})
@@ -222,10 +188,6 @@ def targets(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, st
     """What a server of ours should reach, and what was measured; of what was not measured there is no entry.
 
     Nor is there one beside a server whose knee was not reached; where ours was not, the entry is the least it can be.
-
-    >>> ready = dict(measured="restart", model="m", system=OURS, seconds=0.8)
-    >>> targets([ready], "m")
-    [('ready after a kill, s', '<= 3', 0.8)]
     """
     found, of_model = knees(rows, model), [*chosen(rows, model=model)]
     points = [*chosen(of_model, measured="open loop", cell="curve")]
@@ -255,11 +217,7 @@ def targets(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, st
 
 
 def is_met(wanted: str, value: float) -> bool:
-    """Whether a measured value is what `targets` wants.
-
-    >>> is_met(">= 10", 12.0), is_met("<= 3", 3.5)
-    (True, False)
-    """
+    """Whether a measured value is what `targets` wants."""
     sign, bound = wanted.split()
     return value >= float(bound) if sign == ">=" else value <= float(bound)
 

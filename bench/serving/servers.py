@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -43,13 +44,7 @@ Answered = tuple[str, int]  # a text, and how many tokens it has
 
 
 def together(backend: Backend, tokenizer: Any, asked: Sequence[Asked]) -> list[Answered]:
-    """All of them as one batch, from the first step to the end of the longest answer. Those that have ended leave it.
-
-    >>> from t5accel.api import open_backend
-    >>> backend, tokenizer, _ = open_backend("mini", progress=False)
-    >>> together(backend, tokenizer, [Asked("translate English to French: I am tired.")])
-    [('Je suis fatigué.', 5)]
-    """
+    """Answer all as one batch, which ends with its longest answer; rows that have ended leave it."""
     batch = tokenizer([one.text for one in asked], return_tensors="np", padding=True)
     rows = [ids[mask == 1] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     limits = Limits(rows=len(asked), source_tokens=10**6, new_tokens=10**6, encoder_cache_bytes=0)
@@ -65,11 +60,8 @@ def together(backend: Backend, tokenizer: Any, asked: Sequence[Asked]) -> list[A
     return [(text, len(row)) for text, row in zip(texts, tokens, strict=True)]
 
 
-# The usual ways to put a T5 behind FastAPI, to be measured beside ours: request by request, and in static batches.
-# All answer the ``POST /generate`` of ``t5accel serve``, one text at a time and without beams:
-#     python -m bench.serving.servers static mini --port 8001
-# A **static batch** is collected while the one before it runs, and for a window after its first request came. Whoever
-# comes later waits until all of it is done, and so does whoever was done first.
+# A **static batch** is collected while the one before it runs, and for a window after its first request came. A
+# later request waits until the whole batch is done, and so does an answer that was done first.
 
 
 MOST_ROWS, WINDOW_S = 32, 0.02
@@ -82,18 +74,7 @@ class Batches:
     """Requests wait until a batch begins; the next one begins when all of it is done.
 
     Args:
-        answer: answers a batch.
-        most: requests in one.
         window_s: a batch that is not full begins so long after its first request came.
-
-    >>> async def three() -> list[Answered]:
-    ...     batches = Batches(lambda asked: [(one.text, len(asked)) for one in asked], most=2)
-    ...     work = asyncio.create_task(batches.work())
-    ...     found = await asyncio.gather(*[batches(Asked(text)) for text in "abc"])
-    ...     work.cancel()
-    ...     return found
-    >>> asyncio.run(three())
-    [('a', 2), ('b', 2), ('c', 1)]
     """
 
     def __init__(self, answer: Answer, *, most: int = 1, window_s: float = 0.0):
@@ -193,35 +174,14 @@ def of_our_engine(model: str, threads: int) -> Answer:
     return partial(together, backend, tokenizer)
 
 
-KINDS: dict[str, Callable[[str, int], Batches]] = {
-    "transformers": lambda model, threads: Batches(of_transformers(model, threads)),
-    "one-by-one": lambda model, threads: Batches(of_our_engine(model, threads)),
-    "static": lambda model, threads: Batches(of_our_engine(model, threads), most=MOST_ROWS, window_s=WINDOW_S),
-}
+def of_export(export: str, threads: int) -> Answer:
+    """The same for a folder of an export."""
+    from t5accel.backends.ort_session import SessionSettings
+    from t5accel.backends.ort_static import OrtStatic
+    from t5accel.tokenization import tokenizer_of
 
-
-def serve(batches: Batches, port: int) -> None:
-    """On 127.0.0.1, until it is ended."""
-    import uvicorn
-
-    uvicorn.run(make_app(batches), host="127.0.0.1", port=port, log_level="warning", access_log=False)
-
-
-def main() -> None:
-    """Serve one of them."""
-    from t5accel import machine
-
-    parser = argparse.ArgumentParser(description="Serve a T5 in one of the usual ways, on 127.0.0.1.")
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("model", help="as of t5accel serve")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=machine.cpu_threads())
-    args = parser.parse_args()
-    serve(KINDS[args.kind](args.model, args.threads), args.port)
-
-
-if __name__ == "__main__":
-    main()
+    backend = OrtStatic(Path(export), settings=SessionSettings(threads=threads))
+    return partial(together, backend, tokenizer_of(export))
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,26 +197,17 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Server:
-    """How a server is started, and how it is asked.
+    """How a server is started, and how it is asked."""
 
-    Attributes:
-        name: what a reader calls it.
-        command: ``{port}`` stands for the port, in arguments and in ``environment``.
-        base: of the URL, behind the port.
-        path: where requests are posted, behind that; and ``ready`` is where it says that it is ready.
-        streams: whether it can hand out a token before the answer is complete.
-        environment: what the process has beyond ours; ``None`` takes away.
-        precision: of the weights. In fp32 its answers have to be those of our engine.
-    """
-
-    name: str
-    command: Sequence[str]
-    base: str = ""
-    path: str = "/generate"
+    name: str  # what a reader calls it
+    command: Sequence[str]  # ``{port}`` stands for the port, in arguments and in ``environment``
+    base: str = ""  # of the URL, behind the port
+    path: str = "/generate"  # where requests are posted, behind that; and ``ready`` is where it says that it is ready
     ready: str = "/health/ready"
-    streams: bool = False
+    streams: bool = False  # whether it can hand out a token before the answer is complete
+    # what the process has beyond ours; ``None`` takes away
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    precision: str = "fp32"
+    precision: str = "fp32"  # of the weights. In fp32 its answers have to be those of our engine
 
 
 def ours(model: str, *, precision: str = "fp32", name: str | None = None, **flags: Any) -> Server:
@@ -266,50 +217,27 @@ def ours(model: str, *, precision: str = "fp32", name: str | None = None, **flag
     ['t5accel', 'serve', '--model=mini', '--precision=fp32', '--port={port}', '--rows=8']
     """
     given = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "t5accel",
-        "serve",
-        f"--model={model}",
-        f"--precision={precision}",
-        "--port={port}",
-    ]
+    options = [f"--model={model}", f"--precision={precision}", "--port={port}"]
+    command = [sys.executable, "-m", "t5accel", "serve", *options]
     return Server(name or "t5accel serve", [*command, *given], streams=True, precision=precision)
 
 
+def kind_command(kind: str, model: str, *, threads: int, python: str = sys.executable) -> list[str]:
+    """Start one of `KINDS`."""
+    return [python, "-m", "bench.serving.servers", kind, model, "--port={port}", f"--threads={threads}"]
+
+
 def other(kind: str, model: str, *, name: str, threads: int) -> Server:
-    """One of `other_servers`."""
-    command = [
-        sys.executable,
-        "-m",
-        "bench.serving.servers",
-        kind,
-        model,
-        "--port={port}",
-        f"--threads={threads}",
-    ]
-    return Server(name, command)
+    """One of `KINDS`, by the name that rows have."""
+    return Server(name, kind_command(kind, model, threads=threads))
 
 
 class Running:
     """A server that runs, until the ``with`` block ends.
 
-    Args:
-        server: which one.
-        log: takes what it writes.
-        port: by default one that is free.
-
     Attributes:
         url: what requests go to, without the path.
         started_s: from the start of the process until it was ready.
-
-    Raises:
-        PeerError: it does not get ready; the end of its log is quoted.
-
-    >>> with Running(Server("nothing", [sys.executable, "-c", "print('bye')"]), Path(os.devnull)): pass
-    Traceback (most recent call last):
-    t5accel.errors.PeerError: nothing ended with exit status 0 before it was ready: ...
     """
 
     def __init__(self, server: Server, log: Path, port: int | None = None):
@@ -364,3 +292,108 @@ class Running:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+# The usual servers, each a kind: request by request, in static batches, behind Ray, and the BERT study's reader. All
+# answer the ``POST /generate`` of ``t5accel serve``, one text at a time and without beams:
+#     python -m bench.serving.servers static mini --port 8001
+
+
+def serve_batches(batches: Batches, port: int) -> None:
+    """FastAPI on 127.0.0.1, until it is ended."""
+    import uvicorn
+
+    uvicorn.run(make_app(batches), host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+def serve_transformers(args: argparse.Namespace) -> None:
+    """Transformers, request by request."""
+    serve_batches(Batches(of_transformers(args.model, args.threads)), args.port)
+
+
+def serve_one_by_one(args: argparse.Namespace) -> None:
+    """Our engine, request by request."""
+    serve_batches(Batches(of_our_engine(args.model, args.threads)), args.port)
+
+
+def serve_static(args: argparse.Namespace) -> None:
+    """Our engine in static batches."""
+    answer = of_our_engine(args.model, args.threads)
+    serve_batches(Batches(answer, most=MOST_ROWS, window_s=WINDOW_S), args.port)
+
+
+def serve_bert(args: argparse.Namespace) -> None:
+    """A reader: a graph (``.onnx``) on ONNX Runtime, else PyTorch. The text is "question: … context: …"."""
+    from bench.bert.served import reader_of
+
+    read = reader_of(args.model, args.tokenizer, args.threshold, threads=args.threads, bound=args.bound)
+
+    def answer(asked: Sequence[Asked]) -> list[Answered]:
+        return [(text, len(text.split())) for text in read([one.text for one in asked])]
+
+    serve_batches(Batches(answer), args.port)
+
+
+def serve_by_ray(args: argparse.Namespace) -> None:
+    """Our engine behind Ray Serve's ``@serve.batch``, until SIGTERM; by the Python of its environment."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before ray is imported
+    import ray
+    from ray import serve
+    from starlette.responses import JSONResponse
+
+    @serve.deployment(max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0.5})
+    class Batched:
+        def __init__(self, export: str, threads: int):
+            from bench.serving.servers import of_export  # in the replica, which does not know this program
+
+            self.answer = of_export(export, threads)
+
+        @serve.batch(max_batch_size=MOST_ROWS, batch_wait_timeout_s=WINDOW_S)
+        async def answers(self, asked: list[dict[str, Any]]) -> list[Answered]:
+            from bench.serving.servers import Asked
+
+            return self.answer([Asked(**fields) for fields in asked])
+
+        async def __call__(self, request: Any) -> JSONResponse:
+            if request.method == "GET":
+                return JSONResponse({"ready": True})
+            text, tokens = await self.answers(await request.json())
+            return JSONResponse({"answers": [{"texts": [text], "tokens": [tokens]}]})
+
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": args.port})
+    serve.run(Batched.bind(args.model, args.threads), route_prefix="/")
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    ended.wait()
+    serve.shutdown()
+    ray.shutdown()
+
+
+KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "transformers": serve_transformers,
+    "one-by-one": serve_one_by_one,
+    "static": serve_static,
+    "bert": serve_bert,
+    "ray": serve_by_ray,
+}
+
+
+def main() -> None:
+    """Serve one of them."""
+    from t5accel import machine
+
+    parser = argparse.ArgumentParser(description="Serve a model in one of the usual ways, on 127.0.0.1.")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("model", help="as of t5accel serve; of ray an export, of bert also a graph (.onnx)")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=machine.cpu_threads())
+    parser.add_argument("--tokenizer", help="of bert: its folder")
+    parser.add_argument("--threshold", type=float, default=0.0, help="of bert: by which no answer must score higher")
+    parser.add_argument("--bound", action="store_true", help="of bert: a graph on memory that stays")
+    args = parser.parse_args()
+    KINDS[args.kind](args)
+
+
+if __name__ == "__main__":
+    main()

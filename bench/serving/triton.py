@@ -1,14 +1,11 @@
-"""A model repository for NVIDIA's Triton Inference Server, whose models run our ONNX sessions.
+"""A model repository for NVIDIA's Triton Inference Server, whose models run our sessions.
 
-Triton's own ONNX Runtime backend runs one graph once for each request; a T5 takes a loop around two graphs. So the
-models use its Python backend: ``model.py`` (`triton_model`) opens our export. The repository has two models:
-
-- ``NAME``: **dynamic batching**. Triton collects requests for a window of time, and the batch is answered as a whole.
-- ``NAME-in-flight``: **iterative sequences**. A request that is not done comes back with every step, together with
-  whatever came meanwhile, so that requests join a running batch.
-
-Its Python needs t5accel, onnxruntime, tokenizers, and numpy 1.26 (with numpy 2 Triton 2.51 loses the outputs).
+Triton's ONNX Runtime backend runs one graph once per request, while a T5 takes a loop around two graphs; so the models
+use its Python backend, with ``model.py`` (`triton_model`). ``NAME`` has dynamic batching; ``NAME-in-flight`` has
+iterative sequences, in which requests join a running batch.
 """
+
+# Its Python needs t5accel, onnxruntime, tokenizers, and numpy 1.26 (with numpy 2 Triton 2.51 loses the outputs).
 
 from __future__ import annotations
 
@@ -67,23 +64,11 @@ def write_repository(
     """Write a model repository, or add a version to the one that is there.
 
     Args:
-        folder: of the repository, for ``tritonserver --model-repository``.
-        model: as of `api.accelerate`.
-        precision: a recipe's name. Versions may differ in it.
         name: of the model in Triton; by default ``model``, where that can be a name.
         version: a number; Triton serves all, and by default answers with the highest.
-        rows: of a batch, at most.
         window_ms: how long Triton collects a batch that is not full.
         instances: processes that each hold the model, of the one with dynamic batching.
         threads: of each instance; by default the cores that there are, shared.
-        progress: as of `api.accelerate`.
-
-    Returns:
-        The folder.
-
-    Raises:
-        InputError: a value that Triton would not understand, or a model without a tokenizer.
-        ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as here:
@@ -120,11 +105,7 @@ def triton_server(environment: Path, repository: Path, name: str, *, in_flight: 
     Args:
         environment: a virtual environment with that package and what ``model.py`` needs.
         repository: of `write_repository`; both of its models are loaded.
-        name: of the model with dynamic batching.
         in_flight: ask the other one.
-
-    Raises:
-        MissingPackageError: the environment has no Triton.
     """
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = environment / "lib" / python / "site-packages"

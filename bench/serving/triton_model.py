@@ -1,8 +1,7 @@
-"""What Triton's Python backend runs: `python -m bench triton` copies this file into a model repository as ``model.py``.
+"""Triton's Python backend; `python -m bench triton` copies this file as ``model.py``.
 
-In a model with dynamic batching Triton hands over a batch, which is answered as a whole. In one whose requests are
-iterative sequences it hands over all that are under way, once for each step: those that are new join our scheduler, one
-round is made, and whoever is not done comes again with the next step.
+With dynamic batching a batch is answered as a whole. Of iterative sequences Triton hands over all that run, once per
+step: new ones join our scheduler, one round is made, and unfinished ones come again.
 """
 
 from __future__ import annotations

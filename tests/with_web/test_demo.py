@@ -133,49 +133,6 @@ def test_empty_overlong_and_unknown_get_a_sentence(demo: Page) -> None:
     expect(status).to_contain_text("no-such/model", timeout=ANSWER_MS)
 
 
-def read(page: Page) -> list[list[str]]:
-    """Click, wait, and read the rungs' cells."""
-    page.get_by_role("button", name="Ask").click()
-    expect(page.locator("#reading")).to_have_text("Done.", timeout=ANSWER_MS)
-    return [row.locator("td").all_inner_texts() for row in page.locator("#rungs tbody tr").all()]
-
-
-def test_the_rungs_of_the_ladder_answer_every_example(demo: Page) -> None:
-    demo.get_by_role("tab", name="A BERT reads").click()
-    *_, task = menu()
-    answers = []
-    for number, texts in enumerate(task.examples):
-        demo.get_by_role("combobox", name="Examples").click()
-        demo.get_by_role("option").nth(number).click()
-        expect(demo.get_by_role("textbox", name="Text", exact=True)).to_have_value(texts["context"])
-        found = read(demo)
-        assert [row[0] for row in found] == ["whole"] * 4 + ["pruned"] * 4
-        assert len({row[2] for row in found[:3]}) == 1, "in fp32 every rung of a reader answers alike"
-        assert len({row[2] for row in found[4:7]}) == 1
-        for row in found:
-            assert row[2] in texts["context"] or row[2] == "no answer in the text"
-            assert all(float(row[column].split()[0]) > 0 for column in (3, 4, 5))
-        answers.append(found[0][2])
-    assert len({*answers}) > 3, "answers that vary are what equality rests on"
-    demo.screenshot(path=OUT / "demo-read.png", full_page=True)
-    demo.set_viewport_size({"width": 360, "height": 700})
-    assert demo.evaluate("document.documentElement.scrollWidth") <= 360
-    demo.screenshot(path=OUT / "demo-read-phone.png", full_page=True)
-
-
-def test_the_readers_refuse_empty_and_overlong_texts_in_a_sentence(demo: Page) -> None:
-    demo.get_by_role("tab", name="A BERT reads").click()
-    *_, task = menu()
-    long = "The storm closed the road. " * 200
-    for text, said in (("  ", "Nothing is written under “Text”"), (long, "shorten them")):
-        write(demo, {"question": "What closed?", "context": text}, task.fields)
-        demo.get_by_role("button", name="Ask").click()
-        expect(demo.locator("#reading")).to_contain_text(said, timeout=ANSWER_MS)
-        expect(demo.locator("#rungs td")).to_have_count(0)
-    write(demo, {"question": "What closed?", "context": "The storm closed the road."}, task.fields)
-    assert len(read(demo)) == 8, "and it goes on afterwards"
-
-
 FORM = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n' + b"a" * 100_000 + b"\r\n--x--"
 
 
