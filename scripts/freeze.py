@@ -50,14 +50,14 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.prompt_lookup import lookup
+from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
-from t5accel.graphs.export import export_t5
+from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
 from t5accel.machine import facts
-from t5accel.models.load import load_t5
+from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model, random_t5
 from t5accel.models.registry import BEYOND_T5
 from t5accel.precision.convert import convert_export
@@ -107,7 +107,7 @@ def exports(work: Path) -> Iterator[tuple[str, Any]]:
     for name, model in models.items():
         for way, options in ways.items():
             folder = work / name / way
-            export_t5(model, folder, check_logits=False, **options)
+            export_model(model, folder, check_logits=False, **options)
             yield f"{name}, {way}, fp32", written(folder)
             for recipe in RECIPES if way in ("two graphs", "step and shortlist") else ():
                 convert_export(folder, work / name / f"{way} {recipe}", recipe)
@@ -137,7 +137,7 @@ def written(folder: Path) -> dict[str, str]:
 def tokens(work: Path) -> Iterator[tuple[str, Any]]:
     """What each algorithm answers on each backend: greedy search for 50 texts, the others for 12."""
     torch.set_num_threads(1)
-    model, tokenizer = load_t5("mini")
+    model, tokenizer = load_model("mini")
     batch = tokenizer(texts(50), padding=True, return_tensors="np")
     ids, mask = batch["input_ids"], batch["attention_mask"]
     one, folder = SessionSettings(threads=1), cached_export("mini")
@@ -164,7 +164,7 @@ def tokens(work: Path) -> Iterator[tuple[str, Any]]:
         yield f"{name}/greedy", generated(greedy(backend, ids[:count], mask[:count], **LENGTH))
         yield f"{name}/beams", generated(beam_search(backend, *given, num_beams=4, **LENGTH))
         yield f"{name}/sample", generated(sample(backend, *given, seed=3, temperature=0.8, top_k=20, **LENGTH))
-        yield f"{name}/lookup", generated(lookup(backend, *given, **LENGTH))
+        yield f"{name}/lookup", generated(prompt_lookup(backend, *given, **LENGTH))
         yield f"{name}/speculative", generated(speculative(backend, draft, *given, **LENGTH))
         chunks = list(stream(backend, *given, **LENGTH))
         streamed = [np.concatenate(pieces) for pieces in zip(*chunks, strict=True)]
