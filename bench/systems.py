@@ -25,8 +25,8 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import Sampling, sample
 from t5accel.models.load import cast_model, load_model
-from t5accel.serve.limits import Limits
-from t5accel.serve.request import Job
+from t5accel.serve.limits import SchedulerLimits
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -204,13 +204,13 @@ def _drawn(subject: ModelOnDevice) -> Generate:
 
 def scheduler(subject: ModelOnDevice, rows: int) -> Scheduler:
     """One with so many rows, and a backend of its own for them; nothing is encoded once for two rounds."""
-    limits = Limits(rows=rows, queue=4096, encoder_cache_bytes=0)
+    limits = SchedulerLimits(rows=rows, queue=4096, encoder_cache_bytes=0)
     return Scheduler(subject.once(f"{FLIGHT}, {rows} rows", _static()), limits)
 
 
-def jobs(ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> list[Job]:
+def jobs(ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> list[GenerationRequest]:
     """A request for each text (B, S), for exactly so many (B,) new tokens."""
-    return [Job(text[seen > 0], min_new_tokens=int(length), max_new_tokens=int(length))
+    return [GenerationRequest(text[seen > 0], min_new_tokens=int(length), max_new_tokens=int(length))
             for text, seen, length in zip(ids, mask, lengths, strict=True)]  # fmt: skip
 
 

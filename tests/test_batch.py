@@ -37,9 +37,9 @@ from t5accel.errors import InputError, JobError
 from t5accel.graphs.manifest import describe_file
 from t5accel.serve.batch import job as running
 from t5accel.serve.batch import output
-from t5accel.serve.batch.formats import JsonRows, Unfit
-from t5accel.serve.batch.generate import Answer, Answerer, batches
-from t5accel.serve.batch.job import Done, Model, Settings, run
+from t5accel.serve.batch.formats import JsonRows, RejectedRow
+from t5accel.serve.batch.generate import Answer, BatchGenerator, batches
+from t5accel.serve.batch.job import Model, Settings, ShardStats, run
 from t5accel.serve.batch.output import Output, ShardRecord
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,11 +47,11 @@ PREFIX = "translate English to French: "
 TEXTS = [row["source"] for row in tasks.rows("translation", limit=20)]
 
 
-def upper(texts: Sequence[str], on_batch: Callable[..., Any] | None = None) -> list[Answer | Unfit]:
+def upper(texts: Sequence[str], on_batch: Callable[..., Any] | None = None) -> list[Answer | RejectedRow]:
     """A toy in place of a model: no text of more than 40 characters."""
     if on_batch:
         on_batch(len(texts), len(texts))
-    return [Answer(text.upper(), 1) if len(text) <= 40 else Unfit("too long") for text in texts]
+    return [Answer(text.upper(), 1) if len(text) <= 40 else RejectedRow("too long") for text in texts]
 
 
 upper.beams = 1
@@ -107,7 +107,7 @@ def test_texts_answered_in_sorted_batches_are_what_each_is_answered_alone(opened
     texts = [PREFIX + text for text in TEXTS[:: 3 * beams]] + [
         tasks.source_text("questions", tasks.rows("questions")[0])
     ]
-    answer = Answerer(*opened_mini, beams=beams, max_new_tokens=24, batch_tokens=120 * beams)
+    answer = BatchGenerator(*opened_mini, beams=beams, max_new_tokens=24, batch_tokens=120 * beams)
     sizes: list[int] = []
     found = answer(texts, lambda rows, tokens: sizes.append(rows))
     assert found == [answer([text])[0] for text in texts] and len({one.text for one in found}) == len(texts)
@@ -122,34 +122,34 @@ def test_texts_answered_in_sorted_batches_are_what_each_is_answered_alone(opened
 
 def test_an_answer_in_another_row_s_place_would_be_noticed(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [PREFIX + text for text in TEXTS[:20:4]]
-    answer = Answerer(*opened_mini, max_new_tokens=24)
+    answer = BatchGenerator(*opened_mini, max_new_tokens=24)
     expected = answer(texts)
     monkeypatch.setattr("t5accel.serve.batch.generate.batches", lambda lengths, most: [[*range(len(lengths))][::-1]])
     assert answer(texts) == expected
-    monkeypatch.setattr(answer, "_generated", lambda sources: Answerer._generated(answer, sources[::-1]))
+    monkeypatch.setattr(answer, "_generated", lambda sources: BatchGenerator._generated(answer, sources[::-1]))
     assert answer(texts) != expected
 
 
 def test_texts_that_the_model_cannot_read_have_a_reason(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Answerer(*opened_mini, max_source_tokens=9, max_new_tokens=8)
+    answer = BatchGenerator(*opened_mini, max_source_tokens=9, max_new_tokens=8)
     short, long = answer([PREFIX + "No.", PREFIX + "Never again and never before, I said to them all."])
-    assert isinstance(short, Answer) and isinstance(long, Unfit) and "at most 9" in long.reason
+    assert isinstance(short, Answer) and isinstance(long, RejectedRow) and "at most 9" in long.reason
     monkeypatch.setattr(answer, "entries", 50)
     assert "no entry" in answer([PREFIX + "No."])[0].reason
     assert answer([]) == []
     with pytest.raises(InputError, match="no tokenizer"):
-        Answerer(opened_mini[0], None)
+        BatchGenerator(opened_mini[0], None)
     for name in ("beams", "max_new_tokens", "max_source_tokens", "batch_tokens"):
         with pytest.raises(InputError, match=name):
-            Answerer(*opened_mini, **{name: 0})
+            BatchGenerator(*opened_mini, **{name: 0})
 
 
 def test_a_text_on_which_the_tokenizer_panics_costs_no_other_its_answer(opened_mini: Any, tmp_path: Path) -> None:
-    answer = Answerer(opened_mini[0], panicking_tokenizer(tmp_path), max_new_tokens=4)
+    answer = BatchGenerator(opened_mini[0], panicking_tokenizer(tmp_path), max_new_tokens=4)
     fine, bad, none, also_fine = answer(["a a", "a\n a", "\t", "a"])
     assert isinstance(fine, Answer) and isinstance(also_fine, Answer)
-    assert bad == Unfit("The tokenizer fails on a text (PanicException: AddedVocabulary bad split).")
-    assert none == Unfit("a text of which the tokenizer makes no token")
+    assert bad == RejectedRow("The tokenizer fails on a text (PanicException: AddedVocabulary bad split).")
+    assert none == RejectedRow("a text of which the tokenizer makes no token")
 
 
 class Foreign(BaseException):
@@ -161,7 +161,7 @@ def test_whatever_fails_on_one_text_is_the_reason_of_one_reject(
     opened_mini: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     texts = [PREFIX + text for text in TEXTS[:6]]
-    answer = Answerer(*opened_mini, max_new_tokens=8)
+    answer = BatchGenerator(*opened_mini, max_new_tokens=8)
     expected = [answer([text])[0] for text in texts]
     generated, decoded, tokenizer = answer._generated, opened_mini[1].batch_decode, opened_mini[1]
     lengths = [len(ids) for _, ids in sorted(answer._tokenised(texts))]
@@ -185,7 +185,7 @@ def test_whatever_fails_on_one_text_is_the_reason_of_one_reject(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fails)
             found = answer(texts, lambda rows, tokens, counts=counts: counts.append(rows))
-        assert isinstance(found[where], Unfit) and type(error).__name__ in found[where].reason
+        assert isinstance(found[where], RejectedRow) and type(error).__name__ in found[where].reason
         assert [one for i, one in enumerate(found) if i != where] == [
             one for i, one in enumerate(expected) if i != where
         ]
@@ -195,7 +195,7 @@ def test_whatever_fails_on_one_text_is_the_reason_of_one_reject(
 def test_a_model_that_fails_on_any_text_ends_the_job_and_rejects_nothing(
     opened_mini: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = Answerer(*opened_mini)
+    answer = BatchGenerator(*opened_mini)
     for error, kind, sentence in (
         (Foreign("gone"), JobError, r"fails on any text \(Foreign: gone\)"), (InputError("beams"), InputError, "beams"),
         (KeyboardInterrupt(), KeyboardInterrupt, None),
@@ -253,7 +253,7 @@ def test_every_row_comes_back_once_with_its_answer_or_its_reason(
     assert [reject["row"] - 1 for reject in rejects_in(folder / "out")] == [
         i for i in range(len(rows)) if i not in good
     ]
-    assert (done.answered, done.rejected, before) == (len(good), len(rows) - len(good), Done())
+    assert (done.answered, done.rejected, before) == (len(good), len(rows) - len(good), ShardStats())
 
 
 @pytest.mark.usefixtures("toy")
@@ -268,7 +268,7 @@ def test_rows_that_cannot_be_done_are_rejected_with_their_number_and_reason(tmp_
     parts = b"".join(file.read_bytes() for file in sorted((tmp_path / "out").glob("part-*")))
     assert parts == b'{"text": "one", "n": 1.50, "answer": "ONE"}\n{"text": "two", "answer": "TWO"}\n'
     rejects = rejects_in(tmp_path / "out")
-    assert [reject["row"] for reject in rejects] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and done == Done(2, 10, 2)
+    assert [reject["row"] for reject in rejects] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and done == ShardStats(2, 10, 2)
     expected = ("not JSON", "not a text but 7", "not an object", "no field 'text'", "not JSON", "too long", "surrogate",
                 "a field 'answer'", "not JSON", "not UTF-8")  # fmt: skip
     assert all(part in reject["reason"] for part, reject in zip(expected, rejects, strict=True))
@@ -306,9 +306,9 @@ def test_broken_records_of_csv_and_odd_values_of_parquet_are_rejected(tmp_path: 
 def test_values_that_python_cannot_hold_and_damaged_pages_of_parquet_are_told(tmp_path: Path) -> None:
     far = pyarrow.array([10**15, 0], pyarrow.timestamp("s"))
     parquet.write_table(pyarrow.table({"text": [" ", "two"], "when": far}), tmp_path / "a.parquet")
-    assert run(tmp_path / "a.parquet", tmp_path / "column")[0] == Done(1, 1, 1)
+    assert run(tmp_path / "a.parquet", tmp_path / "column")[0] == ShardStats(1, 1, 1)
     parquet.write_table(pyarrow.table({"text": far}), tmp_path / "b.parquet")
-    assert run(tmp_path / "b.parquet", tmp_path / "text")[0] == Done(0, 2, 0)
+    assert run(tmp_path / "b.parquet", tmp_path / "text")[0] == ShardStats(0, 2, 0)
     assert "not a text but timestamp[ms]: OverflowError" in rejects_in(tmp_path / "text")[0]["reason"]
     texts = [f"text {i}" for i in range(50)]
     parquet.write_table(
@@ -337,7 +337,7 @@ def test_texts_in_another_encoding_are_refused_before_a_row_is_answered(tmp_path
 @pytest.mark.usefixtures("toy")
 def test_a_carriage_return_alone_ends_no_row_of_csv_and_hides_none(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"id,text\n1,one\r2,two\n3,three\n")
-    assert run(tmp_path / "a.csv", tmp_path / "out")[0] == Done(1, 1, 1)
+    assert run(tmp_path / "a.csv", tmp_path / "out")[0] == ShardStats(1, 1, 1)
     assert rejects_in(tmp_path / "out")[0]["reason"] == "not CSV: new-line character seen in unquoted field"
     (tmp_path / "b.csv").write_bytes(b"text\rone\rtwo\r")
     with pytest.raises(InputError, match=r"\(new-line character seen in unquoted field\): give CSV"):
@@ -349,7 +349,7 @@ def test_the_lines_of_a_long_field_of_csv_are_no_rows(tmp_path: Path) -> None:
     long = "".join(f"line,{i}\n" for i in range(20_000))
     assert len(long) > 131_072, "Python's own limit"
     (tmp_path / "in.csv").write_text(f'id,text\n1,"{long}"\n2,two\n', encoding="utf-8")
-    assert run(tmp_path / "in.csv", tmp_path / "out")[0] == Done(1, 1, 1)
+    assert run(tmp_path / "in.csv", tmp_path / "out")[0] == ShardStats(1, 1, 1)
     assert rejects_in(tmp_path / "out")[0]["reason"] == "too long"
 
 
@@ -366,7 +366,9 @@ def test_folders_and_patterns_are_read_in_the_order_of_their_names(tmp_path: Pat
     assert rows_in(tmp_path / "folder")[2] == {"text": "three", "answer": "THREE"}
     again = tmp_path / "moved"
     (tmp_path / "in").rename(again)
-    assert run(again, tmp_path / "folder") == (Done(), Done(4, 0, 4)), "the same files elsewhere are the same input"
+    assert run(again, tmp_path / "folder") == (ShardStats(), ShardStats(4, 0, 4)), (
+        "the same files elsewhere are the same input"
+    )
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -421,7 +423,13 @@ def test_what_is_no_input_and_no_output_is_refused_in_a_sentence(
         run("in.jsonl", "full")
     with pytest.raises(JobError, match="cannot be written to"):
         run("in.jsonl", "a.doc/out")
-    for wrong in (dict(shard_rows=0), dict(column=""), dict(into="text"), dict(prefix="\udcff"), dict(into="\udcff")):
+    for wrong in (
+        dict(shard_rows=0),
+        dict(column=""),
+        dict(output_column="text"),
+        dict(prefix="\udcff"),
+        dict(output_column="\udcff"),
+    ):
         with pytest.raises(InputError):
             Settings(**wrong)
 
@@ -486,7 +494,7 @@ def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(
 ) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": f"text {i}"} for i in range(9)])
     run(path, tmp_path / "expected", settings=Settings(shard_rows=2))
-    content, real = path.read_bytes(), running.do_shard
+    content, real = path.read_bytes(), running.process_shard
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -499,19 +507,21 @@ def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(
         turns = iter([lambda: None, trouble])
         with monkeypatch.context() as patch, pytest.raises(JobError, match=sentence):
             patch.setattr(output, "flush", output.flush)  # put back after the block
-            patch.setattr(running, "do_shard", lambda *given, turns=turns: (next(turns)(), real(*given))[1])
+            patch.setattr(running, "process_shard", lambda *given, turns=turns: (next(turns)(), real(*given))[1])
             run(path, tmp_path / name, settings=Settings(shard_rows=2))
         assert len(files(tmp_path / name)) == 3, "the manifest, a shard and its record, nothing half written"
         path.write_bytes(content)
         done, before = run(path, tmp_path / name, settings=Settings(shard_rows=2))
-        assert (done.answered, before) == (7, Done(2, 0, 2)) and files(tmp_path / name) == files(tmp_path / "expected")
+        assert (done.answered, before) == (7, ShardStats(2, 0, 2)) and files(tmp_path / name) == files(
+            tmp_path / "expected"
+        )
 
 
 @pytest.mark.usefixtures("toy")
 def test_bytes_that_change_while_a_job_runs_are_noticed_though_the_times_are_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = tmp_path / "in.txt", running.do_shard
+    path, real = tmp_path / "in.txt", running.process_shard
     path.write_text("one\ntwo\nsix\n")
     times = path.stat()
 
@@ -520,7 +530,7 @@ def test_bytes_that_change_while_a_job_runs_are_noticed_though_the_times_are_put
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     turns = iter([lambda: None, alter])
-    monkeypatch.setattr(running, "do_shard", lambda *given: (next(turns)(), real(*given))[1])
+    monkeypatch.setattr(running, "process_shard", lambda *given: (next(turns)(), real(*given))[1])
     time.sleep(0.02)  # the clock of a file system ticks
     with pytest.raises(JobError, match="was written to since the job began"):
         run(path, tmp_path / "out", settings=Settings(shard_rows=1))
@@ -531,7 +541,7 @@ def test_bytes_that_change_while_a_job_runs_are_noticed_though_the_times_are_put
 def test_a_folder_that_vanishes_or_becomes_another_job_s_is_not_filled_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = tmp_path / "in.txt", running.do_shard
+    path, real = tmp_path / "in.txt", running.process_shard
     path.write_text("one\n\nthree\nfour\n")
     (tmp_path / "other.txt").write_text("five\n")
     out, one_each = tmp_path / "out", Settings(shard_rows=1)
@@ -539,7 +549,7 @@ def test_a_folder_that_vanishes_or_becomes_another_job_s_is_not_filled_up(
     def replaced() -> None:
         shutil.rmtree(out)
         with monkeypatch.context() as patch:
-            patch.setattr(running, "do_shard", real)
+            patch.setattr(running, "process_shard", real)
             run(tmp_path / "other.txt", out)
 
     def cut() -> None:
@@ -556,7 +566,7 @@ def test_a_folder_that_vanishes_or_becomes_another_job_s_is_not_filled_up(
         for at in (2, 3):  # before the last but one, and the last
             turns = iter(range(4))
             monkeypatch.setattr(
-                running, "do_shard",
+                running, "process_shard",
                 lambda *given, turns=turns, at=at, trouble=trouble: (next(turns) == at and trouble(), real(*given))[1],
             )  # fmt: skip
             with pytest.raises(JobError, match=sentence):
@@ -573,7 +583,7 @@ def test_files_that_were_cut_altered_or_lost_are_made_again_and_named(
     path, one_each = tmp_path / "in.txt", Settings(shard_rows=1)
     path.write_text("one\n\nthree\nfour\n")
     run(path, tmp_path / "expected", settings=one_each)
-    expected, whole = files(tmp_path / "expected"), Done(3, 1, 3)
+    expected, whole = files(tmp_path / "expected"), ShardStats(3, 1, 3)
     part, rejects, done = "part-000002.jsonl", "_rejects/part-000001.jsonl", "_done.jsonl"
     lines = expected[done].splitlines(keepends=True)
     for name, content, named, rows in (
@@ -611,13 +621,13 @@ def test_rejects_of_an_interrupted_try_do_not_outlive_it(tmp_path: Path, monkeyp
         return put(self, name, write)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        short = [Unfit("no memory"), Answer("TWO", 1)]
+        short = [RejectedRow("no memory"), Answer("TWO", 1)]
         answerer = Mock(return_value=short, beams=1)
         patch.setattr(Model, "open", lambda self, settings: (answerer, {"name": "mini", "sha256": "mini"}))
         patch.setattr(Output, "put", killed_at_the_part)
         run(path, tmp_path / "out")
     assert rejects_in(tmp_path / "out")
-    assert run(path, tmp_path / "out") == (Done(2, 0, 2), Done()) and not rejects_in(tmp_path / "out")
+    assert run(path, tmp_path / "out") == (ShardStats(2, 0, 2), ShardStats()) and not rejects_in(tmp_path / "out")
 
 
 class Killed(BaseException):
@@ -682,7 +692,7 @@ def test_shards_written_in_place_and_known_by_their_names_would_be_noticed(
         return describe_file(self.folder / name)
 
     def by_name(self: Output, parts: list[str]) -> tuple[dict[str, ShardRecord], list[str]]:
-        return {part: ShardRecord(part, Done(), {}) for part in parts if (self.folder / part).exists()}, []
+        return {part: ShardRecord(part, ShardStats(), {}) for part in parts if (self.folder / part).exists()}, []
 
     monkeypatch.setattr(Output, "put", in_place)
     monkeypatch.setattr(Output, "finished", by_name)
@@ -811,7 +821,7 @@ def test_the_command_answers_says_so_and_goes_on(tmp_path: Path, exported_mini: 
         "source",
         "--prefix",
         PREFIX,
-        "--into",
+        "--output-column",
         "french",
     ]
     result = CliRunner().invoke(app, [*map(str, command)])

@@ -26,9 +26,9 @@ from t5accel.serve import ray_router as fronts
 from t5accel.serve import ray_router as replicas
 from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Job, Model, Settings, Shard, run
-from t5accel.serve.batch.output import Done, ShardRecord
-from t5accel.serve.middleware import Guard
-from t5accel.serve.ray_router import Front, Lost, Message, Replica
+from t5accel.serve.batch.output import ShardRecord, ShardStats
+from t5accel.serve.middleware import RequestLimits
+from t5accel.serve.ray_router import Message, Replica, ReplicaLostError, Router
 from t5accel.serve.settings import Settings as Served
 
 
@@ -61,11 +61,13 @@ class Actors:
 def test_an_actor_does_shards_and_hands_back_what_it_refuses(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}, {"text": 2}, {"text": "three"}])
     settings, actors = Settings(shard_rows=2), Actors()
-    assert run(path, tmp_path / "out", settings=settings, engine=actors) == (Done(2, 1, 2), Done())
+    assert run(path, tmp_path / "out", settings=settings, engine=actors) == (ShardStats(2, 1, 2), ShardStats())
     assert actors.beats == 1, "not more often than once a second"
-    assert run(path, tmp_path / "local", settings=settings)[0] == Done(2, 1, 2)
+    assert run(path, tmp_path / "local", settings=settings)[0] == ShardStats(2, 1, 2)
     assert files(tmp_path / "out") == files(tmp_path / "local")
-    assert run(path, tmp_path / "out", settings=settings) == (Done(), Done(2, 1, 2)), "the local engine finds all done"
+    assert run(path, tmp_path / "out", settings=settings) == (ShardStats(), ShardStats(2, 1, 2)), (
+        "the local engine finds all done"
+    )
     for engine, kind, sentence in (
         (Actors(lambda _: path.rename(tmp_path / "away")), JobError, "No such file"),
         (Actors(what={"sha256": "another"}), InputError, "the model is another one"),
@@ -85,7 +87,7 @@ def test_an_actor_makes_no_folder_again_and_lost_shards_are_missed(tmp_path: Pat
     assert not out.exists()
     with pytest.raises(JobError, match="lacks part-000000.jsonl: 1 shards were not done"):
         run(path, out, settings=settings, engine=lambda *given: islice(Actors()(*given), 2))
-    assert run(path, out, settings=settings)[0] == Done(1, 0, 1)
+    assert run(path, out, settings=settings)[0] == ShardStats(1, 0, 1)
 
 
 def test_silence_ends_a_job_and_signs_of_life_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,17 +148,17 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    monkeypatch.setattr(replicas, "opened", lambda settings: make_app(Slow(), Letters(), settings))
-    made = Replica(Served(stuck_s=5))
+    monkeypatch.setattr(replicas, "create_app", lambda settings: make_app(Slow(), Letters(), settings))
+    made = Replica(Served(unhealthy_after_s=5))
     yield made
     made.__del__()
 
 
-def asked(front: Front, content: dict[str, Any], **settings: Any) -> httpx.Response:
+def asked(front: Router, content: dict[str, Any], **settings: Any) -> httpx.Response:
     """As behind a socket: with the guard around the front."""
 
     async def ask() -> httpx.Response:
-        app = Guard(front, Served(**settings), front.metrics)
+        app = RequestLimits(front, Served(**settings), front.metrics)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.post("/generate", json=content)
 
@@ -164,7 +166,7 @@ def asked(front: Front, content: dict[str, Any], **settings: Any) -> httpx.Respo
 
 
 def test_what_a_replica_answers_passes_the_front_unchanged(replica: Replica) -> None:
-    front = Front(replica)
+    front = Router(replica)
     answer = asked(front, {"text": "bcd", "max_new_tokens": 5})
     assert answer.status_code == 200 and answer.json()["answers"][0]["tokens"] == [5] and front.running == 0
     stream = asked(front, {"text": "bcd", "max_new_tokens": 5, "stream": True})
@@ -201,7 +203,7 @@ def test_a_replica_whose_engine_has_ended_is_not_healthy(replica: Replica) -> No
         replica.check_health()
 
 
-def losing(times: int, after: int) -> tuple[Front, list[Message]]:
+def losing(times: int, after: int) -> tuple[Router, list[Message]]:
     """A front whose replicas are lost so often, each when it has handed out so many messages."""
     tried: list[Message] = []
 
@@ -213,10 +215,10 @@ def losing(times: int, after: int) -> tuple[Front, list[Message]]:
         ]
         for count, message in enumerate(messages):
             if count == after and len(tried) <= times:
-                raise Lost("ActorDiedError")
+                raise ReplicaLostError("ActorDiedError")
             yield message
 
-    return Front(answer), tried
+    return Router(answer), tried
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -246,7 +248,7 @@ def test_a_front_without_a_replica_is_alive_and_not_ready(monkeypatch: pytest.Mo
 
     async def both() -> list[int]:
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(Front(nobody)), base_url="http://localhost"
+            transport=httpx.ASGITransport(Router(nobody)), base_url="http://localhost"
         ) as client:
             return [(await client.get(path)).status_code for path in ("/health/live", "/health/ready", "/metrics")]
 

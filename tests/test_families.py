@@ -48,7 +48,7 @@ from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5, SIZES, family_of
 from t5accel.precision.convert import convert_export
-from t5accel.serve.request import Job
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 from t5accel.tokenization import TokenizerFile, text_to_text, tokenizer_of
 
@@ -225,13 +225,13 @@ def test_requests_that_join_a_running_batch_keep_to_the_rules(built: Built, engi
     """At different steps, beside beams: forced first and last tokens, and those that are never said."""
     backend = built.open(engine)
     rows = [ids[mask == 1] for ids, mask in zip(built.ids, built.mask, strict=True)]
-    jobs = [Job(row, max_new_tokens=LONGEST - place, num_beams=beams)
+    jobs = [GenerationRequest(row, max_new_tokens=LONGEST - place, num_beams=beams)
             for beams in (1, 2) for place, row in enumerate(rows)]  # fmt: skip
     scheduler, tickets = Scheduler(backend, thread=False), []
     for job in jobs:
         tickets.append(scheduler.submit(job))
-        scheduler.round()
-    while scheduler.round():
+        scheduler.step()
+    while scheduler.step():
         pass
     for job, ticket in zip(jobs, tickets, strict=True):
         search = partial(beam_search, num_beams=2) if job.num_beams == 2 else greedy

@@ -42,7 +42,7 @@ from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
 from t5accel.serve.app import Service, make_app
 from t5accel.serve.batch.job import Model, Settings, run
-from t5accel.serve.request import Job
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 from t5accel.serve.settings import Settings as ServerSettings
 from t5accel.tokenization import TokenizerFile, decode, text_to_text, tokenizer_of
@@ -284,14 +284,14 @@ def test_requests_of_one_running_batch_write_different_languages(make, kind: str
         asked = [(language, options, source) for language in (made.own, made.other) for options in more
                  for source in range(len(rows))]  # fmt: skip
         tickets = scheduler.submit_all([
-            Job(rows[source], max_new_tokens=LONGEST, **options, **made.first(language))
+            GenerationRequest(rows[source], max_new_tokens=LONGEST, **options, **made.first(language))
             for language, options, source in asked
         ])  # fmt: skip
         found = [ticket.result(30)[0].tokens for ticket in tickets]
         for wrong in (dict(forced_bos_token_id=backend.vocab_size), dict(decoder_start_token_id=-1),
                       dict(decoder_start_token_id=backend.vocab_size), dict(forced_bos_token_id=2)):  # fmt: skip
             with pytest.raises(InputError, match=next(iter(wrong))):
-                scheduler.submit(Job(rows[0], **wrong))
+                scheduler.submit(GenerationRequest(rows[0], **wrong))
     expected = {(language, beams): made.answers(language, num_beams=beams)[0]
                 for language in (made.own, made.other) for beams in (1, 3)}  # fmt: skip
     for (language, options, source), tokens in zip(asked, found, strict=True):

@@ -46,11 +46,11 @@ from t5accel.errors import ExportError, InputError
 from t5accel.graphs.export import export_model, source_hash, t5_weights
 from t5accel.graphs.manifest import read_manifest, write_manifest
 from t5accel.models.load import load_model
-from t5accel.serve.batch.generate import Answerer
-from t5accel.serve.request import Job
+from t5accel.serve.batch.generate import BatchGenerator
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 from t5accel.serve.schemas import Completion, Generate
-from t5accel.serve.server import opened
+from t5accel.serve.server import create_app
 from t5accel.serve.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
@@ -110,7 +110,7 @@ def streamed(backend: Any, *batch: np.ndarray, **options: Any) -> Any:
 
 def served(backend: Any, ids: np.ndarray, mask: np.ndarray, *, max_new_tokens: int, **options: Any) -> Any:
     with Scheduler(backend) as scheduler:
-        jobs = [Job(row[real == 1], max_new_tokens=max_new_tokens, **options)
+        jobs = [GenerationRequest(row[real == 1], max_new_tokens=max_new_tokens, **options)
                 for row, real in zip(ids, mask, strict=True)]  # fmt: skip
         found = [ticket.result(60)[0] for ticket in scheduler.submit_all(jobs)]
     ends = backend.rules.eos_tokens(backend.eos_token_id)
@@ -408,7 +408,7 @@ def test_run_and_batch_write_what_generate_does(mini, saved, name: str, threads_
     assert ran(text, "--model", folder) == expected
     backend, tokenizer, _ = open_backend(folder, threads=1, progress=False)
     texts = [text, "translate English to French: I am tired.", BIRD]
-    found = Answerer(backend, tokenizer, max_new_tokens=24)(texts)
+    found = BatchGenerator(backend, tokenizer, max_new_tokens=24)(texts)
     assert [one.text for one in found] == [text_of(mini, model, text) for text in texts]
     assert all(one.tokens <= 24 for one in found)
     if name == "beams":
@@ -416,13 +416,15 @@ def test_run_and_batch_write_what_generate_does(mini, saved, name: str, threads_
         refusal = CliRunner().invoke(app, ["run", text, "--model", str(folder), "--stream"])
         assert refusal.exit_code == 2 and "give --beams 1" in refusal.stderr
         assert ran(text, "--model", folder, "--stream", "--beams", 1) == text_of(mini, model, text, num_beams=1)
-        assert [one.text for one in Answerer(backend, tokenizer, beams=1, max_new_tokens=24)([text])] != [expected]
+        assert [one.text for one in BatchGenerator(backend, tokenizer, beams=1, max_new_tokens=24)([text])] != [
+            expected
+        ]
 
 
 def test_serve_refuses_before_it_listens(mini, saved, threads_put_back) -> None:
     folder = saved(asking(mini[0], no_repeat_ngram_size=2, repetition_penalty=1.5))
     with pytest.raises(InputError, match="sets no_repeat_ngram_size=2, repetition_penalty=1.5"):
-        opened(Settings(model=str(folder)))
+        create_app(Settings(model=str(folder)))
     refusal = CliRunner().invoke(app, ["run", VERY, "--model", str(folder), "--stream"])
     assert refusal.exit_code == 2 and "no_repeat_ngram_size=2" in refusal.stderr
 
@@ -430,7 +432,7 @@ def test_serve_refuses_before_it_listens(mini, saved, threads_put_back) -> None:
 def test_requests_take_the_model_s_beams_where_they_name_none() -> None:
     rules = TokenConstraints(num_beams=3, length_penalty=0.5, early_stopping=True)
 
-    def job(asked: Generate) -> Job:
+    def job(asked: Generate) -> GenerationRequest:
         return asked.job([5, 1], seed=0, deadline_s=None, rules=rules)
 
     assert job(Generate(text="a")).num_beams == job(Completion(model="m", prompt="a").generate()).num_beams == 3
@@ -448,7 +450,7 @@ def test_a_drawing_model_is_drawn_by_run_and_batch_alone(mini, saved, threads_pu
     expected = text_of(mini, mini[0], VERY)
     assert ran(VERY, "--model", folder) != expected == ran(VERY, "--model", folder, "--beams", 1)
     with pytest.raises(InputError, match="sets do_sample=True"):
-        opened(Settings(model=str(folder)))
+        create_app(Settings(model=str(folder)))
 
 
 def test_rules_that_a_caller_takes_away_are_not_refused(tiny_t5, padded_batch) -> None:

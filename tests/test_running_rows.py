@@ -27,9 +27,9 @@ from t5accel.decoding.sampling import Sampling, sample
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.errors import EngineError, InputError
 from t5accel.serve import scheduler as scheduler_module
-from t5accel.serve.limits import KeyValueBytes, Limits
-from t5accel.serve.request import Job
-from t5accel.serve.running_batch import DeviceRunningBatch, Part, writers_of
+from t5accel.serve.limits import KVCacheBytes, SchedulerLimits
+from t5accel.serve.request import GenerationRequest
+from t5accel.serve.running_batch import DeviceRunningBatch, RunningSequence, sequences_for
 from t5accel.serve.scheduler import Scheduler
 
 SMALL = (4, 8, 16, 32)
@@ -63,10 +63,10 @@ def backends(tiny_t5) -> Callable[[str], tuple[TorchStatic, TorchEager]]:
 
 
 def flight(backend: TorchStatic, **limits: Any) -> Scheduler:
-    return Scheduler(backend, Limits(**limits), thread=False)
+    return Scheduler(backend, SchedulerLimits(**limits), thread=False)
 
 
-def alone(job: Job, backend: Any) -> list[list[int]]:
+def alone(job: GenerationRequest, backend: Any) -> list[list[int]]:
     """The answers of the decoding algorithms to that source alone."""
     ids, ends = job.input_ids[None], backend.rules.eos_tokens(backend.eos_token_id)
     options = dict(attention_mask=np.ones_like(ids), **job.bounds)
@@ -84,12 +84,12 @@ def tokens(ticket: Any) -> list[list[int]]:
     return [answer.tokens for answer in ticket.result(0)]
 
 
-def new_job(number: int, most: int, source: int = 6, **options: Any) -> Job:
-    return Job(np.random.default_rng(number).integers(3, 300, source), max_new_tokens=most, **options)
+def new_job(number: int, most: int, source: int = 6, **options: Any) -> GenerationRequest:
+    return GenerationRequest(np.random.default_rng(number).integers(3, 300, source), max_new_tokens=most, **options)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def jobs(draw: st.DrawFn) -> GenerationRequest:
     most = draw(st.integers(1, 18))
     options: dict[str, Any] = dict(min_new_tokens=draw(st.sampled_from([None, None, 0, most // 2, most])))
     match draw(st.sampled_from(["greedy", "greedy", "greedy", "language", "beams", "drawn"])):
@@ -130,7 +130,7 @@ def test_many_greedy_requests_end_within_runs_of_steps(backends) -> None:
     seen: list[tuple[str, float]] = []
     scheduler._observe = lambda *what: seen.append(what)
     tickets = [scheduler.submit(new_job(seed, 12, seed % 9 + 1)) for seed in range(40)]
-    assert not scheduler.why_static and run(scheduler) < 12, "several steps in a round"
+    assert not scheduler.static_reason and run(scheduler) < 12, "several steps in a round"
     expected = [alone(ticket.job, eager) for ticket in tickets]
     assert [tokens(ticket) for ticket in tickets] == expected
     lengths = [len(answer) for (answer,) in expected]
@@ -158,7 +158,7 @@ def test_captured_steps_and_encoders_give_the_same_and_are_warm_before_anybody_c
     monkeypatch.setattr(torch_static_rows, "CAPTURED_BYTES", 0)
     large = scheduler.submit(new_job(50, 14, 30))
     captured = device.captures
-    scheduler.round()
+    scheduler.step()
     assert device.captures == captured + 1, "a step for the longer source, and no encoder"
     run(scheduler)
     assert tokens(large) == alone(large.job, eager)
@@ -168,9 +168,12 @@ def test_where_few_run_the_host_looks_at_each_token_where_many_do_after_eight(ti
     backend = TorchStatic(tiny_t5())
     for rows, steps in ((1, 1), (7, 1), (8, 2), (40, 8)):
         batch = DeviceRunningBatch(backend, clock=lambda: 0.0)
-        parts = [Part(writers_of(backend, new_job(seed, 16, min_new_tokens=16))[0], seed) for seed in range(rows)]
+        parts = [
+            RunningSequence(sequences_for(backend, new_job(seed, 16, min_new_tokens=16))[0], seed)
+            for seed in range(rows)
+        ]
         ids = np.stack([new_job(seed, 16).input_ids for seed in range(rows)])
-        batch.join(batch.encoder.encode(ids, np.ones_like(ids)), parts)
+        batch.add(batch.encoder.encode(ids, np.ones_like(ids)), parts)
         batch.step()
         assert (batch.steps, batch.tokens, batch.token_steps) == (steps, rows * steps, steps)
     slow = iter(range(0, 1000, 1))  # a second for each look at the clock
@@ -186,11 +189,11 @@ def test_rows_are_carried_over_into_larger_buffers_and_back(backends) -> None:
     scheduler = flight(backend, rows=32)
     shapes = lambda: scheduler._batch.encoder.shape  # noqa: E731
     first = scheduler.submit(new_job(1, 30, 3, min_new_tokens=30))
-    scheduler.round()
+    scheduler.step()
     assert shapes() == (2, 4, 4)
     others = [scheduler.submit(new_job(seed, 3, source)) for seed, source in ((2, 9), (3, 2), (4, 4))]
-    scheduler.round()
-    scheduler.round()
+    scheduler.step()
+    scheduler.step()
     assert shapes() == (4, 16, 4), "more rows and a longer source"
     run(scheduler)
     assert shapes() == (2, 4, 32), "a long answer, and nobody beside it"
@@ -217,7 +220,7 @@ def test_what_a_device_fails_at_ends_some_and_the_others_go_on(backends, where: 
     scheduler = flight(backend, rows=32)
     device = scheduler._batch.encoder
     old = [scheduler.submit(new_job(seed, 20)) for seed in range(3)]
-    scheduler.round()
+    scheduler.step()
     right, failing = getattr(device, where), []
 
     def fails_once(*arguments: Any) -> Any:
@@ -259,11 +262,11 @@ def test_equal_sources_are_encoded_once_and_many_in_slices(backends, monkeypatch
 
 def test_memory_is_counted_in_the_shapes_that_it_comes_in(backends) -> None:
     backend, _ = backends("none")
-    counted = KeyValueBytes(backend.in_flight())
+    counted = KVCacheBytes(backend.in_flight())
     assert counted(3, 5, 9) == counted(4, 8, 16) > counted(2, 8, 16)
     scheduler = flight(backend, rows=8, key_value_bytes=counted(4, 8, 16))
     tickets = [scheduler.submit(new_job(seed, 16)) for seed in range(6)]
-    scheduler.round()
+    scheduler.step()
     assert (scheduler.running, scheduler.waiting) == (4, 2)
     run(scheduler)
     assert all(ticket.answers for ticket in tickets)
@@ -274,7 +277,7 @@ def test_memory_is_counted_in_the_shapes_that_it_comes_in(backends) -> None:
 def test_a_captured_encoder_teaches_nothing_about_its_pace(backends, monkeypatch) -> None:
     backend, _ = backends("none")
     learned: list[int] = []
-    monkeypatch.setattr(scheduler_module.EncoderPace, "learn", lambda self, length, *_: learned.append(length))
+    monkeypatch.setattr(scheduler_module.EncoderLatency, "learn", lambda self, length, *_: learned.append(length))
     scheduler = flight(backend)
     device = scheduler._batch.encoder
     right = device.encode
@@ -293,9 +296,9 @@ def test_on_a_gpu_answers_are_those_of_a_request_alone(precision: str) -> None:
 
     backend = TorchStatic(cast_model(load_model("random:t5-small")[0], precision, "cuda"))
     rng = np.random.default_rng(0)
-    wanted = [Job(rng.integers(3, 32000, rng.integers(1, 100)), max_new_tokens=int(rng.integers(4, 90)))
+    wanted = [GenerationRequest(rng.integers(3, 32000, rng.integers(1, 100)), max_new_tokens=int(rng.integers(4, 90)))
               for _ in range(48)]  # fmt: skip
-    with Scheduler(backend, Limits(rows=32)) as scheduler:
+    with Scheduler(backend, SchedulerLimits(rows=32)) as scheduler:
         answers = [ticket.result(120)[0].tokens for ticket in scheduler.submit_all(wanted)]
     assert scheduler.failures == 0 and [len(answer) for answer in answers] == [job.max_new_tokens for job in wanted]
     if precision == "float32":

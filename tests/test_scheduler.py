@@ -30,8 +30,8 @@ from t5accel.errors import (
     QueueFullError,
     ShuttingDownError,
 )
-from t5accel.serve.limits import Limits
-from t5accel.serve.request import Answer, Job, Ticket
+from t5accel.serve.limits import SchedulerLimits
+from t5accel.serve.request import GenerationRequest, GenerationResult, RequestHandle
 from t5accel.serve.scheduler import Scheduler
 
 
@@ -78,18 +78,18 @@ class Clock:
 def stepped(backend: Any = None, **limits: Any) -> tuple[Scheduler, Clock]:
     """A scheduler whose rounds somebody calls."""
     clock = Clock()
-    return Scheduler(backend or Joining(), Limits(**limits), clock=clock, thread=False), clock
+    return Scheduler(backend or Joining(), SchedulerLimits(**limits), clock=clock, thread=False), clock
 
 
 def run(scheduler: Scheduler, most: int = 10_000) -> int:
     """All rounds that there are to do; returns how many."""
     for count in range(1, most):
-        if not scheduler.round():
+        if not scheduler.step():
             return count
     raise AssertionError("it does not end")
 
 
-def by_itself(job: Job, backend: Any = None) -> list[tuple[list[int], float | None]]:
+def by_itself(job: GenerationRequest, backend: Any = None) -> list[tuple[list[int], float | None]]:
     """What the decoding algorithms answer to that source alone: tokens without padding, and scores."""
     backend, ids = backend or Joining(), job.input_ids[None]
     options = dict(
@@ -110,13 +110,13 @@ def by_itself(job: Job, backend: Any = None) -> list[tuple[list[int], float | No
     return list(zip(rows, [None] * len(rows) if found.scores is None else found.scores.tolist(), strict=True))
 
 
-def pairs(answers: list[Answer]) -> list[tuple[list[int], float | None]]:
+def pairs(answers: list[GenerationResult]) -> list[tuple[list[int], float | None]]:
     """As `by_itself` has them: a beam that does not exist, of score -inf, may be made of padding."""
     return [([token for token in answer.tokens if token != Joining.pad_token_id], answer.score) for answer in answers]
 
 
 @st.composite
-def jobs(draw: st.DrawFn, longest: int = 12) -> Job:
+def jobs(draw: st.DrawFn, longest: int = 12) -> GenerationRequest:
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     most = draw(st.integers(1, longest))
     options: dict[str, Any] = dict(max_new_tokens=most, min_new_tokens=draw(st.integers(0, most)))
@@ -132,7 +132,7 @@ def jobs(draw: st.DrawFn, longest: int = 12) -> Job:
         )
         options.update(seed=draw(st.integers(0, 9)), num_return_sequences=draw(st.integers(1, 3)))
     ids = rng.integers(2, 12, draw(st.integers(1, 20)))
-    return Job(ids, priority=draw(st.integers(-1, 1)), **options)
+    return GenerationRequest(ids, priority=draw(st.integers(-1, 1)), **options)
 
 
 Event = tuple[str, Any]
@@ -141,9 +141,9 @@ EVENTS = st.lists(
         st.just("rounds"), st.integers(1, 6)), max_size=16)  # fmt: skip
 
 
-def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[Ticket], set[int]]:
+def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[RequestHandle], set[int]]:
     """Submit, cancel and run as the events say, and to the end; returns the tickets and who was cancelled."""
-    tickets: list[Ticket] = []
+    tickets: list[RequestHandle] = []
     cancelled: set[int] = set()
     for what, which in events:
         if what == "come":
@@ -153,7 +153,7 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[Ticket], set[i
             cancelled.add(which)
         elif what == "rounds":
             for _ in range(which):
-                scheduler.round()
+                scheduler.step()
     run(scheduler)
     return tickets, cancelled
 
@@ -186,18 +186,22 @@ def test_everybody_gets_what_they_would_get_alone(
 
 def test_rows_of_every_kind_share_one_step() -> None:
     scheduler, _ = stepped()
-    wanted = [Job([5, 6]), Job([7, 3], num_beams=4), Job([2], sampling=Sampling(), num_return_sequences=2)]
+    wanted = [
+        GenerationRequest([5, 6]),
+        GenerationRequest([7, 3], num_beams=4),
+        GenerationRequest([2], sampling=Sampling(), num_return_sequences=2),
+    ]
     for job in wanted:
         scheduler.submit(job)
-    scheduler.round()
+    scheduler.step()
     assert scheduler.backend.shapes == [(7, 1)], "one greedy row, four beams and two drawn ones"
 
 
 def test_who_comes_joins_at_the_next_step_and_who_ends_leaves() -> None:
     scheduler, _ = stepped(Joining(ends=0))
-    first = scheduler.submit(Job([5, 6], max_new_tokens=9))
-    scheduler.round()
-    second = scheduler.submit(Job([7, 8], max_new_tokens=2))
+    first = scheduler.submit(GenerationRequest([5, 6], max_new_tokens=9))
+    scheduler.step()
+    second = scheduler.submit(GenerationRequest([7, 8], max_new_tokens=2))
     run(scheduler)
     assert [count for count, _ in scheduler.backend.shapes] == [1, 2, 2] + [1] * 6
     assert second.done_s is not None and pairs(first.result(0)) == by_itself(first.job, Joining(ends=0))
@@ -205,24 +209,24 @@ def test_who_comes_joins_at_the_next_step_and_who_ends_leaves() -> None:
 
 def test_without_admit_it_says_so_and_batches_do_not_mix() -> None:
     scheduler, _ = stepped(Alone(ends=0))
-    assert "Alone has no admit()" in scheduler.why_static and not stepped()[0].why_static
-    scheduler.submit(Job([5, 6], max_new_tokens=3))
-    scheduler.submit(Job([5, 6], max_new_tokens=5))
-    scheduler.round()
-    scheduler.submit(Job([7, 8], max_new_tokens=2))
+    assert "Alone has no admit()" in scheduler.static_reason and not stepped()[0].static_reason
+    scheduler.submit(GenerationRequest([5, 6], max_new_tokens=3))
+    scheduler.submit(GenerationRequest([5, 6], max_new_tokens=5))
+    scheduler.step()
+    scheduler.submit(GenerationRequest([7, 8], max_new_tokens=2))
     run(scheduler)
     assert [count for count, _ in scheduler.backend.shapes] == [2, 2, 2, 1, 1, 1, 1], "the third one waits for both"
 
 
 def test_a_full_batch_makes_wait_and_nobody_overtakes_who_needs_more_room() -> None:
     scheduler, _ = stepped(Joining(ends=0), rows=5)
-    scheduler.submit(Job([5], max_new_tokens=4))
-    scheduler.submit(Job([5], max_new_tokens=8, sampling=Sampling(), num_return_sequences=2))
+    scheduler.submit(GenerationRequest([5], max_new_tokens=4))
+    scheduler.submit(GenerationRequest([5], max_new_tokens=8, sampling=Sampling(), num_return_sequences=2))
     beams, later = (
-        scheduler.submit(Job([6], num_beams=4, max_new_tokens=3)),
-        scheduler.submit(Job([7], max_new_tokens=1)),
+        scheduler.submit(GenerationRequest([6], num_beams=4, max_new_tokens=3)),
+        scheduler.submit(GenerationRequest([7], max_new_tokens=1)),
     )
-    scheduler.round()
+    scheduler.step()
     assert (scheduler.rows, scheduler.waiting) == (3, 2), "one more row would fit, but four stand before it"
     run(scheduler)
     assert beams.joined_s is not None and later.result(0) and max(count for count, _ in scheduler.backend.shapes) == 5
@@ -230,8 +234,10 @@ def test_a_full_batch_makes_wait_and_nobody_overtakes_who_needs_more_room() -> N
 
 def test_the_higher_priority_goes_first_among_equals_the_older() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=1)
-    tickets = [scheduler.submit(Job([5], max_new_tokens=2, priority=priority)) for priority in (0, 1, 0, 5, 1)]
-    while scheduler.round():
+    tickets = [
+        scheduler.submit(GenerationRequest([5], max_new_tokens=2, priority=priority)) for priority in (0, 1, 0, 5, 1)
+    ]
+    while scheduler.step():
         clock.now += 1
     assert sorted(range(5), key=lambda i: tickets[i].done_s) == [3, 1, 4, 0, 2]
 
@@ -239,30 +245,30 @@ def test_the_higher_priority_goes_first_among_equals_the_older() -> None:
 def test_a_low_priority_is_not_held_back_for_ever() -> None:
     """Somebody of the highest priority comes every second, and one answer takes a second."""
     scheduler, clock = stepped(Joining(ends=0), rows=1)
-    low = scheduler.submit(Job([5], max_new_tokens=1))
+    low = scheduler.submit(GenerationRequest([5], max_new_tokens=1))
     for _ in range(30):
-        scheduler.submit(Job([6], max_new_tokens=1, priority=10**6))
-        scheduler.round()
+        scheduler.submit(GenerationRequest([6], max_new_tokens=1, priority=10**6))
+        scheduler.step()
         clock.now += 1
     assert low.is_done and 9 <= low.done_s <= 11
 
 
 def test_what_waits_is_counted_by_its_work() -> None:
     scheduler, _ = stepped(Joining(ends=0), rows=32, queue=10, queued_tokens=1000)
-    large = Job([5] * 10, num_beams=8, max_new_tokens=90)  # 800 tokens
+    large = GenerationRequest([5] * 10, num_beams=8, max_new_tokens=90)  # 800 tokens
     scheduler.submit(large)
     with pytest.raises(QueueFullError, match="800 tokens are waiting and 1000 may"):
         scheduler.submit(large)
     with pytest.raises(QueueFullError, match="800 tokens"):
-        scheduler.require_place(Job([5], max_new_tokens=49), 5)
+        scheduler.require_place(GenerationRequest([5], max_new_tokens=49), 5)
     with pytest.raises(InputError, match="counts as 1600 tokens, and 1000 may wait"):
         scheduler.submit_all([large, large])
     with pytest.raises(InputError, match="counts as 11 requests, and 10 may wait"):
-        scheduler.submit_all([Job([5], max_new_tokens=1)] * 11)
-    small = scheduler.submit_all([Job([5], max_new_tokens=39)] * 5)
+        scheduler.submit_all([GenerationRequest([5], max_new_tokens=1)] * 11)
+    small = scheduler.submit_all([GenerationRequest([5], max_new_tokens=39)] * 5)
     assert scheduler.waiting == 6
     run(scheduler)
-    assert all(ticket.is_done for ticket in small) and Limits().most_queued_tokens == 256 * 1024
+    assert all(ticket.is_done for ticket in small) and SchedulerLimits().most_queued_tokens == 256 * 1024
 
 
 @pytest.mark.parametrize("where", ["encode", "step"])
@@ -282,21 +288,24 @@ def test_an_exception_that_is_none_of_python_s_ends_one_request(where: str) -> N
             raise Panic("of native code")
 
     failing = [1]
-    with Scheduler(Panicking(), Limits()) as scheduler:
-        first = scheduler.submit_all([Job([5]), Job([5, 6])])
+    with Scheduler(Panicking(), SchedulerLimits()) as scheduler:
+        first = scheduler.submit_all([GenerationRequest([5]), GenerationRequest([5, 6])])
         for ticket in first:
             with pytest.raises(EngineError, match="Panic"):
                 ticket.result(9)
         failing.clear()
-        assert pairs(scheduler.submit(Job([7])).result(9)) == by_itself(Job([7])) and scheduler.is_alive
+        assert (
+            pairs(scheduler.submit(GenerationRequest([7])).result(9)) == by_itself(GenerationRequest([7]))
+            and scheduler.is_alive
+        )
 
 
 def test_a_cancelled_row_is_free_at_the_next_step() -> None:
     scheduler, _ = stepped(Joining(ends=0))
-    tickets = [scheduler.submit(Job([5 + i], max_new_tokens=9)) for i in range(3)]
-    scheduler.round()
+    tickets = [scheduler.submit(GenerationRequest([5 + i], max_new_tokens=9)) for i in range(3)]
+    scheduler.step()
     tickets[0].cancel()
-    scheduler.round()
+    scheduler.step()
     assert scheduler.backend.shapes == [(3, 1), (2, 1)] and tickets[0].is_done
     run(scheduler)
     for ticket in tickets[1:]:
@@ -305,11 +314,11 @@ def test_a_cancelled_row_is_free_at_the_next_step() -> None:
 
 def test_a_deadline_ends_waiting_and_working() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=1)
-    working = scheduler.submit(Job([5], max_new_tokens=500, deadline_s=10.0))
-    waiting = scheduler.submit(Job([6], deadline_s=5.0))
-    in_time = scheduler.submit(Job([7], max_new_tokens=3, deadline_s=20.0))
+    working = scheduler.submit(GenerationRequest([5], max_new_tokens=500, deadline_s=10.0))
+    waiting = scheduler.submit(GenerationRequest([6], deadline_s=5.0))
+    in_time = scheduler.submit(GenerationRequest([7], max_new_tokens=3, deadline_s=20.0))
     for _ in range(15):
-        scheduler.round()
+        scheduler.step()
         clock.now += 1
     for ticket, seconds in ((working, 10), (waiting, 5)):
         assert ticket.done_s == seconds
@@ -321,23 +330,23 @@ def test_a_deadline_ends_waiting_and_working() -> None:
 def test_a_full_queue_says_when_to_come_again() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=1, queue=3)
     for _ in range(2):
-        scheduler.submit(Job([5], max_new_tokens=1))
+        scheduler.submit(GenerationRequest([5], max_new_tokens=1))
     with pytest.raises(QueueFullError) as refused:
-        scheduler.submit_all([Job([5]), Job([6])])
+        scheduler.submit_all([GenerationRequest([5]), GenerationRequest([6])])
     assert refused.value.retry_after_s == 1 and scheduler.waiting == 2, "all of them or none"
-    while scheduler.round():
+    while scheduler.step():
         clock.now += 4
     for _ in range(3):
-        scheduler.submit(Job([5], max_new_tokens=1))
+        scheduler.submit(GenerationRequest([5], max_new_tokens=1))
     with pytest.raises(QueueFullError, match="3 requests are waiting and 3 may: try again in 12 s"):
-        scheduler.submit(Job([5]))
+        scheduler.submit(GenerationRequest([5]))
 
 
 def test_tokens_are_told_as_they_come_and_of_others_only_the_end() -> None:
     scheduler, _ = stepped(Joining(ends=0))
     heard: list[tuple[str, int]] = []
-    tickets = {"stream": scheduler.submit(Job([5], max_new_tokens=3, stream=True)), "whole": scheduler.submit(
-        Job([6], max_new_tokens=3))}  # fmt: skip
+    tickets = {"stream": scheduler.submit(GenerationRequest([5], max_new_tokens=3, stream=True)), "whole": scheduler.submit(
+        GenerationRequest([6], max_new_tokens=3))}  # fmt: skip
     for name, ticket in tickets.items():
         ticket.listener = lambda name=name, ticket=ticket: heard.append((name, len(ticket.tokens)))
     run(scheduler)
@@ -348,9 +357,9 @@ def test_tokens_are_told_as_they_come_and_of_others_only_the_end() -> None:
 def test_equal_sources_are_encoded_once() -> None:
     scheduler, _ = stepped()
     for ids in ([5, 6], [5, 6], [7]):
-        scheduler.submit(Job(ids, num_beams=3))
+        scheduler.submit(GenerationRequest(ids, num_beams=3))
     run(scheduler)
-    again = scheduler.submit(Job([5, 6]))
+    again = scheduler.submit(GenerationRequest([5, 6]))
     run(scheduler)
     assert (scheduler.encoded, scheduler.reused, again.reused) == (2, 2, True)
 
@@ -364,16 +373,18 @@ def test_newcomers_stall_the_others_no_longer_than_is_allowed() -> None:
             clock.now += 0.01 * input_ids.size
             return super().encode(input_ids, attention_mask)
 
-    scheduler = Scheduler(Slow(ends=0), Limits(stall_s=0.1), clock=clock, thread=False)
-    scheduler.submit(Job([5], max_new_tokens=200))
-    scheduler.round()
+    scheduler = Scheduler(Slow(ends=0), SchedulerLimits(max_prefill_stall_s=0.1), clock=clock, thread=False)
+    scheduler.submit(GenerationRequest([5], max_new_tokens=200))
+    scheduler.step()
     stalls = []
     for number in range(40):
-        scheduler.submit(Job([5 + number % 6, *([2] * (1 + number % 3)), number % 5 + 3], max_new_tokens=3))
-    scheduler.submit(Job([9] * 20, max_new_tokens=3))
+        scheduler.submit(
+            GenerationRequest([5 + number % 6, *([2] * (1 + number % 3)), number % 5 + 3], max_new_tokens=3)
+        )
+    scheduler.submit(GenerationRequest([9] * 20, max_new_tokens=3))
     while scheduler.waiting:
         before = clock.now
-        scheduler.round()
+        scheduler.step()
         stalls.append(clock.now - before)
     assert max(stalls) == pytest.approx(0.2), "a single source that needs more, alone"
     assert sorted(stalls)[-2] <= 0.1 + 1e-9 and scheduler.longest_stall_s == pytest.approx(0.2)
@@ -395,13 +406,13 @@ def test_newcomers_take_their_share_of_the_time_and_come_together(share: float, 
             clock.now += 0.01
             return super().step(state, input_ids)
 
-    limits = Limits(rows=64, join_share=share, stall_s=1, encoder_cache_bytes=0)
+    limits = SchedulerLimits(rows=64, prefill_share=share, max_prefill_stall_s=1, encoder_cache_bytes=0)
     scheduler = Scheduler(Even(ends=0), limits, clock=clock, thread=False)
-    scheduler.submit(Job([5], max_new_tokens=400))
+    scheduler.submit(GenerationRequest([5], max_new_tokens=400))
     tickets = []
     for number in range(100):
-        tickets.append(scheduler.submit(Job([5, 2 + number % 10], max_new_tokens=2)))
-        scheduler.round()
+        tickets.append(scheduler.submit(GenerationRequest([5, 2 + number % 10], max_new_tokens=2)))
+        scheduler.step()
     assert least < 0.01 * len(encoded) / clock.now < most
     assert np.median(encoded) >= 0.8 / share and all(ticket.is_done for ticket in tickets[:90])
 
@@ -413,11 +424,11 @@ def test_the_budget_of_bytes_counts_every_row_as_long_as_the_longest() -> None:
 
     scheduler, _ = stepped(Sized(ends=0), key_value_bytes=4 * 2 * 4 * (64 + 64), source_tokens=100)
     for length in (5, 5, 100, 5):
-        scheduler.submit(Job([7] * length, max_new_tokens=9))
-    scheduler.round()
+        scheduler.submit(GenerationRequest([7] * length, max_new_tokens=9))
+    scheduler.step()
     assert scheduler.rows == 2, "with the long one three rows of 128 and 64 positions would be too many"
     with pytest.raises(InputError, match="needs 6144 bytes of keys and values; 4096 are allowed"):
-        scheduler.submit(Job([7] * 100, num_beams=4, max_new_tokens=9))
+        scheduler.submit(GenerationRequest([7] * 100, num_beams=4, max_new_tokens=9))
     run(scheduler)
 
 
@@ -441,7 +452,7 @@ class Failing(Joining):
         setattr(self, method, call)
 
 
-def outcomes(tickets: list[Ticket]) -> str:
+def outcomes(tickets: list[RequestHandle]) -> str:
     """One letter each: answered, failed."""
     for ticket in tickets:
         assert ticket.is_done, "nobody may wait for ever"
@@ -469,12 +480,12 @@ def outcomes(tickets: list[Ticket]) -> str:
 def test_a_failure_hits_as_few_as_can_be(method: str, fails: set[int], expected: str) -> None:
     scheduler, _ = stepped(Failing(method, fails, ends=0))
     lengths = (4, 6, 9)
-    tickets = [scheduler.submit(Job([5, 6], max_new_tokens=lengths[0]))]
-    scheduler.round()
-    tickets += [scheduler.submit(Job([7 + i, 3], max_new_tokens=n)) for i, n in enumerate(lengths[1:])]
+    tickets = [scheduler.submit(GenerationRequest([5, 6], max_new_tokens=lengths[0]))]
+    scheduler.step()
+    tickets += [scheduler.submit(GenerationRequest([7 + i, 3], max_new_tokens=n)) for i, n in enumerate(lengths[1:])]
     run(scheduler)
     assert outcomes(tickets) == expected and scheduler.failures >= 1
-    later = scheduler.submit(Job([9], max_new_tokens=3))
+    later = scheduler.submit(GenerationRequest([9], max_new_tokens=3))
     run(scheduler)
     assert outcomes([later]) == "a", "the scheduler goes on"
 
@@ -485,7 +496,10 @@ def test_a_branch_that_fails_ends_only_those_it_was_for() -> None:
             raise MemoryError("no room for the secret text")
 
     scheduler, _ = stepped(Branching(ends=0))
-    tickets = [scheduler.submit(Job([5, 6], max_new_tokens=9)), scheduler.submit(Job([5, 6], num_beams=4))]
+    tickets = [
+        scheduler.submit(GenerationRequest([5, 6], max_new_tokens=9)),
+        scheduler.submit(GenerationRequest([5, 6], num_beams=4)),
+    ]
     run(scheduler)
     assert outcomes(tickets) == "af"
 
@@ -496,23 +510,27 @@ def test_an_end_of_the_thread_leaves_nobody_waiting(capsys, monkeypatch) -> None
     def tell(tickets: Any) -> None:
         raise RuntimeError("the listener's mistake")
 
-    scheduler = Scheduler(Joining(ends=0), tell=tell)
-    ticket, other = scheduler.submit_all([Job([5], max_new_tokens=2), Job([6], max_new_tokens=400)])
+    scheduler = Scheduler(Joining(ends=0), notify=tell)
+    ticket, other = scheduler.submit_all(
+        [GenerationRequest([5], max_new_tokens=2), GenerationRequest([6], max_new_tokens=400)]
+    )
     assert ticket.result(30)
     with pytest.raises(EngineError, match="thread has ended"):
         other.result(30)
     assert not scheduler.is_open
     with pytest.raises(ShuttingDownError):
-        scheduler.submit(Job([5]))
+        scheduler.submit(GenerationRequest([5]))
 
 
 # Threads, and the end
 
 
 def test_jobs_of_many_threads() -> None:
-    wanted = [Job([2 + i % 9, 3, 2 + i % 7], num_beams=1 + i % 4, max_new_tokens=1 + i % 9) for i in range(60)]
+    wanted = [
+        GenerationRequest([2 + i % 9, 3, 2 + i % 7], num_beams=1 + i % 4, max_new_tokens=1 + i % 9) for i in range(60)
+    ]
     found: dict[int, Any] = {}
-    with Scheduler(Joining(), Limits(rows=9)) as scheduler:
+    with Scheduler(Joining(), SchedulerLimits(rows=9)) as scheduler:
 
         def work(first: int) -> None:
             for number in range(first, len(wanted), 6):
@@ -528,12 +546,15 @@ def test_jobs_of_many_threads() -> None:
 
 def test_closing_lets_those_finish_who_can_within_the_grace() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=2)
-    short, long = scheduler.submit(Job([5], max_new_tokens=3)), scheduler.submit(Job([6], max_new_tokens=400))
-    queued = scheduler.submit(Job([7], max_new_tokens=2))
+    short, long = (
+        scheduler.submit(GenerationRequest([5], max_new_tokens=3)),
+        scheduler.submit(GenerationRequest([6], max_new_tokens=400)),
+    )
+    queued = scheduler.submit(GenerationRequest([7], max_new_tokens=2))
     scheduler.drain(grace_s=8.0)
     with pytest.raises(ShuttingDownError, match="takes no more requests"):
-        scheduler.submit(Job([5]))
-    while scheduler.round():
+        scheduler.submit(GenerationRequest([5]))
+    while scheduler.step():
         clock.now += 1
     assert clock.now == 8 and len(short.result(0)[0].tokens) == 3 and len(queued.result(0)[0].tokens) == 2
     with pytest.raises(ShuttingDownError, match="before this request was done"):
@@ -544,10 +565,10 @@ def test_what_happens_is_observed() -> None:
     seen: dict[str, list[float]] = {}
     clock = Clock()
     observe: Callable[[str, float], None] = lambda name, value: seen.setdefault(name, []).append(value)  # noqa: E731
-    scheduler = Scheduler(Joining(ends=0), Limits(rows=4), clock=clock, thread=False, observe=observe)
-    scheduler.submit(Job([5], max_new_tokens=3))
-    scheduler.submit(Job([6], max_new_tokens=2, deadline_s=1.0))
-    while scheduler.round():
+    scheduler = Scheduler(Joining(ends=0), SchedulerLimits(rows=4), clock=clock, thread=False, observe=observe)
+    scheduler.submit(GenerationRequest([5], max_new_tokens=3))
+    scheduler.submit(GenerationRequest([6], max_new_tokens=2, deadline_s=1.0))
+    while scheduler.step():
         clock.now += 1
     assert seen["first_token_s"] == [0, 0] and seen["total_s"] == [2] and seen["DeadlineError"] == [1]
     assert sum(seen["tokens"]) == 4 and len(seen["queue_s"]) == 2
@@ -586,17 +607,23 @@ def test_what_happens_is_observed() -> None:
 def test_no_job(options: dict[str, Any], match: str) -> None:
     scheduler, _ = stepped(rows=4, source_tokens=40, new_tokens=70)
     with pytest.raises(InputError, match=match):
-        scheduler.submit(Job(**{"input_ids": [5], **options}))
-    assert not scheduler.round() and not scheduler.backend.calls
+        scheduler.submit(GenerationRequest(**{"input_ids": [5], **options}))
+    assert not scheduler.step() and not scheduler.backend.calls
 
 
-NO_LIMITS = [dict(rows=0), dict(queue=1.5), dict(stall_s=-1), dict(key_value_bytes=0), dict(join_share=0)]
+NO_LIMITS = [
+    dict(rows=0),
+    dict(queue=1.5),
+    dict(max_prefill_stall_s=-1),
+    dict(key_value_bytes=0),
+    dict(prefill_share=0),
+]
 
 
 @pytest.mark.parametrize("options", NO_LIMITS, ids=str)
 def test_no_limits(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
-        Limits(**options)
+        SchedulerLimits(**options)
 
 
 def test_the_engine_needs_no_web_and_no_torch() -> None:

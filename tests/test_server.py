@@ -357,7 +357,7 @@ def test_a_deadline_that_passes() -> None:
 
 def test_a_full_queue_says_when_to_come_again_and_an_end_that_it_ends() -> None:
     async def ask() -> tuple[list[httpx.Response], httpx.Response, httpx.Response, httpx.Response]:
-        async with served(Slow(), rows=1, queue=2) as (client, scheduler):
+        async with served(Slow(), max_batch_rows=1, max_queue=2) as (client, scheduler):
             coming = [client.post("/generate", json=dict(text="a", max_new_tokens=99)) for _ in range(9)]
             found = await asyncio.gather(*coming)
             scheduler.drain(1)
@@ -407,7 +407,7 @@ def test_a_mistake_of_ours_is_said_without_the_text(caplog, monkeypatch) -> None
 
 def test_an_engine_that_hangs_is_not_alive() -> None:
     async def ask() -> int:
-        async with served(Slow(1.0), stuck_s=0.2) as (client, _):
+        async with served(Slow(1.0), unhealthy_after_s=0.2) as (client, _):
             working = asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=1)))
             await asyncio.sleep(0.5)
             status = (await client.get("/health/live")).status_code
@@ -634,7 +634,7 @@ def test_what_is_refused_before_it_is_tokenised(fields: dict[str, Any], status: 
 
 def test_a_full_queue_is_asked_before_the_tokenizer() -> None:
     async def ask() -> None:
-        async with served(Slow(0.01), rows=1, queue=1) as (client, scheduler):
+        async with served(Slow(0.01), max_batch_rows=1, max_queue=1) as (client, scheduler):
             running = [asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=500)))]
             while not scheduler.running:
                 await asyncio.sleep(0.01)
@@ -707,12 +707,12 @@ def test_every_setting_is_a_flag_but_the_key() -> None:
 def test_flags_win_over_the_environment(monkeypatch) -> None:
     given: list[Settings] = []
     monkeypatch.setattr(t5accel.serve.server, "serve", given.append)
-    monkeypatch.setenv("T5ACCEL_ROWS", "5")
-    monkeypatch.setenv("T5ACCEL_QUEUE", "6")
-    result = CliRunner().invoke(commands, ["serve", "--rows", "7"])
-    assert result.exit_code == 0 and (given[0].rows, given[0].queue, given[0].host) == (7, 6, "127.0.0.1")
-    result = CliRunner().invoke(commands, ["serve", "--rows", "0"])
-    assert result.exit_code == 2 and "rows is 0" in result.stderr
+    monkeypatch.setenv("T5ACCEL_MAX_BATCH_ROWS", "5")
+    monkeypatch.setenv("T5ACCEL_MAX_QUEUE", "6")
+    result = CliRunner().invoke(commands, ["serve", "--max-batch-rows", "7"])
+    assert result.exit_code == 0 and (given[0].max_batch_rows, given[0].max_queue, given[0].host) == (7, 6, "127.0.0.1")
+    result = CliRunner().invoke(commands, ["serve", "--max-batch-rows", "0"])
+    assert result.exit_code == 2 and "max_batch_rows is 0" in result.stderr
     result = CliRunner().invoke(commands, ["serve", "--precision", "int8-dynamic"])
     assert len(given) == 2, "which precision can be served is known where the model is opened"
 
@@ -727,7 +727,7 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
         ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
         ([], {"T5ACCEL_API_KEY": "gehäim"}, "must be printable ASCII"),
         ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
-        ([], {"T5ACCEL_ROW": "8"}, "Rename it to T5ACCEL_ROWS"),
+        ([], {"T5ACCEL_MAX_BATCH_ROW": "8"}, "Rename it to T5ACCEL_MAX_BATCH_ROWS"),
         (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
         (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
         (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
@@ -824,7 +824,7 @@ def test_on_torch_static_requests_are_served_as_on_the_engine_of_the_cpu(mini, m
         return TorchStatic(mini[0]), tokenizer_of(data_folder() / "mini-t5"), "torch"
 
     monkeypatch.setattr(t5accel.serve.server, "open_backend", open_backend)
-    app = t5accel.serve.server.opened(Settings(device="cuda", precision="bf16"))
+    app = t5accel.serve.server.create_app(Settings(device="cuda", precision="bf16"))
     assert (given["device"], given["precision"]) == ("cuda", "bf16")
 
     async def ask() -> None:
@@ -855,7 +855,7 @@ def test_serving_everybody_warns(caplog) -> None:
 def test_a_batch_in_which_no_request_fits_is_refused(folder: Path, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_CACHE", str(folder / "cache"))
     with pytest.raises(InputError, match="1 rows, 1 source tokens and 1 new tokens needs .* bytes of keys and values"):
-        t5accel.serve.server.opened(Settings(precision="int8", key_value_mb=1))
+        t5accel.serve.server.create_app(Settings(precision="int8", key_value_mb=1))
 
 
 # A process of its own
@@ -874,7 +874,15 @@ from t5accel.cli import app
 app()
 """
 LIMITS = dict(
-    rows=6, queue=40, max_source_tokens=64, max_new_tokens=4096, body_kb=64, body_s=1, head_s=1, write_s=1, grace_s=20
+    max_batch_rows=6,
+    max_queue=40,
+    max_source_tokens=64,
+    max_new_tokens=4096,
+    body_kb=64,
+    body_timeout_s=1,
+    header_timeout_s=1,
+    write_timeout_s=1,
+    shutdown_grace_s=20,
 )
 
 
@@ -1048,7 +1056,7 @@ def test_two_hundred_hostile_requests(server: Process) -> None:
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path) -> None:
-    server = Process(folder, grace_s=120).ready()
+    server = Process(folder, shutdown_grace_s=120).ready()
     found: list[httpx.Response] = []
     asks = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/generate", json=dict(
         LONG, max_new_tokens=2500, min_new_tokens=2500), timeout=300)))  # fmt: skip
@@ -1090,7 +1098,7 @@ def test_ctrl_c_ends_a_server_in_good_order_and_its_log_is_json(folder: Path) ->
 
 
 def test_the_grace_ends_and_a_killed_server_starts_again_on_its_port(folder: Path) -> None:
-    server = Process(folder, grace_s=0.3).ready()
+    server = Process(folder, shutdown_grace_s=0.3).ready()
     with server.socket() as connection:
         connection.sendall(request(LONG))
         server.until(lambda load: load["rows"] == 1)
@@ -1108,7 +1116,7 @@ def test_the_grace_ends_and_a_killed_server_starts_again_on_its_port(folder: Pat
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Iterator[Process]:
     """A server with few places, and a client that needs them."""
-    process = Process(folder, connections=12, body_s=60, head_s=60).ready()
+    process = Process(folder, connections=12, body_timeout_s=60, header_timeout_s=60).ready()
     yield process
     process.end()
 
@@ -1333,7 +1341,9 @@ def test_a_soak_at_three_times_what_it_can(folder: Path) -> None:
             "Help me.",
         )
     ]
-    with_room = dict(rows=16, queue=64, max_new_tokens=64, head_s=60, body_s=60, write_s=60)
+    with_room = dict(
+        max_batch_rows=16, max_queue=64, max_new_tokens=64, header_timeout_s=60, body_timeout_s=60, write_timeout_s=60
+    )
     server = Process(folder, **with_room).ready()
     expected = {
         text: server.client.post("/generate", json=dict(text=text)).json()["answers"][0]["texts"] for text in texts

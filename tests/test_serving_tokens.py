@@ -31,8 +31,8 @@ from t5accel.errors import InputError
 from t5accel.graphs.export import export_model
 from t5accel.parity import assert_close
 from t5accel.precision.convert import convert_export
-from t5accel.serve.limits import KeyValueBytes, Limits
-from t5accel.serve.request import Job
+from t5accel.serve.limits import KVCacheBytes, SchedulerLimits
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -86,7 +86,7 @@ class Noting(BeamTopK):
         return tuple(array[:, :count] for array in found)
 
 
-def alone(backend: Any, job: Job) -> tuple[list[int], float]:
+def alone(backend: Any, job: GenerationRequest) -> tuple[list[int], float]:
     """The best answer to the source alone, without padding, and how near the nearest candidates were.
 
     One beam is greedy search: then it is by how much the likeliest token led.
@@ -105,7 +105,7 @@ def alone(backend: Any, job: Job) -> tuple[list[int], float]:
     return row[row >= 0].tolist(), noting.nearest
 
 
-def rescored(backend: Any, job: Job, answer: list[int]) -> float:
+def rescored(backend: Any, job: GenerationRequest, answer: list[int]) -> float:
     """The mean log-probability of an answer's tokens, one after the other, alone."""
     ids, total = job.input_ids[None], 0.0
     state = backend.start(backend.encode(ids, np.ones_like(ids)))
@@ -124,7 +124,9 @@ def schedules(draw: st.DrawFn) -> list[tuple[str, Any]]:
         ids = np.random.default_rng(draw(st.integers(0, 999))).integers(3, 298, length)
         beams, most = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 40))
         least = draw(st.sampled_from([0, most]))
-        job = Job(ids, num_beams=beams, max_new_tokens=most, min_new_tokens=least, priority=draw(st.integers(0, 2)))
+        job = GenerationRequest(
+            ids, num_beams=beams, max_new_tokens=most, min_new_tokens=least, priority=draw(st.integers(0, 2))
+        )
         events += [("come", job), ("rounds", draw(st.integers(0, 12)))]
         if draw(st.integers(0, 3)) == 0:
             events.append(("cancel", draw(st.integers(0, 8))))
@@ -133,7 +135,7 @@ def schedules(draw: st.DrawFn) -> list[tuple[str, Any]]:
 
 def check(backend: Any, precision: str, events: list[tuple[str, Any]]) -> tuple[int, int]:
     """That everybody's tokens are those of being alone; returns how many were compared, and how many ended in a tie."""
-    scheduler = Scheduler(backend, Limits(rows=9, encoder_cache_bytes=10**6), thread=False)
+    scheduler = Scheduler(backend, SchedulerLimits(rows=9, encoder_cache_bytes=10**6), thread=False)
     tickets: list[Any] = []
     for what, which in events:
         if what == "come":
@@ -142,7 +144,7 @@ def check(backend: Any, precision: str, events: list[tuple[str, Any]]) -> tuple[
             tickets[which].cancel()
         elif what == "rounds":
             for _ in range(which):
-                scheduler.round()
+                scheduler.step()
     run(scheduler)
     compared = ties = 0
     for number, ticket in enumerate(tickets):
@@ -185,7 +187,7 @@ def crowd(seed: int) -> list[tuple[str, Any]]:
     events: list[tuple[str, Any]] = []
     for number in range(12):
         most, beams = (35 if number in (1, 9) else int(rng.integers(2, 14))), int(rng.choice([1, 1, 2, 4]))
-        job = Job(
+        job = GenerationRequest(
             rng.integers(3, 298, int(rng.integers(1, 70))), max_new_tokens=most, min_new_tokens=most, num_beams=beams
         )
         events += [("come", job), ("rounds", int(rng.integers(1, 5)))]
@@ -198,7 +200,7 @@ def test_ties_are_rare(opened, precision: str) -> None:
     assert compared == 48 and ties <= {"fp32": 0}.get(precision, 4)
 
 
-def lead(backend: Any, job: Job, expected: list[int], found: list[int]) -> float:
+def lead(backend: Any, job: GenerationRequest, expected: list[int], found: list[int]) -> float:
     """Where two answers part, by how much the token written alone led, in deviations of the logits."""
     until = next(place for place, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other)
     ids = job.input_ids[None]
@@ -215,18 +217,18 @@ def test_what_a_trained_model_says_is_its_own_and_beyond_the_end_ties_decide() -
     backend, tokenizer, _ = open_backend("mini", precision="int8", threads=1, progress=False)
     sources = [tokenizer([f"translate English to French: {text}"])["input_ids"][0] for text in SENTENCES]
     for most, least, tie in ((40, 0, 0.0), (90, 90, 0.1)):
-        jobs = [Job(ids, max_new_tokens=most, min_new_tokens=least) for ids in sources]
+        jobs = [GenerationRequest(ids, max_new_tokens=most, min_new_tokens=least) for ids in sources]
         expected = []
         for job in jobs:
-            scheduler = Scheduler(backend, Limits(encoder_cache_bytes=0), thread=False)
+            scheduler = Scheduler(backend, SchedulerLimits(encoder_cache_bytes=0), thread=False)
             ticket = scheduler.submit(job)
             run(scheduler)
             expected.append(ticket.answers[0].tokens)
-        scheduler, tickets = Scheduler(backend, Limits(encoder_cache_bytes=0), thread=False), []
+        scheduler, tickets = Scheduler(backend, SchedulerLimits(encoder_cache_bytes=0), thread=False), []
         for job in jobs:
             tickets.append(scheduler.submit(job))
             for _ in range(3):
-                scheduler.round()
+                scheduler.step()
         run(scheduler)
         assert len({*map(tuple, expected)}) == len(jobs)
         for job, tokens, ticket in zip(jobs, expected, tickets, strict=True):
@@ -277,15 +279,15 @@ def test_branching_is_keeping_a_source_twice(folder_of, kind: type[OrtNumpy], pa
 
 def test_drawn_rows_draw_what_they_would_alone(opened) -> None:
     wanted = [
-        Job([5 + i] * (3 + 9 * i), sampling=Sampling(top_k=20, repetition_penalty=1.2), seed=i, max_new_tokens=20,
+        GenerationRequest([5 + i] * (3 + 9 * i), sampling=Sampling(top_k=20, repetition_penalty=1.2), seed=i, max_new_tokens=20,
             num_return_sequences=2) for i in range(4)
     ]  # fmt: skip
     scheduler = Scheduler(opened["fp32"], thread=False)
     tickets = []
     for job in wanted:
         tickets.append(scheduler.submit(job))
-        scheduler.round()
-        tickets.append(scheduler.submit(Job(job.input_ids, max_new_tokens=7)))
+        scheduler.step()
+        tickets.append(scheduler.submit(GenerationRequest(job.input_ids, max_new_tokens=7)))
     run(scheduler)
     for ticket in tickets[::2]:
         job = ticket.job
@@ -298,7 +300,9 @@ def test_drawn_rows_draw_what_they_would_alone(opened) -> None:
 
 
 def test_beams_are_those_of_beam_search(opened) -> None:
-    job = Job([9, 8, 11, 12, 13], num_beams=4, num_return_sequences=3, max_new_tokens=25, length_penalty=0.5)
+    job = GenerationRequest(
+        [9, 8, 11, 12, 13], num_beams=4, num_return_sequences=3, max_new_tokens=25, length_penalty=0.5
+    )
     scheduler = Scheduler(opened["fp32"], thread=False)
     ticket = scheduler.submit(job)
     run(scheduler)
@@ -314,7 +318,7 @@ def test_other_backends_do_the_same(folder_of, tiny_t5, kind: str) -> None:
     backend = (
         OrtNumpy(folder_of("fp32"), settings=ONE_THREAD) if kind == "copying" else TorchEager(tiny_t5(eos_token_id=7))
     )
-    assert bool(Scheduler(backend, thread=False).why_static) == (kind == "static")
+    assert bool(Scheduler(backend, thread=False).static_reason) == (kind == "static")
     assert check(backend, "fp32", crowd(1)) == (12, 0)
 
 
@@ -337,7 +341,7 @@ def test_an_encoder_of_dynamic_integers_gets_one_source_at_a_time(folder_of, pre
 
     scheduler = Scheduler(Seen(folder_of(precision), settings=ONE_THREAD), thread=False)
     for length in (20, 25, 30, 100):
-        scheduler.submit(Job(np.full(length, 9), max_new_tokens=2))
+        scheduler.submit(GenerationRequest(np.full(length, 9), max_new_tokens=2))
     run(scheduler)
     expected = [(3, 30), (1, 100)] if precision == "fp32" else [(1, 20), (1, 25), (1, 30), (1, 100)]
     assert shapes == expected
@@ -345,7 +349,7 @@ def test_an_encoder_of_dynamic_integers_gets_one_source_at_a_time(folder_of, pre
 
 def test_the_bytes_are_those_of_the_buffers(folder_of) -> None:
     backend = OrtStatic(folder_of("fp32"), settings=ONE_THREAD)
-    counted = KeyValueBytes(backend)
+    counted = KVCacheBytes(backend)
     state = backend.start(backend.encode(np.full((4, 64), 9), np.ones((4, 64), dtype=int)))
     backend.next_tokens(state, np.zeros((4, 1, 1), dtype=int))
     held = sum(group.nbytes for group in state.buffers.groups.values())

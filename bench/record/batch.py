@@ -29,7 +29,7 @@ from t5accel import machine
 from t5accel.api import open_backend
 from t5accel.graphs.export_cache import cached_export_and_manifest
 from t5accel.precision.recipes import RECIPES
-from t5accel.serve.batch.generate import Answerer
+from t5accel.serve.batch.generate import BatchGenerator
 from t5accel.timing import Work
 
 MODEL, LONGEST, NAIVE = "mini", 64, "32 at a time, in file order"
@@ -51,7 +51,7 @@ run(given, out, Model(model, threads=int(threads)), settings, engine=on_ray if e
 """
 
 
-class InFileOrder(Answerer):
+class InFileOrder(BatchGenerator):
     """As many texts at a time as there are, whatever their length; all else is the same."""
 
     def __init__(self, *given: Any, rows: int, **options: Any):
@@ -71,7 +71,7 @@ def files(limit: int | None) -> Iterator[tuple[str, list[str]]]:
     yield "mixed", random.Random(0).sample(texts, len(texts))
 
 
-def padded(answerer: Answerer, sources: list[np.ndarray]) -> np.ndarray:
+def padded(answerer: BatchGenerator, sources: list[np.ndarray]) -> np.ndarray:
     """The tokens of every text, 0 behind their end: (N, LONGEST) int64."""
     found = np.zeros((len(sources), LONGEST), dtype=np.int64)
     for chosen, tokens in answerer.tokens(sources):
@@ -88,7 +88,7 @@ def rows_of(precision: str, limit: int | None, rounds: int, budgets: tuple[int, 
         sources = [ids for _, ids in sorted(naive._tokenised(texts), key=lambda one: one[0])]
         ways: dict[str, Callable[[], np.ndarray]] = {NAIVE: partial(padded, naive, sources)}
         for budget in budgets:
-            answerer = Answerer(backend, tokenizer, max_new_tokens=LONGEST, batch_tokens=budget)
+            answerer = BatchGenerator(backend, tokenizer, max_new_tokens=LONGEST, batch_tokens=budget)
             ways[f"sorted, {budget} tokens"] = partial(padded, answerer, sources)
         exact = precision == "fp32"
         given = [Way(name, partial(lambda run: run, run), exact=exact) for name, run in ways.items()]

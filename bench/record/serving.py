@@ -53,8 +53,8 @@ from t5accel.graphs.export_cache import cached_export
 from t5accel.models.load import BUNDLED, data_folder, load_model
 from t5accel.parity import ParityError, assert_varied
 from t5accel.precision.recipes import RECIPES
-from t5accel.serve.limits import Limits
-from t5accel.serve.request import Job
+from t5accel.serve.limits import SchedulerLimits
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,20 +153,20 @@ def compared(running: Running, bodies: Sequence[Mapping[str, Any]], expected: Se
     return {"equal": equal, "of": len(found), "distinct": len({text for text, _ in expected})}
 
 
-def one_after_another(backend: Backend, jobs: Sequence[Job]) -> list[list[int]]:
+def one_after_another(backend: Backend, jobs: Sequence[GenerationRequest]) -> list[list[int]]:
     """The tokens of each, where a job joins every three steps."""
-    scheduler = Scheduler(backend, Limits(rows=len(jobs), encoder_cache_bytes=0), thread=False)
+    scheduler = Scheduler(backend, SchedulerLimits(rows=len(jobs), encoder_cache_bytes=0), thread=False)
     tickets = []
     for job in jobs:
         tickets.append(scheduler.submit(job))
         for _ in range(3):
-            scheduler.round()
-    while scheduler.round():
+            scheduler.step()
+    while scheduler.step():
         pass
     return [ticket.result(0)[0].tokens for ticket in tickets]
 
 
-def lead(backend: Backend, job: Job, alone: Sequence[int], other: Sequence[int]) -> float:
+def lead(backend: Backend, job: GenerationRequest, alone: Sequence[int], other: Sequence[int]) -> float:
     """Where two answers part, by how much that of the job alone led, in standard deviations of the logits."""
     until = next(place for place, (one, two) in enumerate(zip(alone, other, strict=False)) if one != two)
     ids = job.input_ids[None]
@@ -315,7 +315,7 @@ class Measuring:
 
     def hostile(self) -> Iterator[Row]:
         """Two hundred hostile requests to ours, and what it answers to a friend afterwards."""
-        server = ours(self.model.where, body_s=1, head_s=1, encoder_cache_mb=0)
+        server = ours(self.model.where, body_timeout_s=1, header_timeout_s=1, encoder_cache_mb=0)
         with self.running(server) as running:
             survived = fuzz_server(running.port)
             found = compared(running, self.bodies[:COMPARED], self.expected[server.precision])
@@ -335,7 +335,7 @@ class Measuring:
             backend, tokenizer, _ = open_backend(self.model.where, precision=recipe, progress=False)
             sources = [ids for text in texts for ids in tokenizer([text])["input_ids"]]
             for least, most in ((0, LONG), (LONG, LONG)):
-                jobs = [Job(ids, max_new_tokens=most, min_new_tokens=least) for ids in sources]
+                jobs = [GenerationRequest(ids, max_new_tokens=most, min_new_tokens=least) for ids in sources]
                 alone = [tokens for job in jobs for tokens in one_after_another(backend, [job])]
                 found = one_after_another(backend, jobs)
                 pairs = [(job, *both) for job, *both in zip(jobs, alone, found, strict=True) if both[0] != both[1]]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.results import chosen
 from t5accel.decoding.backend import Backend
-from t5accel.serve.limits import Limits
-from t5accel.serve.request import Job
+from t5accel.serve.limits import SchedulerLimits
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class _Static:
         return getattr(self._backend, name)
 
 
-def watch(backend: Backend, jobs: Sequence[tuple[int, Job]], *, rows: int = 4, static: bool = False) -> Watched:
+def watch(
+    backend: Backend, jobs: Sequence[tuple[int, GenerationRequest]], *, rows: int = 4, static: bool = False
+) -> Watched:
     """Run jobs that come at given steps, and note after each step who had which row.
 
     Args:
@@ -59,13 +61,15 @@ def watch(backend: Backend, jobs: Sequence[tuple[int, Job]], *, rows: int = 4, s
         if name == "step_s":  # before those leave who have ended
             steps.append([number - 1 for number in scheduler.places])
 
-    scheduler = Scheduler(_Static(backend) if static else backend, Limits(rows=rows), observe=observe, thread=False)
+    scheduler = Scheduler(
+        _Static(backend) if static else backend, SchedulerLimits(rows=rows), observe=observe, thread=False
+    )
     waiting, tickets = [*jobs], []
     while waiting or not all(ticket.is_done for ticket in tickets):
         while waiting and waiting[0][0] <= len(steps):
             tickets.append(scheduler.submit(waiting.pop(0)[1]))
         count = len(steps)
-        scheduler.round()
+        scheduler.step()
         if len(steps) == count:
             steps.append([])  # nobody was there
     done = [max(number for number, step in enumerate(steps) if job in step) + 1 for job in range(len(jobs))]

@@ -24,8 +24,8 @@ from fastapi import FastAPI, HTTPException, Request
 
 from t5accel.decoding.backend import Backend
 from t5accel.errors import PeerError
-from t5accel.serve.limits import Limits
-from t5accel.serve.request import Job
+from t5accel.serve.limits import SchedulerLimits
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 
 # A static batch: requests that begin together and end together, as most servers that batch do it.
@@ -47,13 +47,13 @@ def together(backend: Backend, tokenizer: Any, asked: Sequence[Asked]) -> list[A
     """Answer all as one batch, which ends with its longest answer; rows that have ended leave it."""
     batch = tokenizer([one.text for one in asked], return_tensors="np", padding=True)
     rows = [ids[mask == 1] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    limits = Limits(rows=len(asked), source_tokens=10**6, new_tokens=10**6, encoder_cache_bytes=0)
+    limits = SchedulerLimits(rows=len(asked), source_tokens=10**6, new_tokens=10**6, encoder_cache_bytes=0)
     scheduler = Scheduler(backend, limits, thread=False)
     tickets = scheduler.submit_all([
-        Job(row, max_new_tokens=one.max_new_tokens, min_new_tokens=one.min_new_tokens)
+        GenerationRequest(row, max_new_tokens=one.max_new_tokens, min_new_tokens=one.min_new_tokens)
         for row, one in zip(rows, asked, strict=True)
     ])  # fmt: skip
-    while scheduler.round():
+    while scheduler.step():
         pass
     tokens = [ticket.result(0)[0].tokens for ticket in tickets]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -213,8 +213,8 @@ class Server:
 def ours(model: str, *, precision: str = "fp32", name: str | None = None, **flags: Any) -> Server:
     """``t5accel serve``: continuous batching.
 
-    >>> ours("mini", rows=8).command[2:]
-    ['t5accel', 'serve', '--model=mini', '--precision=fp32', '--port={port}', '--rows=8']
+    >>> ours("mini", max_batch_rows=8).command[2:]
+    ['t5accel', 'serve', '--model=mini', '--precision=fp32', '--port={port}', '--max-batch-rows=8']
     """
     given = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
     options = [f"--model={model}", f"--precision={precision}", "--port={port}"]

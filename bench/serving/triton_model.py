@@ -16,8 +16,8 @@ import numpy as np
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.errors import T5AccelError
-from t5accel.serve.limits import Limits
-from t5accel.serve.request import Answer, Job, Ticket
+from t5accel.serve.limits import SchedulerLimits
+from t5accel.serve.request import GenerationRequest, GenerationResult, RequestHandle
 from t5accel.serve.scheduler import Scheduler
 from t5accel.tokenization import tokenizer_of
 
@@ -36,23 +36,23 @@ class TritonPythonModel:
         folder = folder / args["model_version"] / "export"
         backend = OrtStatic(folder, settings=SessionSettings(threads=int(values["threads"])))
         self.tokenizer = tokenizer_of(folder)
-        limits = Limits(rows=config["max_batch_size"], encoder_cache_bytes=0)
+        limits = SchedulerLimits(rows=config["max_batch_size"], encoder_cache_bytes=0)
         self.scheduler = Scheduler(backend, limits, thread=False)
         self.in_flight = config.get("model_transaction_policy", {}).get("decoupled", False)
-        self.tickets: dict[int, Ticket] = {}
+        self.tickets: dict[int, RequestHandle] = {}
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """A batch, or one step of all that are under way."""
         return self._step(requests) if self.in_flight else self._batch(requests)
 
     def _batch(self, requests: list[Any]) -> list[Any]:
-        found: list[list[Ticket] | str] = []
+        found: list[list[RequestHandle] | str] = []
         for request in requests:
             try:
                 found.append(self.scheduler.submit_all(self._jobs(request)))
             except T5AccelError as error:
                 found.append(str(error))
-        while self.scheduler.round():
+        while self.scheduler.step():
             pass
         return [self._failure(one) if isinstance(one, str) else self._response(one) for one in found]
 
@@ -67,7 +67,7 @@ class TritonPythonModel:
                     (self.tickets[number],) = self.scheduler.submit_all(self._jobs(request))
                 except (T5AccelError, ValueError) as error:
                     refused[number] = str(error)
-        self.scheduler.round()
+        self.scheduler.step()
         for request in requests:
             number = request.correlation_id()
             if number in refused:
@@ -87,12 +87,12 @@ class TritonPythonModel:
         tensor = self.triton.get_input_tensor_by_name(request, name)
         return default if tensor is None else tensor.as_numpy().ravel()[0].item()
 
-    def _jobs(self, request: Any) -> list[Job]:
+    def _jobs(self, request: Any) -> list[GenerationRequest]:
         """One for each text, of which a request has several if its client sends a batch."""
         texts = self.triton.get_input_tensor_by_name(request, "text").as_numpy().ravel()
         batch = self.tokenizer([text.decode() for text in texts])
         return [
-            Job(
+            GenerationRequest(
                 ids[mask == 1], max_new_tokens=self._value(request, "max_new_tokens", 64),
                 min_new_tokens=self._value(request, "min_new_tokens", None),
                 num_beams=self.scheduler.backend.rules.num_beams,
@@ -101,10 +101,10 @@ class TritonPythonModel:
             for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         ]  # fmt: skip
 
-    def _response(self, tickets: list[Ticket], tokens: int = 0) -> Any:
+    def _response(self, tickets: list[RequestHandle], tokens: int = 0) -> Any:
         """Texts and numbers of tokens; of a stream that goes on, the number so far."""
         try:
-            answers: list[Answer] = [ticket.result(0)[0] for ticket in tickets]
+            answers: list[GenerationResult] = [ticket.result(0)[0] for ticket in tickets]
         except T5AccelError as error:
             return self._failure(str(error))
         rows = [answer.tokens for answer in answers]

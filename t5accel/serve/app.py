@@ -26,8 +26,8 @@ from t5accel.errors import EngineError, T5AccelError
 from t5accel.models.languages import Languages
 from t5accel.serve import responses as shapes
 from t5accel.serve.metrics import Metrics
-from t5accel.serve.middleware import Guard, Refused, ValidationError, log, refusal
-from t5accel.serve.request import Answer, Ticket
+from t5accel.serve.middleware import HTTPError, RequestLimits, ValidationError, error_response, log
+from t5accel.serve.request import GenerationResult, RequestHandle
 from t5accel.serve.scheduler import ENDS, Scheduler
 from t5accel.serve.schemas import Completion, Generate, seed_of
 from t5accel.serve.settings import Settings
@@ -61,24 +61,26 @@ class Service:
         )
         self.ends = self.rules.eos_tokens(backend.eos_token_id)
         self.started_s = int(time.time())
-        self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, tell=self._tell)
+        self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, notify=self._notify)
         self.metrics.watch(self.scheduler)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
-    def _tell(self, tickets: Sequence[Ticket]) -> None:
+    def _notify(self, tickets: Sequence[RequestHandle]) -> None:
         """From the engine's thread to the one that serves, which is woken for a stream's end, or not too often."""
         now = time.monotonic()
-        if due := [ticket for ticket in tickets if ticket.is_done or now >= ticket.due_s]:
+        if due := [ticket for ticket in tickets if ticket.is_done or now >= ticket.next_event_at]:
             for ticket in due:
-                ticket.due_s = now + EVENTS_S
+                ticket.next_event_at = now + EVENTS_S
             self.loop.call_soon_threadsafe(lambda: [ticket.listener() for ticket in due if ticket.listener])
 
-    async def submit(self, asked: Generate) -> list[Ticket]:
+    async def submit(self, asked: Generate) -> list[RequestHandle]:
         """A ticket for each text. What can be refused is refused before any text is tokenised."""
         texts = [asked.text] if isinstance(asked.text, str) else asked.text
-        if not 1 <= len(texts) <= self.settings.texts:
-            raise Refused(422, f"The request holds {len(texts)} texts; give 1 to {self.settings.texts}.", param="text")
+        if not 1 <= len(texts) <= self.settings.max_texts:
+            raise HTTPError(
+                422, f"The request holds {len(texts)} texts; give 1 to {self.settings.max_texts}.", param="text"
+            )
         prefix = self.settings.prefix if asked.prefix is None else asked.prefix
         texts = [prefix + text for text in texts]
         stops, first = self.stops(asked), self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
@@ -141,7 +143,7 @@ class Service:
             rows = [before_end(row, self.ends) for row in rows]
         return self.tokenizer.batch_decode(rows, skip_special_tokens=asked.skip_special_tokens)
 
-    async def texts(self, answers: Sequence[Answer], asked: Generate) -> list[str]:
+    async def texts(self, answers: Sequence[GenerationResult], asked: Generate) -> list[str]:
         """Decoded, up to the first stop string."""
         tokens, stops = [answer.tokens for answer in answers], self.stops(asked)
         found = await self.beside(self._decoded, asked, tokens, size=sum(map(len, tokens)))
@@ -151,7 +153,7 @@ class Service:
             log.info("answers: %s", json.dumps(found, ensure_ascii=False))
         return found
 
-    async def answered(self, tickets: Sequence[Ticket], request: Request) -> None:
+    async def answered(self, tickets: Sequence[RequestHandle], request: Request) -> None:
         """Until all are done, or one has failed, or the client has gone; then the others' rows are free, too."""
         news, gone = asyncio.Event(), asyncio.create_task(_disconnect(request))
         gone.add_done_callback(lambda _: news.set())
@@ -173,7 +175,7 @@ class Service:
         for ticket in tickets:
             ticket.result(0)
 
-    async def pieces(self, tickets: Sequence[Ticket], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
+    async def pieces(self, tickets: Sequence[RequestHandle], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
         """The texts of tickets as they come: which one's, new text, and whether that was the last of it.
 
         The text is empty where a ticket has its first token and no whole word yet. Raises the error of the first ticket
@@ -200,9 +202,9 @@ class Service:
                 ticket.cancel()
 
 
-def _too_long(what: str) -> Refused:
+def _too_long(what: str) -> HTTPError:
     what += ": shorten it, or ask for truncate."
-    return Refused(413, what, param="text", code="context_length_exceeded")
+    return HTTPError(413, what, param="text", code="context_length_exceeded")
 
 
 async def _disconnect(request: Request) -> None:
@@ -210,11 +212,11 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def timings(ticket: Ticket) -> dict[str, float | None]:
+def timings(ticket: RequestHandle) -> dict[str, float | None]:
     """Seconds since it was submitted.
 
-    >>> from t5accel.serve.request import Job
-    >>> timings(Ticket(Job([5, 1]), 1, submitted_s=1.0, joined_s=1.5, first_token_s=1.75, done_s=3.0))
+    >>> from t5accel.serve.request import GenerationRequest
+    >>> timings(RequestHandle(GenerationRequest([5, 1]), 1, submitted_s=1.0, joined_s=1.5, first_token_s=1.75, done_s=3.0))
     {'queue_s': 0.5, 'first_token_s': 0.75, 'total_s': 2.0}
     """
     moments = {"queue_s": ticket.joined_s, "first_token_s": ticket.first_token_s, "total_s": ticket.done_s}
@@ -234,13 +236,13 @@ def _answer_to(error: BaseException, *, openai: bool = False) -> Response:
         raise error
     if isinstance(error, ConnectionError) and not isinstance(error, T5AccelError):
         return Response(status_code=499)
-    if isinstance(error, EngineError) or not isinstance(error, T5AccelError | Refused | ValidationError):
+    if isinstance(error, EngineError) or not isinstance(error, T5AccelError | HTTPError | ValidationError):
         cause = error.__cause__ or error
         where = (traceback.extract_tb(cause.__traceback__) or [None])[-1]
         place = f"{where.filename}:{where.lineno}" if where else "an unknown place"
         whose = "the engine's" if isinstance(error, EngineError) else "unexpected"
         log.error("%s %s at %s", whose, type(cause).__name__, place)
-    return refusal(error, openai=openai)
+    return error_response(error, openai=openai)
 
 
 def _failed(error: BaseException) -> str:
@@ -286,7 +288,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     app = FastAPI(title="t5accel", version=VERSION, description=ABOUT, lifespan=lifespan, redirect_slashes=False,
                   docs_url=None, redoc_url=None)  # fmt: skip
     app.state.service = service
-    app.add_middleware(Guard, settings=settings, metrics=service.metrics)
+    app.add_middleware(RequestLimits, settings=settings, metrics=service.metrics)
 
     def post(
         path: str, schema: type[Generate | Completion], shape: type[BaseModel], event: type[BaseModel]
@@ -308,7 +310,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
 
             route.__name__, route.__doc__ = answer.__name__, schema.__doc__
             app.post(path, openapi_extra={"requestBody": asks}, response_model=None,
-                     responses=shapes.responses(shape, *errors, event=event))(route)  # fmt: skip
+                     responses=shapes.openapi_responses(shape, *errors, event=event))(route)  # fmt: skip
 
         return add
 
@@ -345,7 +347,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     @post("/v1/completions", Completion, shapes.CompletionResponse, shapes.CompletionResponse)
     async def completions(asked: Completion, request: Request) -> Response:
         if asked.model != name:
-            raise Refused(404, f"There is no model {asked.model[:80]!r} here, but {name!r}.", param="model",
+            raise HTTPError(404, f"There is no model {asked.model[:80]!r} here, but {name!r}.", param="model",
                           code="model_not_found")  # fmt: skip
         wanted = asked.generate()
         tickets = await service.submit(wanted)
@@ -388,7 +390,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     def get(*paths: str, shape: type[BaseModel], **more: Any) -> Callable[..., Any]:
         def add(answer: Callable[..., Any]) -> None:
             for path in paths:
-                app.get(path, response_model=None, responses=shapes.responses(shape, **more))(answer)
+                app.get(path, response_model=None, responses=shapes.openapi_responses(shape, **more))(answer)
 
         return add
 
@@ -397,17 +399,21 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         """List the model that is served."""
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{name:path}", response_model=None, responses=shapes.responses(shapes.ModelCard, 404, 422))
+    @app.get(
+        "/v1/models/{name:path}", response_model=None, responses=shapes.openapi_responses(shapes.ModelCard, 404, 422)
+    )
     async def one_model(name: str) -> Any:
         """Describe the model of this name."""
         return (
-            model if name == model["id"] else refusal(Refused(404, "There is no such model.", code="model_not_found"))
+            model
+            if name == model["id"]
+            else error_response(HTTPError(404, "There is no such model.", code="model_not_found"))
         )
 
     @get("/health/live", shape=shapes.Alive, unavailable=True)
     async def live() -> Response:
         """Whether the engine works; 503: restart the server."""
-        alive = scheduler.is_alive and scheduler.busy_s() < settings.stuck_s
+        alive = scheduler.is_alive and scheduler.busy_s() < settings.unhealthy_after_s
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
     @get("/health/ready", "/health", shape=shapes.Ready, unavailable=True)
@@ -415,7 +421,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         """Whether to send requests here, and the load; 503: not now."""
         is_ready = scheduler.is_open and scheduler.is_alive
         load = {"ready": is_ready, "waiting": scheduler.waiting, "running": scheduler.running, "rows": scheduler.rows,
-                "continuous": not scheduler.why_static}  # fmt: skip
+                "continuous": not scheduler.static_reason}  # fmt: skip
         return JSONResponse(load, 200 if is_ready else 503)
 
     @get("/version", shape=shapes.Version)
@@ -435,11 +441,11 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         """Of a path or a method that there is not."""
-        found = Refused(error.status_code, f"{error.detail}. The routes are {', '.join(routes())}.")
+        found = HTTPError(error.status_code, f"{error.detail}. The routes are {', '.join(routes())}.")
         found.headers = dict(error.headers or {})
-        return refusal(found)
+        return error_response(found)
 
-    @app.get("/metrics", response_class=Response, responses=shapes.responses(None))
+    @app.get("/metrics", response_class=Response, responses=shapes.openapi_responses(None))
     async def metrics() -> Response:
         """The counters, for Prometheus."""
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")

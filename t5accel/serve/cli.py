@@ -169,7 +169,7 @@ def batch(
     model: ModelOption = "mini",
     column: Annotated[str, typer.Option(help="The column of the texts.")] = "text",
     prefix: Annotated[str, typer.Option(help="Put this before every text: 'translate English to French: '.")] = "",
-    into: Annotated[str, typer.Option(help="The column of the answers.")] = "answer",
+    output_column: Annotated[str, typer.Option(help="The column of the answers.")] = "answer",
     precision: ExportPrecisionOption = None,
     beams: BeamsOption = None,
     max_new_tokens: NewTokensOption = 64,
@@ -214,7 +214,7 @@ def batch(
         raise InputError("batch needs one folder for the answers. Give --out FOLDER.")
     out = out or folder
     settings = Settings(
-        column=column, prefix=prefix, into=into, beams=beams, max_new_tokens=max_new_tokens,
+        column=column, prefix=prefix, output_column=output_column, beams=beams, max_new_tokens=max_new_tokens,
         max_source_tokens=max_source_tokens, batch_tokens=batch_tokens, shard_rows=shard_rows,
         src_lang=src_lang, tgt_lang=tgt_lang, forced_bos_token=forced_bos, skip_special_tokens=not keep_special_tokens,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from t5accel.checks import as_count, is_number
 from t5accel.errors import InputError, QueueFullError
 from t5accel.precision.recipes import Recipe, recipe_from_json
-from t5accel.serve.request import Job
+from t5accel.serve.request import GenerationRequest
 
 COLUMNS = 64  # sources and buffers are laid out in multiples of it
 HEAD_START_S = 10.0  # of the highest priority
@@ -18,7 +18,7 @@ RAGGED = 1.5  # columns that a batch may have for each of its longest history, b
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     """What a scheduler keeps to.
 
     Attributes:
@@ -30,16 +30,16 @@ class Limits:
             have that are as long as may be.
         beams: of a job, or as many drawn answers; ``None``: ``rows``.
         source_tokens, new_tokens: of a job, at most.
-        stall_s: while others run, encoders of newcomers take no longer than that before the next step; a single source
+        max_prefill_stall_s: while others run, encoders of newcomers take no longer than that before the next step; a single source
             that needs more is encoded all the same, alone.
-        join_share: of the time, about, that goes into letting others in while some run. After each time nobody joins
-            for a while, ``stall_s`` at most, so that under load newcomers are encoded together.
+        prefill_share: of the time, about, that goes into letting others in while some run. After each time nobody joins
+            for a while, ``max_prefill_stall_s`` at most, so that under load newcomers are encoded together.
         encoder_cache_bytes: for encoder outputs that are used again.
 
     Raises:
         InputError: a value is out of bounds.
 
-    >>> Limits(rows=8).queue
+    >>> SchedulerLimits(rows=8).queue
     256
     """
 
@@ -50,8 +50,8 @@ class Limits:
     beams: int | None = None
     source_tokens: int = 512
     new_tokens: int = 512
-    stall_s: float = 0.05
-    join_share: float = 1.0
+    max_prefill_stall_s: float = 0.05
+    prefill_share: float = 1.0
     encoder_cache_bytes: int = 256_000_000
 
     def __post_init__(self) -> None:
@@ -61,22 +61,24 @@ class Limits:
         for name in ("key_value_bytes", "queued_tokens", "beams"):
             if getattr(self, name) is not None:
                 as_count(getattr(self, name), name, at_least=1)
-        if not is_number(self.stall_s) or not 0 <= self.stall_s < 1e6:
-            raise InputError(f"stall_s is {self.stall_s!r}; give seconds, 0 for one source at a time.")
-        if not is_number(self.join_share) or not 0 < self.join_share <= 1:
-            raise InputError(f"join_share is {self.join_share!r}; give a number above 0 and up to 1.")
+        if not is_number(self.max_prefill_stall_s) or not 0 <= self.max_prefill_stall_s < 1e6:
+            raise InputError(
+                f"max_prefill_stall_s is {self.max_prefill_stall_s!r}; give seconds, 0 for one source at a time."
+            )
+        if not is_number(self.prefill_share) or not 0 < self.prefill_share <= 1:
+            raise InputError(f"prefill_share is {self.prefill_share!r}; give a number above 0 and up to 1.")
 
     @property
     def most_queued_tokens(self) -> int:
         """What ``queued_tokens`` comes to; the largest job fits, where nothing is said.
 
-        >>> Limits().most_queued_tokens
+        >>> SchedulerLimits().most_queued_tokens
         262144
         """
         of_one = self.source_tokens + self.new_tokens
         return max(self.queue, self.rows) * of_one if self.queued_tokens is None else self.queued_tokens
 
-    def check(self, job: Job, key_value_bytes: KeyValueBytes) -> None:
+    def check(self, job: GenerationRequest, key_value_bytes: KVCacheBytes) -> None:
         """Raise ``InputError`` for a job that is too large, whatever else runs."""
         ids, new = len(job.input_ids), job.max_new_tokens
         answers = "num_beams" if job.sampling is None else "num_return_sequences"
@@ -92,7 +94,9 @@ class Limits:
                 f"and values; {self.key_value_bytes} are allowed here."
             )
 
-    def require_place(self, waiting: Sequence[Job], jobs: int, tokens: int, retry_s: Callable[[], int]) -> None:
+    def require_place(
+        self, waiting: Sequence[GenerationRequest], jobs: int, tokens: int, retry_s: Callable[[], int]
+    ) -> None:
         """Raise where so many jobs of so much work would be too many beside those that wait.
 
         Raises:
@@ -108,19 +112,19 @@ class Limits:
                 raise QueueFullError(f"{now} {what} are waiting and {may} may: try again in {retry} s.", retry)
 
 
-def tokens_of(job: Job) -> int:
+def tokens_of(job: GenerationRequest) -> int:
     """The work of a job, as far as it is known before: the source and the longest answer, in each row.
 
-    >>> tokens_of(Job([5, 1], num_beams=4, max_new_tokens=10))
+    >>> tokens_of(GenerationRequest([5, 1], num_beams=4, max_new_tokens=10))
     48
     """
     return job.rows * (len(job.input_ids) + job.max_new_tokens)
 
 
-def size_with(size: tuple[int, int, int], job: Job) -> tuple[int, int, int]:
+def size_with(size: tuple[int, int, int], job: GenerationRequest) -> tuple[int, int, int]:
     """Rows, longest source and longest answer of a batch of that size that a job joins.
 
-    >>> size_with((1, 9, 10), Job([5, 1], num_beams=4, max_new_tokens=20))
+    >>> size_with((1, 9, 10), GenerationRequest([5, 1], num_beams=4, max_new_tokens=20))
     (5, 9, 20)
     """
     rows, source, new = size
@@ -136,7 +140,7 @@ def head_start_s(priority: int) -> float:
     return HEAD_START_S * priority / (1 + abs(priority))
 
 
-class KeyValueBytes:
+class KVCacheBytes:
     """The memory that rows take.
 
     Args:
@@ -145,7 +149,7 @@ class KeyValueBytes:
 
     >>> class Dims: cross_heads, decoder_heads, d_kv = (8,) * 6, (8,) * 6, 64
     >>> class Toy: dims, dtype = Dims, None
-    >>> KeyValueBytes(Toy)(rows=1, source_tokens=512, new_tokens=100) == (512 + 192) * 6 * 2 * 8 * 64 * 4
+    >>> KVCacheBytes(Toy)(rows=1, source_tokens=512, new_tokens=100) == (512 + 192) * 6 * 2 * 8 * 64 * 4
     True
     """
 
@@ -168,10 +172,10 @@ def _columns(rows: int, source_tokens: int, new_tokens: int) -> tuple[int, int, 
     return rows, -(-source_tokens // COLUMNS) * COLUMNS, -(-int(RAGGED * new_tokens) // COLUMNS) * COLUMNS
 
 
-class EncoderPace:
+class EncoderLatency:
     """How long it takes to encode, learnt on the way: seconds a token, for each power of two of the source's length.
 
-    >>> pace = EncoderPace()
+    >>> pace = EncoderLatency()
     >>> pace.seconds(100)
     inf
     >>> pace.learn(100, 2, 0.5)
@@ -184,25 +188,25 @@ class EncoderPace:
 
     def seconds(self, length: int) -> float:
         """For one source of this length; infinity if none like it was encoded yet."""
-        return self._per_token.get(bucket(length), math.inf) * length
+        return self._per_token.get(length_bucket(length), math.inf) * length
 
     def learn(self, length: int, sources: int, seconds: float) -> None:
         """So many sources, the longest of this length, took so long together."""
-        new, key = seconds / (length * sources), bucket(length)
+        new, key = seconds / (length * sources), length_bucket(length)
         old = self._per_token.get(key, new)
         self._per_token[key] = old + (new - old) * (0.5 if new > old else 0.1)  # a stall is worse than a pause
 
 
-def bucket(length: int) -> int:
+def length_bucket(length: int) -> int:
     """The power of two of a length: what is alike enough to take as long for each token.
 
-    >>> bucket(64), bucket(65), bucket(128)
+    >>> length_bucket(64), length_bucket(65), length_bucket(128)
     (6, 7, 7)
     """
     return (length - 1).bit_length()
 
 
-def encodes_alone(backend: Any) -> bool:
+def needs_unbatched_encoding(backend: Any) -> bool:
     """Whether sources must be encoded one by one, because the encoder's numbers depend on what else is in its batch.
 
     Integers whose scale is found over a whole batch do, as in the encoders of the "int8" and "int4" recipes: alone and
@@ -211,18 +215,18 @@ def encodes_alone(backend: Any) -> bool:
     Raises:
         InputError: so do the decoder's numbers ("int8-dynamic"): what others write would change an answer.
 
-    >>> encodes_alone(object())
+    >>> needs_unbatched_encoding(object())
     False
     """
     content = getattr(getattr(backend, "manifest", None), "recipe", None)
-    return must_encode_alone(recipe_from_json(content)) if content else False
+    return recipe_needs_unbatched_encoding(recipe_from_json(content)) if content else False
 
 
-def must_encode_alone(recipe: Recipe) -> bool:
+def recipe_needs_unbatched_encoding(recipe: Recipe) -> bool:
     """The same of a recipe, before there is a backend.
 
     >>> from t5accel.precision.recipes import RECIPES
-    >>> must_encode_alone(RECIPES["int8"])
+    >>> recipe_needs_unbatched_encoding(RECIPES["int8"])
     True
     """
     if "decoder" in recipe.batch_dependent_stacks:

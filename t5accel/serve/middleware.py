@@ -29,7 +29,7 @@ STATUS: dict[type[Exception], int] = {
 }  # fmt: skip
 
 
-class Refused(Exception):
+class HTTPError(Exception):
     """An answer that is a refusal, with its status and, where one field is to blame, that field."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str):
@@ -38,23 +38,23 @@ class Refused(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-def refusal(error: BaseException, *, openai: bool = False) -> JSONResponse:
+def error_response(error: BaseException, *, openai: bool = False) -> JSONResponse:
     """Any error in the shape that OpenAI's clients read; of one that nobody foresaw, nothing but its type.
 
     For ``openai`` bad values are 400, as OpenAI's clients expect, a source that is too long among them.
 
-    >>> refusal(errors.QueueFullError("Full.", 7)).headers["retry-after"]
+    >>> error_response(errors.QueueFullError("Full.", 7)).headers["retry-after"]
     '7'
     """
     if isinstance(error, ValidationError):
         error = _first_of(error)
-    if not isinstance(error, Refused):
+    if not isinstance(error, HTTPError):
         status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
         headers = {"Retry_After": str(error.retry_after_s)} if isinstance(error, errors.QueueFullError) else {}
         if isinstance(error, errors.ShuttingDownError):  # another server may answer; this one waits for nobody
             headers = {"Retry_After": "1", "Connection": "close"}
         message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
-        error = Refused(status, message, **headers)
+        error = HTTPError(status, message, **headers)
     status, param = error.status, error.param
     if openai:
         status, param = 400 if status in (413, 422) else status, "prompt" if param == "text" else param
@@ -64,14 +64,14 @@ def refusal(error: BaseException, *, openai: bool = False) -> JSONResponse:
     return JSONResponse({"error": content}, status, headers=error.headers)
 
 
-def _first_of(error: ValidationError) -> Refused:
+def _first_of(error: ValidationError) -> HTTPError:
     """What pydantic found first, without what was given."""
     found = error.errors(include_url=False, include_context=False, include_input=False)[0]
     name = ".".join(map(str, found["loc"]))[:80] or None
-    return Refused(422, f"{name or 'The body'}: {found['msg']}.", param=name)
+    return HTTPError(422, f"{name or 'The body'}: {found['msg']}.", param=name)
 
 
-class Guard:
+class RequestLimits:
     """ASGI middleware around the application.
 
     Health is answered to everybody, and before a body is read.
@@ -106,14 +106,14 @@ class Guard:
             try:
                 head = dict(scope["headers"])
                 if b"transfer-encoding" in head and b"content-length" in head:
-                    raise Refused(400, "Give a Transfer-Encoding or a Content-Length, not both.")
+                    raise HTTPError(400, "Give a Transfer-Encoding or a Content-Length, not both.")
                 if scope["path"] in HEALTH:
                     body, told = b"", open_log
                 else:
                     self._check_head(scope, head)
                     body = await self._body(head, receive)
-            except Refused as error:
-                response, told = refusal(error), open_log
+            except HTTPError as error:
+                response, told = error_response(error), open_log
                 response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
                 await response(scope, receive, sent)
             else:
@@ -132,23 +132,23 @@ class Guard:
         own = (scope.get("server") or ("",))[0]  # the address of the socket; of an application under test its client's
         if self._hosts is not None and host is not None and _name_in(host) not in {*self._hosts, own}:
             # A page of a foreign name that its owner lets point here could read the answers: DNS rebinding.
-            raise Refused(421, "The Host header names no host of this server: see --allowed-hosts.")
+            raise HTTPError(421, "The Host header names no host of this server: see --allowed-hosts.")
         if self._key and scope["path"] not in OPEN:
             scheme, _, given = head.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" "), self._key):
-                raise Refused(401, "Give the API key as Authorization: Bearer KEY.", WWW_Authenticate="Bearer")
+                raise HTTPError(401, "Give the API key as Authorization: Bearer KEY.", WWW_Authenticate="Bearer")
         kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json":  # which no page sends elsewhere without asking
-            raise Refused(415, "Give Content-Type: application/json, and JSON as the body.")
+            raise HTTPError(415, "Give Content-Type: application/json, and JSON as the body.")
 
     async def _body(self, head: dict[bytes, bytes], receive: Any) -> bytes:
         most = self.settings.body_kb * 1024
-        too_large = Refused(413, f"The body has more than {most} bytes.")
+        too_large = HTTPError(413, f"The body has more than {most} bytes.")
         if int(head.get(b"content-length", b"0")) > most:
             raise too_large
         body, more = bytearray(), True
         try:
-            async with asyncio.timeout(self.settings.body_s):
+            async with asyncio.timeout(self.settings.body_timeout_s):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -158,7 +158,7 @@ class Guard:
                     if len(body) > most:
                         raise too_large
         except TimeoutError as error:
-            raise Refused(408, f"The body did not arrive within {self.settings.body_s:g} s.") from error
+            raise HTTPError(408, f"The body did not arrive within {self.settings.body_timeout_s:g} s.") from error
         return bytes(body)
 
 

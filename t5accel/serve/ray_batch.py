@@ -19,8 +19,8 @@ from typing import Any
 
 from t5accel.checks import is_number
 from t5accel.errors import InputError, JobError, T5AccelError
-from t5accel.serve.batch.generate import Answerer
-from t5accel.serve.batch.job import Job, Shard, do_shard
+from t5accel.serve.batch.generate import BatchGenerator
+from t5accel.serve.batch.job import Job, Shard, process_shard
 from t5accel.serve.batch.output import ShardRecord
 from t5accel.serve.ray_cluster import connected, cores_for
 
@@ -28,12 +28,12 @@ WINDOW = 1000  # shards that Ray is handed at a time
 BEAT_S = 1.0
 
 
-class Pulse:
+class Heartbeat:
     """Counts signs of life, in a process of its own: an actor that is dead or stuck gives none.
 
-    >>> pulse = Pulse()
-    >>> pulse.beat()
-    >>> pulse.beats()
+    >>> heartbeat = Heartbeat()
+    >>> heartbeat.beat()
+    >>> heartbeat.beats()
     1
     """
 
@@ -65,7 +65,7 @@ class Actor:
 
     def __init__(self, job: Job, beat: Callable[[], Any]):
         self.job, self._beat, self._next_s = job, beat, 0.0
-        self._answer: Answerer | None = None
+        self._answer: BatchGenerator | None = None
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
         """Ray Data's batches: pickled shards -> the record of each, or the error that was raised on purpose."""
@@ -78,7 +78,7 @@ class Actor:
                 if found != self.job.what:
                     raise InputError(f"Where an actor runs the model is another one: {found}, here {self.job.what}.")
                 self._alive()
-            return do_shard(self._answer, self.job.settings, self.job.output, shard, self._alive)
+            return process_shard(self._answer, self.job.settings, self.job.output, shard, self._alive)
         except T5AccelError as error:
             return error
 
@@ -89,7 +89,7 @@ class Actor:
 
 
 def on_ray(
-    job: Job, pending: Sequence[Shard], answer: Answerer | None, on_batch: Callable[[int, int], Any], *,
+    job: Job, pending: Sequence[Shard], answer: BatchGenerator | None, on_batch: Callable[[int, int], Any], *,
     address: str | None = None, stuck_s: float = 600.0,
 ) -> Iterator[ShardRecord]:  # fmt: skip
     """An engine of `serve.batch.job.run`: all shards, by as many actors as the cluster has cores for.
@@ -105,7 +105,7 @@ def on_ray(
 
     Raises:
         MissingPackageError, ClusterError: as of `ray_session.connected`.
-        JobError, InputError: as of `job.do_shard`, wherever it was raised; or Ray gave up, or is stuck.
+        JobError, InputError: as of `job.process_shard`, wherever it was raised; or Ray gave up, or is stuck.
     """
     del answer
     if not is_number(stuck_s) or stuck_s <= 0:
@@ -121,16 +121,16 @@ def on_ray(
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # which the import has set
         data.DataContext.get_current().enable_progress_bars = False
         most = cores_for(ray, 1, threads, address)
-        pulse = ray.remote(num_cpus=0, max_restarts=-1)(Pulse).remote()
+        heartbeat = ray.remote(num_cpus=0, max_restarts=-1)(Heartbeat).remote()
         for first in range(0, len(shards), WINDOW):
             items = [{"shard": pickle.dumps(shard)} for shard in shards[first : first + WINDOW]]
             actors = min(len(items), most)
             made = data.from_items(items, override_num_blocks=len(items)).map_batches(
                 Actor, batch_size=1, batch_format="numpy", num_cpus=threads,
                 compute=data.ActorPoolStrategy(min_size=1, max_size=actors, initial_size=actors),
-                fn_constructor_args=(job, pulse.beat.remote),
+                fn_constructor_args=(job, heartbeat.beat.remote),
             )  # fmt: skip
-            for row in _watched(made.iter_rows(), partial(_beats, ray, pulse), stuck_s):
+            for row in _watched(made.iter_rows(), partial(_beats, ray, heartbeat), stuck_s):
                 one = pickle.loads(row["made"])
                 if isinstance(one, T5AccelError):
                     raise one
@@ -138,9 +138,9 @@ def on_ray(
                 yield one
 
 
-def _beats(ray: Any, pulse: Any) -> int | None:
+def _beats(ray: Any, heartbeat: Any) -> int | None:
     try:
-        return ray.get(pulse.beats.remote(), timeout=BEAT_S)
+        return ray.get(heartbeat.beats.remote(), timeout=BEAT_S)
     except ray.exceptions.RayError:  # it is being started again, or all is lost
         return None
 

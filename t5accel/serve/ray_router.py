@@ -18,9 +18,9 @@ from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError
 from t5accel.serve.batch.job import Model
 from t5accel.serve.logs import configure
 from t5accel.serve.metrics import Metrics
-from t5accel.serve.middleware import Guard, Refused, log, refusal
+from t5accel.serve.middleware import HTTPError, RequestLimits, error_response, log
 from t5accel.serve.ray_cluster import connected, cores_for
-from t5accel.serve.server import bound, checked, listen, opened
+from t5accel.serve.server import bound, checked, create_app, run_server
 from t5accel.serve.settings import Settings
 
 # A replica: the server's application, with its scheduler and model, in an actor of Ray Serve that knows no HTTP.
@@ -33,7 +33,7 @@ class Replica:
     """Holds a model, whose requests join a running batch.
 
     Args:
-        settings: as of `serve.server.opened`, and raises as that.
+        settings: as of `serve.server.create_app`, and raises as that.
 
     >>> replica = Replica(Settings())
     >>> async def ask(path: str) -> list[Message]:
@@ -45,7 +45,7 @@ class Replica:
     """
 
     def __init__(self, settings: Settings):
-        self._app, self._stuck_s = opened(settings), settings.stuck_s
+        self._app, self._stuck_s = create_app(settings), settings.unhealthy_after_s
         self._service = self._app.state.service
 
     async def __call__(self, request: Message, body: bytes) -> AsyncIterator[Message]:
@@ -91,20 +91,20 @@ READY_S = 5.0  # for any replica to say that it is ready
 TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
 
 
-class Lost(Exception):
+class ReplicaLostError(Exception):
     """A replica died with a request."""
 
 
-class Front:
+class Router:
     """An ASGI application; it counts what runs and refuses new requests when it is told to drain.
 
     Args:
-        ask: a request and its body -> the messages of its answer; raises ``Lost`` for one that may be asked again.
+        ask: a request and its body -> the messages of its answer; raises ``ReplicaLostError`` for one that may be asked again.
 
     >>> async def answer(request: Message, body: bytes) -> AsyncIterator[Message]:
     ...     tried.append(request["path"])
     ...     if len(tried) < 3:
-    ...         raise Lost
+    ...         raise ReplicaLostError
     ...     yield {"type": "http.response.start", "status": 200, "headers": []}
     ...     yield {"type": "http.response.body", "body": b"here", "more_body": False}
     >>> async def receive() -> Message:
@@ -112,7 +112,7 @@ class Front:
     >>> async def send(message: Message) -> None: print(message.get("status", message.get("body")))
     >>> tried, given = [], [{"type": "http.request"}]
     >>> scope = {"type": "http", "method": "GET", "path": "/generate", "headers": []}
-    >>> asyncio.run(Front(answer)(scope, receive, send))
+    >>> asyncio.run(Router(answer)(scope, receive, send))
     200
     b'here'
     >>> tried
@@ -141,7 +141,7 @@ class Front:
             await _say(send, 200, self.metrics.text(), b"text/plain; version=0.0.4")
         elif not self._is_open:
             error = ShuttingDownError("The server is shutting down and takes no more requests.")
-            await refusal(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
         else:
             self.running += 1
             try:
@@ -183,24 +183,24 @@ class Front:
             except Exception as error:
                 if ended:
                     return
-                lost = isinstance(error, Lost)
+                lost = isinstance(error, ReplicaLostError)
                 if lost:
                     log.warning("a replica was lost with a request to %s: %s", request["path"], error)
                 if began == {}:  # of more than one message are streams alone
-                    event = b"event: error\ndata: " + refusal(_again() if lost else error).body + b"\n\n"
+                    event = b"event: error\ndata: " + error_response(_again() if lost else error).body + b"\n\n"
                     await send({"type": "http.response.body", "body": event, "more_body": False})
                     return
                 if not lost:
-                    await refusal(error)(scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                     return
             finally:
                 await messages.aclose()
-        await refusal(_again())(scope, receive, send)
+        await error_response(_again())(scope, receive, send)
 
 
-def _again() -> Refused:
+def _again() -> HTTPError:
     what = "The replica that was at this request was lost: send it again."
-    return Refused(503, what, code="replica_lost", Retry_After="1")
+    return HTTPError(503, what, code="replica_lost", Retry_After="1")
 
 
 async def _say(send: Any, status: int, body: bytes, kind: bytes = b"application/json") -> None:
@@ -226,7 +226,7 @@ def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator
         except ray.exceptions.RayTaskError as error:
             raise EngineError(f"A replica failed: {type(error.cause).__name__}.") from error
         except (ray.exceptions.RayError, RayServeException) as error:
-            raise Lost(type(error).__name__) from error
+            raise ReplicaLostError(type(error).__name__) from error
         except (asyncio.CancelledError, GeneratorExit):  # the client has gone
             answer.cancel()
             raise
@@ -245,7 +245,7 @@ def serve(settings: Settings) -> None:
         MissingPackageError, ClusterError: as of `ray_session.connected`.
         InputError: there are not enough cores, or fewer replicas at most than at least.
         InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serve.server.checked`,
-            `bound` and `opened`.
+            `bound` and `create_app`.
     """
     configure(settings.log_level, settings.log_format)
     checked(settings)
@@ -254,17 +254,17 @@ def serve(settings: Settings) -> None:
         raise InputError(f"replicas_min is {least} and replicas, the most that there may be, is {most}: raise it.")
     settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
     sockets = bound(settings)
-    opened(settings).state.service.close()  # what is wrong with it is said here, and its export is made
+    create_app(settings).state.service.close()  # what is wrong with it is said here, and its export is made
     name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"
     with connected(settings.address) as ray:
         from ray import serve
 
         cores_for(ray, least, threads, settings.address)
         deployment = serve.deployment(Replica).options(
-            name="Replica", ray_actor_options={"num_cpus": threads}, graceful_shutdown_timeout_s=settings.grace_s,
-            max_ongoing_requests=settings.rows + settings.queue, max_queued_requests=settings.queue,
-            health_check_period_s=5, health_check_timeout_s=settings.stuck_s,
-            autoscaling_config=dict(min_replicas=least, max_replicas=most, target_ongoing_requests=settings.rows),
+            name="Replica", ray_actor_options={"num_cpus": threads}, graceful_shutdown_timeout_s=settings.shutdown_grace_s,
+            max_ongoing_requests=settings.max_batch_rows + settings.max_queue, max_queued_requests=settings.max_queue,
+            health_check_period_s=5, health_check_timeout_s=settings.unhealthy_after_s,
+            autoscaling_config=dict(min_replicas=least, max_replicas=most, target_ongoing_requests=settings.max_batch_rows),
         )  # fmt: skip
         try:
             serve.start(proxy_location="Disabled")
@@ -273,7 +273,7 @@ def serve(settings: Settings) -> None:
             why = str(error).strip().partition("\n")[0]
             raise ClusterError(f"No replica could be started: {why:.300}") from error
         try:
-            front = Front(_asked_of(handle.options(stream=True), ray))
-            listen(Guard(front, settings, front.metrics), front, settings, sockets)
+            front = Router(_asked_of(handle.options(stream=True), ray))
+            run_server(RequestLimits(front, settings, front.metrics), front, settings, sockets)
         finally:
             serve.delete(name)

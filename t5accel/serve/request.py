@@ -18,7 +18,7 @@ MOST_PRIORITY = 1_000_000
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationRequest:
     """One source and how it is to be answered.
 
     Attributes:
@@ -37,7 +37,7 @@ class Job:
     Raises:
         InputError: a value is wrong, or two of them contradict each other.
 
-    >>> Job([100, 200, 1], num_beams=2).rows
+    >>> GenerationRequest([100, 200, 1], num_beams=2).rows
     2
     """
 
@@ -95,7 +95,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GenerationResult:
     """One answer: its tokens, the end token included where there is one, and the score that beams give it.
 
     ``ended`` is whether it ended before its upper bound: by an end token, or by the job's stopping criterion.
@@ -110,7 +110,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestHandle:
     """The engine's thread writes, anybody may read.
 
     Attributes:
@@ -123,15 +123,15 @@ class Ticket:
         answers: best first, when it is done.
         error: why there will be no answer.
         listener: called by the engine's thread when there is news; it must return soon and not raise.
-        due_s: of whoever hands out news: more tokens before that moment can wait for others.
+        next_event_at: of whoever hands out news: more tokens before that moment can wait for others.
 
-    >>> ticket = Ticket(Job([5, 1]), number=1, submitted_s=0.0)
+    >>> ticket = RequestHandle(GenerationRequest([5, 1]), number=1, submitted_s=0.0)
     >>> ticket.cancel()
     >>> ticket.is_cancelled, ticket.is_done
     (True, False)
     """
 
-    job: Job
+    job: GenerationRequest
     number: int
     submitted_s: float
     deadline_s: float | None = None
@@ -140,10 +140,10 @@ class Ticket:
     done_s: float | None = None
     reused: bool = False
     tokens: list[int] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[GenerationResult] = field(default_factory=list)
     error: Exception | None = None
     listener: Callable[[], None] | None = field(default=None, repr=False)
-    due_s: float = field(default=-math.inf, repr=False)
+    next_event_at: float = field(default=-math.inf, repr=False)
     is_cancelled: bool = False
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
 
@@ -160,7 +160,7 @@ class Ticket:
         """Nobody waits any more: its rows are free from the next step on."""
         self.is_cancelled = True
 
-    def result(self, timeout_s: float | None = None) -> list[Answer]:
+    def result(self, timeout_s: float | None = None) -> list[GenerationResult]:
         """Wait for the answers.
 
         Raises:
@@ -173,12 +173,12 @@ class Ticket:
             raise self.error
         return self.answers
 
-    def finish(self, now: float, answers: list[Answer] | None = None, error: Exception | None = None) -> None:
+    def finish(self, now: float, answers: list[GenerationResult] | None = None, error: Exception | None = None) -> None:
         """Of the scheduler: the last news."""
         self.answers, self.error, self.done_s = answers or [], error, now
         self._done.set()
 
-    def reason_to_leave(self, now: float) -> Exception | None:
+    def cancellation_error(self, now: float) -> Exception | None:
         """Why nobody waits any more, if `is_over`."""
         if self.is_cancelled:
             return CancelledError(f"Request {self.number} was cancelled.")

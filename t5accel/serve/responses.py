@@ -145,7 +145,7 @@ ERRORS = {
 EVERYWHERE = (401, 421)
 
 
-def responses(
+def openapi_responses(
     model: type[BaseModel] | None, *errors: int, event: type[BaseModel] | None = None, unavailable: bool = False
 ) -> dict[int | str, Any]:
     """FastAPI's ``responses`` of a route.
@@ -156,7 +156,7 @@ def responses(
         event: the data of a server-sent event.
         unavailable: whether the route needs no key, and answers status 503 with ``model``, too.
 
-    >>> sorted(responses(Version, 404))
+    >>> sorted(openapi_responses(Version, 404))
     [200, 401, 404, 421]
     """
     plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}

@@ -23,7 +23,7 @@ from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.decoding.sampling import Sampling, draw, generators, probabilities
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.decoding.topk import BeamTopK
-from t5accel.serve.request import Answer, Job
+from t5accel.serve.request import GenerationRequest, GenerationResult
 
 # What becomes of the logits of a job's rows. One step call serves greedy, drawn and beam rows alike.
 # A writer owns some rows of the batch and knows nothing of the others. It is handed the logits of its rows, as far as
@@ -40,18 +40,18 @@ class Model(Protocol):
     decoder_start_token_id: int
 
 
-def _rules_and_start(model: Model, job: Job) -> tuple[TokenConstraints, int]:
+def _rules_and_start(model: Model, job: GenerationRequest) -> tuple[TokenConstraints, int]:
     """What the model asks of every answer and the token that its decoder reads first, or what the job says of both."""
     start = model.decoder_start_token_id if job.decoder_start_token_id is None else job.decoder_start_token_id
     return getattr(model, "rules", NO_CONSTRAINTS).with_bos(job.forced_bos_token_id), start
 
 
-class Greedy:
+class GreedySequence:
     """One row that takes the likeliest token; whoever runs the step finds that for all such rows at once."""
 
     rows = 1
 
-    def __init__(self, model: Model, job: Job):
+    def __init__(self, model: Model, job: GenerationRequest):
         self._rules, self.start = _rules_and_start(model, job)
         self._ends, self._longest = self._rules.eos_tokens(model.eos_token_id), job.max_new_tokens
         self._shortest = self._rules.min_new(job.min_new_tokens, longest=self._longest)
@@ -83,18 +83,18 @@ class Greedy:
         """The next token, if it is not for the model to choose."""
         return self._rules.forced_token(len(self.tokens), longest=self._longest)
 
-    def take_all(self, tokens: list[int]) -> None:
+    def append_all(self, tokens: list[int]) -> None:
         """The next tokens, as many of them as there are before the end.
 
         >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 3, 0
-        >>> writer = Greedy(Toy(), Job([5], max_new_tokens=8))
-        >>> writer.take_all([7, 3, 8])
+        >>> writer = GreedySequence(Toy(), GenerationRequest([5], max_new_tokens=8))
+        >>> writer.append_all([7, 3, 8])
         >>> writer.tokens, writer.is_done
         ([7, 3], True)
         """
         if self._asks_each:
             for token in tokens:
-                self.take(token)
+                self.append(token)
                 if self.is_done:
                     break
             return
@@ -104,46 +104,46 @@ class Greedy:
         self._has_ended = end > 0
         self.is_done = self._has_ended or len(self.tokens) == self._longest
 
-    def take(self, token: int) -> None:
+    def append(self, token: int) -> None:
         """The next token, if the model does not force another."""
         forced = self.forced
         self.tokens.append(token if forced is None else forced)
         self._has_ended = self.tokens[-1] in self._ends or bool(self._criterion and self._criterion(self.tokens))
         self.is_done = self._has_ended or len(self.tokens) == self._longest
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[GenerationResult]:
         """Those that are there when it is done."""
-        return [Answer(self.tokens, self._has_ended)]
+        return [GenerationResult(self.tokens, self._has_ended)]
 
 
-class Drawn(Greedy):
+class SampledSequence(GreedySequence):
     """One row whose tokens are drawn, by a generator of its own.
 
     >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
-    >>> writer = Drawn(Toy(), Job([5], sampling=Sampling(), max_new_tokens=1), 0)
-    >>> writer.draw(np.log([1e-9, 1e-9, 1, 1e-9])), writer.is_done
+    >>> writer = SampledSequence(Toy(), GenerationRequest([5], sampling=Sampling(), max_new_tokens=1), 0)
+    >>> writer.sample(np.log([1e-9, 1e-9, 1, 1e-9])), writer.is_done
     (2, True)
     """
 
-    def __init__(self, model: Model, job: Job, number: int):
+    def __init__(self, model: Model, job: GenerationRequest, number: int):
         super().__init__(model, job)
         self._sampling: Sampling = job.sampling
         self._generator = generators(job.seed, 1, number + 1)[number]
 
-    def draw(self, logits: np.ndarray) -> int:
+    def sample(self, logits: np.ndarray) -> int:
         """(V,) logits, in which it may write -> the next token."""
         if (forbidden := self.forbidden) is not None:
             logits[np.atleast_1d(forbidden)] = -np.inf
         history = [[self.start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
         odds = probabilities(logits[None], None if history is None else np.array(history), self._sampling)
-        self.take(int(draw(odds, self._generator.random())[0]))
+        self.append(int(draw(odds, self._generator.random())[0]))
         return self.tokens[-1]
 
 
-class Searched:
+class BeamSequence:
     """The K rows of a beam search."""
 
-    def __init__(self, model: Model, job: Job, continuations: BeamTopK | None = None):
+    def __init__(self, model: Model, job: GenerationRequest, continuations: BeamTopK | None = None):
         self.rows, self._returned = job.num_beams, job.num_return_sequences
         rules, self.start = _rules_and_start(model, job)
         self._ends, self._pad = rules.eos_tokens(model.eos_token_id), model.pad_token_id
@@ -169,32 +169,32 @@ class Searched:
             return np.full(self.rows, self._pad), None
         return move.tokens[0], None if move.rows is None else move.rows[0]
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[GenerationResult]:
         """Best first. An answer without an end has the full length, so that no pad token need be told from padding."""
         sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)
         found = []
         for row, score in zip(sequences.tolist(), scores.tolist(), strict=True):
             tokens = truncate_at_eos(row, self._ends)
-            found.append(Answer(tokens, tokens[-1] in self._ends, score))
+            found.append(GenerationResult(tokens, tokens[-1] in self._ends, score))
         return found
 
 
-Writer = Greedy | Drawn | Searched
+Writer = GreedySequence | SampledSequence | BeamSequence
 
 
-def writers_of(model: Model, job: Job, continuations: BeamTopK | None = None) -> list[Writer]:
+def sequences_for(model: Model, job: GenerationRequest, continuations: BeamTopK | None = None) -> list[Writer]:
     """A job's writers, in the order of its answers; K drawn answers are K writers.
 
     Raises:
         InputError: the job does not fit the model.
 
     >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 3, 0
-    >>> [writer.rows for writer in writers_of(Toy(), Job([5], num_beams=4))]
+    >>> [writer.rows for writer in sequences_for(Toy(), GenerationRequest([5], num_beams=4))]
     [4]
     """
     if job.sampling is not None:
-        return [Drawn(model, job, number) for number in range(job.num_return_sequences)]
-    return [Greedy(model, job)] if job.num_beams == 1 else [Searched(model, job, continuations)]
+        return [SampledSequence(model, job, number) for number in range(job.num_return_sequences)]
+    return [GreedySequence(model, job)] if job.num_beams == 1 else [BeamSequence(model, job, continuations)]
 
 
 MOST_STEPS = 8  # between two looks of the host at a device's tokens
@@ -203,7 +203,7 @@ PATIENCE = 256  # steps in shapes that are larger than needed, before rows move 
 
 
 @dataclass(eq=False)
-class Part:
+class RunningSequence:
     """A writer that takes part in a batch.
 
     Attributes:
@@ -220,8 +220,8 @@ class Part:
 
     def advanced(self, logits: np.ndarray) -> tuple[Any, np.ndarray]:
         """(K, V) logits of drawn rows or beams, written to -> what its rows read next, and which each goes on from."""
-        if isinstance(self.writer, Drawn):
-            return self.writer.draw(logits[0]), self.rows
+        if isinstance(self.writer, SampledSequence):
+            return self.writer.sample(logits[0]), self.rows
         tokens, rows = self.writer.advance(logits)
         return tokens, self.rows if rows is None else self.rows[rows]
 
@@ -244,12 +244,12 @@ class RunningBatch:
     ...     def admit(self, state, source): state += source
     ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
-    >>> from t5accel.serve.request import Job
+    >>> from t5accel.serve.request import GenerationRequest
     >>> batch, toy = RunningBatch(Counter()), Counter()
-    >>> one, other = (Part(Greedy(toy, Job([7], max_new_tokens=count)), count) for count in (3, 8))
-    >>> batch.join(["a source"], [one])
+    >>> one, other = (RunningSequence(GreedySequence(toy, GenerationRequest([7], max_new_tokens=count)), count) for count in (3, 8))
+    >>> batch.add(["a source"], [one])
     >>> _ = batch.step()
-    >>> batch.join(["another"], [other])
+    >>> batch.add(["another"], [other])
     >>> _ = batch.step()
     >>> batch.step() == [one], one.writer.tokens, other.writer.tokens
     (True, [1, 2, 3], [1, 2])
@@ -259,7 +259,7 @@ class RunningBatch:
         self.backend = backend
         self.joins_running = hasattr(backend, "admit")
         self.encoder = backend
-        self.parts: list[Part] = []
+        self.parts: list[RunningSequence] = []
         self.steps, self.tokens = 1, 0
         self.logit_steps = self.token_steps = 0
         self._state: Any = None
@@ -273,7 +273,7 @@ class RunningBatch:
         """R."""
         return self._next.size
 
-    def join(self, source: Source, parts: Sequence[Part]) -> None:
+    def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Parts that begin. The source has a row for each of their rows, in order."""
         if self._state is None:
             self._state = self.backend.start(source)
@@ -285,7 +285,7 @@ class RunningBatch:
             self._next = np.concatenate([self._next, new])
             self.parts.append(part)
 
-    def leave(self, parts: Sequence[Part]) -> None:
+    def remove(self, parts: Sequence[RunningSequence]) -> None:
         """These end, whether they are done or not; their places are free."""
         if not parts:
             return
@@ -310,13 +310,13 @@ class RunningBatch:
         """All leave, and the state goes with them."""
         self.parts, self._state, self._next = [], None, self._next[:0]
 
-    def step(self) -> list[Part]:
+    def step(self) -> list[RunningSequence]:
         """One token more for every row; returns the parts that are done or cannot go on.
 
         Raises whatever the backend raises; then nothing has changed.
         """
         self.tokens = self.rows
-        alike = all(type(part.writer) is Greedy for part in self.parts)
+        alike = all(type(part.writer) is GreedySequence for part in self.parts)
         forbidden = {part.writer.forbidden for part in self.parts} if alike else set()
         if self._next_tokens and len(forbidden) == 1:
             found = self._next_tokens(self._state, self._next[:, None, None], forbidden=forbidden.pop())[:, 0]
@@ -324,7 +324,7 @@ class RunningBatch:
             self._next = np.array(found)
             for part in self.parts:
                 try:
-                    part.writer.take(int(found[part.rows[0]]))
+                    part.writer.append(int(found[part.rows[0]]))
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:  # of its stopping criterion; a panic of a Rust library is no Exception
@@ -338,15 +338,15 @@ class RunningBatch:
     def _advance(self, logits: np.ndarray) -> None:
         """By (R, V) logits."""
         for part in self.parts:
-            if type(part.writer) is Greedy and (forbidden := part.writer.forbidden) is not None:
+            if type(part.writer) is GreedySequence and (forbidden := part.writer.forbidden) is not None:
                 logits[part.rows, forbidden] = -np.inf
-        if any(type(part.writer) is Greedy for part in self.parts):
+        if any(type(part.writer) is GreedySequence for part in self.parts):
             best = argmax_tokens(logits)
         tokens, order = np.array(self._next), np.arange(self.rows)
         for part in self.parts:
             try:
-                if type(part.writer) is Greedy:
-                    part.writer.take(int(best[part.rows[0]]))
+                if type(part.writer) is GreedySequence:
+                    part.writer.append(int(best[part.rows[0]]))
                     tokens[part.rows] = part.writer.tokens[-1]
                 else:
                     tokens[part.rows], order[part.rows] = part.advanced(logits[part.rows])
@@ -373,7 +373,7 @@ def _idle(rows: int) -> np.ndarray:
     return np.tile(IDLE, rows)
 
 
-def _place(parts: Sequence[Part], rows: np.ndarray) -> None:
+def _place(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
     """These rows are the parts', in order."""
     begin = 0
     for part in parts:
@@ -399,10 +399,10 @@ class DeviceRunningBatch:
 
     >>> from t5accel.backends.torch_static import TorchStatic
     >>> from t5accel.models.load import load_model
-    >>> from t5accel.serve.request import Job
+    >>> from t5accel.serve.request import GenerationRequest
     >>> batch = DeviceRunningBatch(backend := TorchStatic(load_model("random:t5-small")[0]))
-    >>> part = Part(Greedy(backend, Job([100, 1], max_new_tokens=2)), "an owner")
-    >>> batch.join(batch.encoder.encode(np.array([[100, 1]]), np.ones((1, 2), dtype=np.int64)), [part])
+    >>> part = RunningSequence(GreedySequence(backend, GenerationRequest([100, 1], max_new_tokens=2)), "an owner")
+    >>> batch.add(batch.encoder.encode(np.array([[100, 1]]), np.ones((1, 2), dtype=np.int64)), [part])
     >>> batch.step(), batch.step() == [part], len(part.writer.tokens)
     ([], True, 2)
     """
@@ -411,7 +411,7 @@ class DeviceRunningBatch:
 
     def __init__(self, backend: Any, *, clock: Callable[[], float] = time.perf_counter):
         self.encoder = self._device = backend.in_flight()
-        self.parts: list[Part] = []
+        self.parts: list[RunningSequence] = []
         self.rows, self.steps, self.tokens = 0, 1, 0
         self.logit_steps = self.token_steps = 0
         self._positions = getattr(backend, "positions", None) or math.inf
@@ -424,7 +424,7 @@ class DeviceRunningBatch:
         self._device.warm(rows)
         self._table = _idle(self._device.shape[0])
 
-    def join(self, source: Source, parts: Sequence[Part]) -> None:
+    def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """As of `RunningBatch`; the source comes from ``encoder``."""
         count = sum(part.writer.rows for part in parts)
         self._fit(rows=self.rows + count, source=source.width, ahead=1)
@@ -432,7 +432,7 @@ class DeviceRunningBatch:
         self._device.admit(where, source)
         self._table[LENGTH, where], self._table[SOURCE, where] = 0, source.width
         self.rows += count
-        greedy = [type(part.writer) is Greedy for part in parts]
+        greedy = [type(part.writer) is GreedySequence for part in parts]
         sizes = [part.writer.rows for part in parts]
         shortest = [part.writer.shortest if one else -1 for part, one in zip(parts, greedy, strict=True)]
         self._table[TOKEN, where] = np.repeat([part.writer.start for part in parts], sizes)
@@ -440,7 +440,7 @@ class DeviceRunningBatch:
         _place(parts, where)
         self.parts += parts
 
-    def leave(self, parts: Sequence[Part]) -> None:
+    def remove(self, parts: Sequence[RunningSequence]) -> None:
         """These end, whether they are done or not; their rows are idle."""
         for part in parts:
             self._table[:, part.rows] = IDLE
@@ -452,15 +452,15 @@ class DeviceRunningBatch:
         """All leave."""
         self.leave(self.parts)
 
-    def step(self) -> list[Part]:
+    def step(self) -> list[RunningSequence]:
         """Some tokens more for every row; returns the parts that are done or cannot go on.
 
         Raises whatever the backend raises; then nothing has changed.
         """
-        others = [part for part in self.parts if type(part.writer) is not Greedy]
+        others = [part for part in self.parts if type(part.writer) is not GreedySequence]
         count = 1 if others else self._count()
         self._fit(rows=self.rows, source=1, ahead=count)
-        first = [part for part in self.parts if type(part.writer) is Greedy and not part.writer.tokens]
+        first = [part for part in self.parts if type(part.writer) is GreedySequence and not part.writer.tokens]
         forced = [(int(part.rows[0]), part.writer.forced) for part in first if part.writer.forced is not None]
         began = self._clock()
         found = self._device.run(self._table[:SOURCE], count, tuple(zip(*forced, strict=True)) or ((), ()))
@@ -472,10 +472,10 @@ class DeviceRunningBatch:
             self._table[TOKEN, row] = token
         tokens = found.tolist()
         for part in self.parts:
-            if type(part.writer) is Greedy:
+            if type(part.writer) is GreedySequence:
                 before = part.writer.missing
                 try:
-                    part.writer.take_all(tokens[part.rows[0]])
+                    part.writer.append_all(tokens[part.rows[0]])
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:  # of its stopping criterion; a panic of a Rust library is no Exception
@@ -488,7 +488,7 @@ class DeviceRunningBatch:
             self.token_steps += count
         return [part for part in self.parts if part.writer.is_done or part.error is not None]
 
-    def _advance(self, parts: Sequence[Part]) -> None:
+    def _advance(self, parts: Sequence[RunningSequence]) -> None:
         """Drawn rows and beams, by their logits."""
         rows = np.concatenate([part.rows for part in parts])
         self.tokens += rows.size

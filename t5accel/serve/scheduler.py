@@ -3,8 +3,8 @@
 T5's self-attention knows distances only. So in a batch whose rows end at the same column a newcomer's history begins at
 the column that comes next, whichever that is, and nobody's keys and values are copied (``admit`` in `OrtStatic`).
 
-One thread, the engine's, does all the work, in rounds (`Scheduler.round`): those leave who are done, cancelled or late;
-as many join as the `Limits` allow, their sources encoded first; all rows take one step, or on a GPU several. **A job's
+One thread, the engine's, does all the work, in rounds (`Scheduler.step`): those leave who are done, cancelled or late;
+as many join as the `SchedulerLimits` allow, their sources encoded first; all rows take one step, or on a GPU several. **A job's
 tokens never depend on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other
 may change places.
 Where products round to 8 bits ("int8", "int4"), a last bit may be one step of these: ties are wider.
@@ -30,17 +30,17 @@ from t5accel.decoding.topk import BeamTopK
 from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.serve.limits import (
     COLUMNS,
-    EncoderPace,
-    KeyValueBytes,
-    Limits,
-    bucket,
-    encodes_alone,
+    EncoderLatency,
+    KVCacheBytes,
+    SchedulerLimits,
     head_start_s,
+    length_bucket,
+    needs_unbatched_encoding,
     size_with,
     tokens_of,
 )
-from t5accel.serve.request import Job, Ticket
-from t5accel.serve.running_batch import Greedy, Part, running_batch, writers_of
+from t5accel.serve.request import GenerationRequest, RequestHandle
+from t5accel.serve.running_batch import GreedySequence, RunningSequence, running_batch, sequences_for
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished jobs by which the rate is measured
@@ -53,15 +53,15 @@ class Scheduler:
 
     Args:
         backend: with ``admit`` or ``in_flight`` rows join while others run. Without, jobs that wait form a batch when
-            all of the batch before have left, and `why_static` says so.
+            all of the batch before have left, and `static_reason` says so.
         limits: rows, memory, queue, lengths and stalls.
         observe: told of what happens, by the engine's thread: a name and a number, such as ``("first_token_s", 0.02)``.
-        tell: hands out the news of a round, tickets that have tokens or an end; by default to their listeners.
+        notify: hands out the news of a round, tickets that have tokens or an end; by default to their listeners.
         clock: seconds that only grow.
-        thread: whether to start the engine's thread; without it somebody calls `round`.
+        thread: whether to start the engine's thread; without it somebody calls `step`.
 
     Attributes:
-        why_static: why nobody joins a running batch; empty if they do.
+        static_reason: why nobody joins a running batch; empty if they do.
         encoded, reused: sources that were encoded, and those whose encoder output was there.
         failures: rounds in which the engine raised.
         longest_stall_s: the longest that running rows have waited for newcomers to be encoded.
@@ -79,7 +79,7 @@ class Scheduler:
     ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
     >>> with Scheduler(Counter()) as scheduler:
-    ...     tickets = [scheduler.submit(Job([5, 1], max_new_tokens=count)) for count in (3, 20)]
+    ...     tickets = [scheduler.submit(GenerationRequest([5, 1], max_new_tokens=count)) for count in (3, 20)]
     ...     [answer.tokens for ticket in tickets for answer in ticket.result()]
     [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]]
     """
@@ -87,35 +87,35 @@ class Scheduler:
     def __init__(
         self,
         backend: Backend,
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         *,
         observe: Observe | None = None,
-        tell: Callable[[Sequence[Ticket]], None] | None = None,
+        notify: Callable[[Sequence[RequestHandle]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         thread: bool = True,
     ):
         getattr(backend, "rules", NO_CONSTRAINTS).require_supported()
-        self.limits = limits or Limits()
-        self.backend, self._alone = backend, encodes_alone(backend)
+        self.limits = limits or SchedulerLimits()
+        self.backend, self._alone = backend, needs_unbatched_encoding(backend)
         self._batch = running_batch(backend, self.limits.rows)
         self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
         static = f"static batches, as {type(backend).__name__} has no admit(): requests wait for the running batch"
-        self.why_static = "" if self._batch.joins_running else static
-        self.key_value_bytes, self._pace = KeyValueBytes(self._batch.encoder), EncoderPace()
-        self.limits.check(Job([0], max_new_tokens=1), self.key_value_bytes)
+        self.static_reason = "" if self._batch.joins_running else static
+        self.key_value_bytes, self._pace = KVCacheBytes(self._batch.encoder), EncoderLatency()
+        self.limits.check(GenerationRequest([0], max_new_tokens=1), self.key_value_bytes)
         self._continuations = BeamTopK(backend.vocab_size)
         self._observe = observe or (lambda name, value: None)
-        self._tell = tell or _tell_listeners
+        self._notify = notify or _notify_listeners
         self._clock = clock
         self._changed = threading.Condition()  # guards what follows
-        self._queue: list[tuple[tuple[float, int], Ticket]] = []  # sorted: the older, after head starts
+        self._queue: list[tuple[tuple[float, int], RequestHandle]] = []  # sorted: the older, after head starts
         self._is_open, self._ends_at, self._submitted = True, math.inf, 0
-        self._running: dict[Ticket, list[Part]] = {}  # of the engine's thread alone, as all below
+        self._running: dict[RequestHandle, list[RunningSequence]] = {}  # of the engine's thread alone, as all below
         self._joins_from_s = -math.inf
         self._finished: deque[float] = deque(maxlen=RECENT)
-        self._news: dict[int, Ticket] = {}
+        self._updates: dict[int, RequestHandle] = {}
         self.encoded = self.reused = self.failures = 0
         self.longest_stall_s = 0.0
         self._began_s: float | None = None  # the round that is under way
@@ -148,7 +148,7 @@ class Scheduler:
 
     @property
     def places(self) -> list[int]:
-        """Of each row, the number of the ticket that has it; for whoever calls `round`."""
+        """Of each row, the number of the ticket that has it; for whoever calls `step`."""
         found = {int(row): part.owner.number for part in self._batch.parts for row in part.rows}
         return [found[row] for row in sorted(found)]
 
@@ -167,11 +167,11 @@ class Scheduler:
         began = self._began_s
         return 0.0 if began is None else self._clock() - began
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: GenerationRequest) -> RequestHandle:
         """Queue a job; the same as `submit_all` of one."""
         return self.submit_all([job])[0]
 
-    def submit_all(self, jobs: Sequence[Job]) -> list[Ticket]:
+    def submit_all(self, jobs: Sequence[GenerationRequest]) -> list[RequestHandle]:
         """Queue all of these jobs or none.
 
         Raises:
@@ -188,14 +188,14 @@ class Scheduler:
                 now = self._clock()
                 self._submitted += 1
                 deadline = None if job.deadline_s is None else now + job.deadline_s
-                ticket = Ticket(job, self._submitted, now, deadline)
+                ticket = RequestHandle(job, self._submitted, now, deadline)
                 place = (now - head_start_s(job.priority), ticket.number)
                 bisect.insort(self._queue, (place, ticket), key=lambda entry: entry[0])
                 tickets.append(ticket)
             self._changed.notify_all()
         return tickets
 
-    def require_place(self, job: Job, count: int) -> None:
+    def require_place(self, job: GenerationRequest, count: int) -> None:
         """Raise as `submit_all` does for so many jobs that are at least as large: before their sources are known."""
         self._check(job)
         self._require_place(count, count * tokens_of(job))
@@ -227,22 +227,22 @@ class Scheduler:
 
     # The engine
 
-    def round(self) -> bool:
+    def step(self) -> bool:
         """Who leaves, who joins, the next tokens; returns whether there is anything left to do."""
         self._began_s = now = self._clock()
         try:
-            self._let_go(now)
-            self._let_in()
+            self._evict(now)
+            self._admit()
             if self._running:
-                self._step()
+                self._decode()
         except ENDS:
             raise
         except BaseException as error:  # the batch may be in any state
-            self._give_up(error)
-        news, self._news = list(self._news.values()), {}
+            self._fail_all(error)
+        updates, self._updates = list(self._updates.values()), {}
         self._began_s = None  # before anybody is told: who hears of the end may ask at once
-        if news:
-            self._tell(news)
+        if updates:
+            self._notify(updates)
         return bool(self._running or self._queue)
 
     def _run(self) -> None:
@@ -253,8 +253,8 @@ class Scheduler:
                         if not self._is_open:
                             return
                         self._changed.wait()
-                self.round()
-        except BaseException as error:  # of `tell`, or the interpreter ends: nobody may wait for ever
+                self.step()
+        except BaseException as error:  # of `notify`, or the interpreter ends: nobody may wait for ever
             with self._changed:
                 self._is_open, waiting, self._queue = False, self._queue, []
             for ticket in [*self._running, *(ticket for _, ticket in waiting)]:
@@ -262,13 +262,13 @@ class Scheduler:
             self._running = {}
             raise
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: GenerationRequest) -> None:
         ids = job.input_ids
         GenerationInputs.checked(self.backend, ids[None], np.ones_like(ids)[None], **job.bounds)
         self.limits.check(job, self.key_value_bytes)
-        writers_of(self.backend, job, self._continuations)
+        sequences_for(self.backend, job, self._continuations)
 
-    def _let_go(self, now: float) -> None:
+    def _evict(self, now: float) -> None:
         """Of the cancelled and the late, in the queue and in the batch; at the end of the grace, of all."""
         ended = now >= self._ends_at
         with self._changed:
@@ -278,16 +278,16 @@ class Scheduler:
         over = [ticket for ticket in self._running if ended or ticket.is_over(now)]
         for ticket in [*(entry[1] for entry in leaving), *over]:
             late = ShuttingDownError("The server was shut down before this request was done.")
-            self._fail(ticket, ticket.reason_to_leave(now) or late)
+            self._fail(ticket, ticket.cancellation_error(now) or late)
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: RequestHandle, error: Exception) -> None:
         parts = self._running.pop(ticket, [])
         ticket.finish(self._clock(), error=error)
-        self._news[ticket.number] = ticket
+        self._updates[ticket.number] = ticket
         self._observe(type(error).__name__, 1)
-        self._batch.leave([part for part in parts if part in self._batch.parts])
+        self._batch.remove([part for part in parts if part in self._batch.parts])
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """All that run have failed."""
         self.failures += 1
         running, self._running = self._running, {}
@@ -297,7 +297,7 @@ class Scheduler:
 
     # Who joins
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         were_running, started = bool(self._running), self._clock()
         if were_running and started < self._joins_from_s:
             return
@@ -321,16 +321,18 @@ class Scheduler:
                     except BaseException as its_own:
                         self._fail(ticket, _engine_error(its_own))
         stall = self._clock() - started
-        self._joins_from_s = started + stall + min(stall / self.limits.join_share - stall, self.limits.stall_s)
+        self._joins_from_s = (
+            started + stall + min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
+        )
         if were_running:
             self.longest_stall_s = max(self.longest_stall_s, stall)
             self._observe("stall_s", stall)
 
-    def _choose(self) -> list[Ticket]:
+    def _choose(self) -> list[RequestHandle]:
         """The next ones of the queue, as many as fit. Nobody overtakes one that does not: it would wait for ever."""
         if self._running and not self._batch.joins_running:
             return []
-        chosen: list[Ticket] = []
+        chosen: list[RequestHandle] = []
         lengths: dict[int, list[int]] = {}  # of sources that have to be encoded, by who is padded to whom
         size = 0, 0, 0  # rows, the longest source and the longest answer
         for ticket in self._running:
@@ -340,13 +342,13 @@ class Scheduler:
                 ticket = self._queue[0][1]
                 if not self._fits(size := size_with(size, ticket.job)):
                     break
-                ticket.reused = self._is_held(ticket)
+                ticket.reused = self._is_cached(ticket)
                 if self._running and not ticket.reused:
                     length = len(ticket.job.input_ids)
                     new = {**lengths, _alike(length): [*lengths.get(_alike(length), []), length]}
                     # Of sources whose time is not known yet one is tried, alone.
                     seconds = sum(len(of) * self._pace.seconds(max(of)) for of in new.values())
-                    if lengths and seconds > self.limits.stall_s:
+                    if lengths and seconds > self.limits.max_prefill_stall_s:
                         break
                     lengths = new
                 chosen.append(ticket)
@@ -357,32 +359,32 @@ class Scheduler:
         most = self.limits.key_value_bytes
         return size[0] <= self.limits.rows and (most is None or self.key_value_bytes(*size) <= most)
 
-    def _is_held(self, ticket: Ticket) -> bool:
+    def _is_cached(self, ticket: RequestHandle) -> bool:
         ids = ticket.job.input_ids[None]
         return isinstance(self._encoder, EncoderCache) and self._encoder.holds(ids, np.ones_like(ids))[0]
 
-    def _encoded_together(self, tickets: Sequence[Ticket]) -> list[list[Ticket]]:
+    def _encoded_together(self, tickets: Sequence[RequestHandle]) -> list[list[RequestHandle]]:
         if not self._batch.joins_running:
             return [list(tickets)]
         if self._alone:
             return [[ticket] for ticket in tickets]
-        by_length: dict[int, list[Ticket]] = {}
+        by_length: dict[int, list[RequestHandle]] = {}
         for ticket in tickets:
             by_length.setdefault(_alike(len(ticket.job.input_ids)), []).append(ticket)
         return list(by_length.values())
 
-    def _join(self, tickets: Sequence[Ticket]) -> None:
+    def _join(self, tickets: Sequence[RequestHandle]) -> None:
         source = self._encode(tickets)
         joined = self._clock()
-        parts = {ticket: [Part(writer, ticket) for writer in writers_of(self.backend, ticket.job, self._continuations)]
+        parts = {ticket: [RunningSequence(writer, ticket) for writer in sequences_for(self.backend, ticket.job, self._continuations)]
                  for ticket in tickets}  # fmt: skip
-        self._batch.join(source, [part for of_one in parts.values() for part in of_one])
+        self._batch.add(source, [part for of_one in parts.values() for part in of_one])
         self._running.update(parts)
         for ticket in tickets:
             ticket.joined_s = joined
             self._observe("queue_s", joined - ticket.submitted_s)
 
-    def _encode(self, tickets: Sequence[Ticket]) -> Source:
+    def _encode(self, tickets: Sequence[RequestHandle]) -> Source:
         """Their sources, each as often as the job has rows, encoded once."""
         if self._alone and len(tickets) > 1:
             return self.backend.join([self._encode([ticket]) for ticket in tickets])
@@ -402,7 +404,7 @@ class Scheduler:
 
     # One token more
 
-    def _step(self) -> None:
+    def _decode(self) -> None:
         started = self._clock()
         try:
             ended = self._batch.step()
@@ -419,10 +421,10 @@ class Scheduler:
             if ticket.first_token_s is None:
                 ticket.first_token_s = now
                 self._observe("first_token_s", now - ticket.submitted_s)
-            if ticket.job.stream and isinstance(writer := parts[0].writer, Greedy):
+            if ticket.job.stream and isinstance(writer := parts[0].writer, GreedySequence):
                 ticket.tokens.extend(writer.tokens[len(ticket.tokens) :])
-                self._news[ticket.number] = ticket
-        self._batch.leave(ended)
+                self._updates[ticket.number] = ticket
+        self._batch.remove(ended)
         for ticket in {part.owner: None for part in ended}:
             parts = self._running[ticket]
             errors = [part.error for part in parts if part.error is not None]
@@ -434,14 +436,14 @@ class Scheduler:
                 answers = [answer for part in parts for answer in part.writer.answers()]
                 ticket.finish(now, answers)
                 self._finished.append(now)
-                self._news[ticket.number] = ticket
+                self._updates[ticket.number] = ticket
                 self._observe("total_s", now - ticket.submitted_s)
                 self._observe("finished", 1)
 
 
 def _alike(length: int) -> int:
     """Sources that have the same of it are encoded together, padded: of up to 64 tokens, or at least half as long."""
-    return bucket(max(COLUMNS, length))
+    return length_bucket(max(COLUMNS, length))
 
 
 def _engine_error(error: BaseException) -> EngineError:
@@ -450,7 +452,7 @@ def _engine_error(error: BaseException) -> EngineError:
     return found
 
 
-def _tell_listeners(tickets: Sequence[Ticket]) -> None:
+def _notify_listeners(tickets: Sequence[RequestHandle]) -> None:
     for ticket in tickets:
         if ticket.listener is not None:
             ticket.listener()

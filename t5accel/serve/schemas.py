@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from t5accel.decoding.sampling import Sampling
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
-from t5accel.serve.middleware import Refused
-from t5accel.serve.request import Job
+from t5accel.serve.middleware import HTTPError
+from t5accel.serve.request import GenerationRequest
 from t5accel.serve.stops import MAX_STOP_CHARACTERS, MAX_STOPS
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -37,14 +37,14 @@ class _Asked(BaseModel):
             if name not in cls.model_fields:
                 name = name[:80]
                 message = f"{name} is not supported: leave it out."
-                raise Refused(400, message, param=name, code="unsupported_parameter")
+                raise HTTPError(400, message, param=name, code="unsupported_parameter")
             if value is not None and name in cls.neutral and value != (only := cls.neutral[name]):
                 allowed = "null" if only is None else f"{json.dumps(only)} or null"
                 message = f"{name} must be {allowed}, got {json.dumps(value)[:40]}. Leave it out."
-                raise Refused(400, message, param=name, code="unsupported_parameter")
+                raise HTTPError(400, message, param=name, code="unsupported_parameter")
             if isinstance(value, list) and not all(isinstance(item, str) for item in value):
                 message = f"{name} must be a text or a list of texts, got other items. Token ids are not supported."
-                raise Refused(422, message, param=name)
+                raise HTTPError(422, message, param=name)
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -76,12 +76,12 @@ class _Common(_Asked):
         """The texts before which an answer ends.
 
         Raises:
-            Refused: they are too many, too long or empty.
+            HTTPError: they are too many, too long or empty.
         """
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(given) > MAX_STOPS or not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in given):
             message = f"stop must be up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters each."
-            raise Refused(422, message, param="stop")
+            raise HTTPError(422, message, param="stop")
         return given
 
     def sampling(self) -> Sampling | None:
@@ -108,7 +108,7 @@ class Generate(_Common):
     def job(
         self, ids: list[int], seed: int, deadline_s: float | None, rules: TokenConstraints = NO_CONSTRAINTS,
         stopping_criterion: Callable[[Sequence[int]], bool] | None = None,
-    ) -> Job:  # fmt: skip
+    ) -> GenerationRequest:  # fmt: skip
         """For one of its texts, with the model's rules where a field is left out.
 
         >>> Generate(text="a", num_beams=4).job([5, 1], seed=0, deadline_s=None).rows
@@ -129,7 +129,7 @@ class Generate(_Common):
                 )
         same = ("max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping", "num_return_sequences",
                 "priority", "stream")  # fmt: skip
-        return Job(
+        return GenerationRequest(
             ids, num_beams=beams, sampling=self.sampling() if self.do_sample else None, seed=seed,
             deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
             stopping_criterion=stopping_criterion, **{name: getattr(self, name) for name in same},
@@ -177,7 +177,7 @@ class Completion(_Common):
             raise InputError("stream_options given without stream.")
         if self.best_of not in (None, self.n):
             message = f"best_of must be n, {self.n}, or null, got {self.best_of}. Leave it out."
-            raise Refused(400, message, param="best_of", code="unsupported_parameter")
+            raise HTTPError(400, message, param="best_of", code="unsupported_parameter")
         drawn = bool(self.temperature)
         if not drawn and (self.top_p not in (None, 1) or self.n != 1):
             raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")

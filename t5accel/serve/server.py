@@ -25,9 +25,9 @@ from t5accel.machine import cpu_threads
 from t5accel.models.load import require_tokenizer
 from t5accel.precision.recipes import Recipe, as_recipe
 from t5accel.serve.app import make_app
-from t5accel.serve.limits import must_encode_alone
+from t5accel.serve.limits import recipe_needs_unbatched_encoding
 from t5accel.serve.logs import Sparing, configure
-from t5accel.serve.middleware import HEALTH, Refused, log, open_log, refusal
+from t5accel.serve.middleware import HEALTH, HTTPError, error_response, log, open_log
 from t5accel.serve.settings import Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; those in our memory are beyond it
@@ -41,16 +41,16 @@ SWITCH_S = 0.0005
 ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"  # nothing to a client that reads, a reset from one that has gone
 
 
-def _raw(error: Refused) -> bytes:
+def _raw(error: HTTPError) -> bytes:
     """A refusal as it is sent where no request has been understood; the connection ends with it."""
-    answer = refusal(error)
+    answer = error_response(error)
     head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "connection: close"]
     lines = head + [f"{name}: {value}" for name, value in answer.headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + answer.body
 
 
-TOO_SLOW = _raw(Refused(408, "The head of the request did not arrive in time."))
-MALFORMED = _raw(Refused(400, "The request must be valid HTTP/1.1, with a body in few pieces. Send it whole."))
+TOO_SLOW = _raw(HTTPError(408, "The head of the request did not arrive in time."))
+MALFORMED = _raw(HTTPError(400, "The request must be valid HTTP/1.1, with a body in few pieces. Send it whole."))
 
 
 class Parser(h11.Connection):
@@ -78,16 +78,16 @@ class Parser(h11.Connection):
         return event
 
 
-class Connection(H11Protocol):
+class TimeoutH11Protocol(H11Protocol):
     """One client. The head of a request arrives in time, and no answer lies unread for long.
 
     Where all places are taken, the connection that has been idle for longest makes room. If none is idle, a newcomer is
     answered about health alone. To the application a client that is cut off is one that has gone.
     """
 
-    head_s = write_s = 10.0
+    header_timeout_s = write_timeout_s = 10.0
     most = 1000
-    idle: dict[Connection, None]  # the longest first; of all connections of one server
+    idle: dict[TimeoutH11Protocol, None]  # the longest first; of all connections of one server
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _gone: asyncio.TimerHandle | None = None
@@ -168,7 +168,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self._unread or self.loop.call_later(self.write_s, self.transport.abort)
+        self._unread = self._unread or self.loop.call_later(self.write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         if self._unread is not None:
@@ -178,7 +178,7 @@ class Connection(H11Protocol):
 
     def _await_head(self, awaited: bool) -> None:
         if awaited and self._late is None:
-            self._late = self.loop.call_later(self.head_s, self._end_with, TOO_SLOW)
+            self._late = self.loop.call_later(self.header_timeout_s, self._end_with, TOO_SLOW)
         elif not awaited and self._late is not None:
             self._late.cancel()
             self._late = None
@@ -199,10 +199,10 @@ class Connection(H11Protocol):
 
 
 def _only_health(app: Any, most: int) -> Any:
-    full = Refused(503, f"All {most} connections are in use: try again in 1 s.", Retry_After="1", Connection="close")
+    full = HTTPError(503, f"All {most} connections are in use: try again in 1 s.", Retry_After="1", Connection="close")
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await (app if scope["path"] in HEALTH else refusal(full))(scope, receive, send)
+        await (app if scope["path"] in HEALTH else error_response(full))(scope, receive, send)
 
     return answer
 
@@ -255,7 +255,7 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
     recipe = as_recipe(settings.precision or "fp32")
-    must_encode_alone(recipe)
+    recipe_needs_unbatched_encoding(recipe)
     if settings.device == "cuda":
         _check_cuda(settings, recipe)
     cores = cpu_threads()
@@ -333,7 +333,7 @@ def _not_served(settings: Settings, error: OSError) -> InputError:
     )
 
 
-def opened(settings: Settings) -> FastAPI:
+def create_app(settings: Settings) -> FastAPI:
     """The application around the model that the settings name.
 
     Raises:
@@ -351,18 +351,18 @@ def opened(settings: Settings) -> FastAPI:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)
     sys.setswitchinterval(SWITCH_S)
-    log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.why_static or "running batches")
+    log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.static_reason or "running batches")
     return app
 
 
-def listen(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.socket]) -> None:
+def run_server(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.socket]) -> None:
     """Hand requests to an application until SIGTERM or SIGINT; ``scheduler`` says what runs, and is told to drain.
 
     Raises:
         InputError: another server has begun to listen at the port since it was bound.
     """
-    patient = type("Connection", (Connection,), {
-        "head_s": settings.head_s, "write_s": settings.write_s, "most": settings.connections, "idle": {},
+    patient = type("Connection", (TimeoutH11Protocol,), {
+        "header_timeout_s": settings.header_timeout_s, "write_timeout_s": settings.write_timeout_s, "most": settings.connections, "idle": {},
     })  # fmt: skip
     config = uvicorn.Config(
         app, http=patient, loop="asyncio", ws="none", lifespan="on", log_config=None, access_log=False,
@@ -378,13 +378,13 @@ def listen(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.so
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         log.info("listening at http://%s:%s", host, one.getsockname()[1])
     try:
-        Server(config, scheduler, settings.grace_s).run(sockets)
+        Server(config, scheduler, settings.shutdown_grace_s).run(sockets)
     except KeyboardInterrupt:  # which uvicorn raises once it has ended in good order
         pass
 
 
 def serve(settings: Settings) -> None:
-    """Open the model and serve; raises as `checked`, `bound` and `opened`.
+    """Open the model and serve; raises as `checked`, `bound` and `create_app`.
 
     >>> serve(Settings(model="mini", precision="int8-dynamic", port=0))
     Traceback (most recent call last):
@@ -394,7 +394,7 @@ def serve(settings: Settings) -> None:
     checked(settings)
     sockets = bound(settings)
     try:
-        listen(app := opened(settings), app.state.service.scheduler, settings, sockets)
+        run_server(app := create_app(settings), app.state.service.scheduler, settings, sockets)
     finally:
         for one in sockets:
             one.close()

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from t5accel.errors import InputError
-from t5accel.serve.limits import Limits
+from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.logs import Form, Level
 
 PREFIX = "T5ACCEL_"
@@ -25,9 +25,9 @@ def _lower(value: Any) -> Any:
 
 
 class Settings(BaseSettings):
-    """One field for each flag: ``--stall-ms 20`` is ``T5ACCEL_STALL_MS=20``. A flag wins.
+    """One field for each flag: ``--max-prefill-stall-ms 20`` is ``T5ACCEL_MAX_PREFILL_STALL_MS=20``. A flag wins.
 
-    >>> Settings(rows=8).limits.rows
+    >>> Settings(max_batch_rows=8).limits.rows
     8
     """
 
@@ -52,37 +52,41 @@ class Settings(BaseSettings):
         "", description="Further Host headers to accept, separated by commas; *: any. Default: this machine's."
     )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen at; 0: any free port.")
-    rows: int = Field(32, ge=1, description="Maximum rows in the running batch (one per answer, K per K-beam request).")
+    max_batch_rows: int = Field(
+        32, ge=1, description="Maximum rows in the running batch (one per answer, K per K-beam request)."
+    )
     key_value_mb: int | None = Field(None, ge=1, description="Maximum megabytes of the KV cache. Default: no limit.")
-    queue: int = Field(256, ge=1, description="Maximum requests in the queue.")
+    max_queue: int = Field(256, ge=1, description="Maximum requests in the queue.")
     max_queued_tokens: int | None = Field(
         None,
         ge=1,
-        description="Maximum source and new tokens, times rows, in the queue. Default: queue of the longest requests.",
+        description="Maximum source and new tokens, times rows, in the queue. Default: max_queue of the longest requests.",
     )
     max_beams: int = Field(8, ge=1, description="Maximum beams, or drawn answers, per text.")
     max_source_tokens: int = Field(512, ge=1, description="Maximum tokens of a source.")
     max_new_tokens: int = Field(512, ge=1, description="Maximum tokens of an answer.")
-    texts: int = Field(64, ge=1, description="Maximum texts per request.")
-    stall_ms: float = Field(
+    max_texts: int = Field(64, ge=1, description="Maximum texts per request.")
+    max_prefill_stall_ms: float = Field(
         50.0, ge=0, description="Maximum milliseconds that running answers wait while new sources are encoded."
     )
-    join_share: float = Field(
+    prefill_share: float = Field(
         0.25, gt=0, le=1, description="Maximum share of the time spent on new requests while others run."
     )
     encoder_cache_mb: int = Field(256, ge=0, description="Megabytes of encoder outputs kept for repeated sources.")
     connections: int = Field(1000, ge=1, description="Maximum open connections.")
     body_kb: int = Field(1024, ge=1, description="Maximum kilobytes of a request's body.")
-    head_s: float = Field(10.0, gt=0, description="Seconds within which a request's head must arrive.")
-    body_s: float = Field(10.0, gt=0, description="Seconds within which a request's body must arrive.")
-    write_s: float = Field(
+    header_timeout_s: float = Field(10.0, gt=0, description="Seconds within which a request's head must arrive.")
+    body_timeout_s: float = Field(10.0, gt=0, description="Seconds within which a request's body must arrive.")
+    write_timeout_s: float = Field(
         10.0, gt=0, description="Close the connection if the client stops reading for this many seconds."
     )
     deadline_s: float = Field(
         120.0, gt=0, lt=1e9, description="Deadline in seconds of requests that do not set their own."
     )
-    grace_s: float = Field(30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM.")
-    stuck_s: float = Field(
+    shutdown_grace_s: float = Field(
+        30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
+    )
+    unhealthy_after_s: float = Field(
         60.0, gt=0, description="Report unhealthy when one step takes longer than this many seconds."
     )
     api_key: SecretStr | None = Field(None, description="By the environment only: T5ACCEL_API_KEY.")
@@ -101,14 +105,14 @@ class Settings(BaseSettings):
     )
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SchedulerLimits:
         """The scheduler's."""
         most = self.key_value_mb
-        return Limits(
-            rows=self.rows, key_value_bytes=None if most is None else most * 10**6, queue=self.queue,
+        return SchedulerLimits(
+            rows=self.max_batch_rows, key_value_bytes=None if most is None else most * 10**6, queue=self.max_queue,
             queued_tokens=self.max_queued_tokens, beams=self.max_beams,
-            source_tokens=self.max_source_tokens, new_tokens=self.max_new_tokens, stall_s=self.stall_ms / 1e3,
-            join_share=self.join_share, encoder_cache_bytes=self.encoder_cache_mb * 10**6,
+            source_tokens=self.max_source_tokens, new_tokens=self.max_new_tokens, max_prefill_stall_s=self.max_prefill_stall_ms / 1e3,
+            prefill_share=self.prefill_share, encoder_cache_bytes=self.encoder_cache_mb * 10**6,
         )  # fmt: skip
 
     @property

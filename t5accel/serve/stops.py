@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from t5accel.decoding.streaming import IncrementalDetokenizer
-from t5accel.serve.request import Ticket
+from t5accel.serve.request import RequestHandle
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 
@@ -55,7 +55,7 @@ class StopStrings:
 class TextStream:
     """The text of a ticket that streams, piece by piece; ``index`` says which of a request's texts it answers."""
 
-    def __init__(self, index: int, ticket: Ticket, pieces: IncrementalDetokenizer):
+    def __init__(self, index: int, ticket: RequestHandle, pieces: IncrementalDetokenizer):
         self.index, self._ticket, self._sent, self._text = index, ticket, 0, pieces
         self._stops, self._kept = ticket.job.stopping_criterion, ""
         self.is_done = self._has_stopped = False

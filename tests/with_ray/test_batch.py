@@ -133,7 +133,7 @@ def end(processes: list[psutil.Process]) -> None:
 VICTIMS: dict[str, Callable[[subprocess.Popen], list[psutil.Process]]] = {
     "the driver": lambda process: tree(process)[:1],
     "an actor": lambda process: named(process, "MapWorker")[:1],
-    "who counts the beats": lambda process: named(process, "ray::Pulse"),
+    "who counts the beats": lambda process: named(process, "ray::Heartbeat"),
     "a machine": lambda process: named(process, "raylet/raylet"),
     "all of it": tree,
 }

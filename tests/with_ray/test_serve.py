@@ -161,7 +161,10 @@ def test_a_stream_whose_replica_is_lost_ends_with_an_error_to_try_again(server: 
 @pytest.mark.long
 def test_more_replicas_as_requests_wait(exported_mini: Path, tmp_path: Path) -> None:
     body, ended = dict(BODIES[0], max_new_tokens=60, min_new_tokens=60), threading.Event()
-    with started(exported_mini, tmp_path / "log", replicas=2, rows=1) as running, ThreadPoolExecutor(8) as pool:
+    with (
+        started(exported_mini, tmp_path / "log", replicas=2, max_batch_rows=1) as running,
+        ThreadPoolExecutor(8) as pool,
+    ):
         assert len(replicas(running)) == 1
 
         def client() -> None:

@@ -23,26 +23,26 @@ LOOKED_AT = 1 << 16  # bytes at the beginning of a file, by which its encoding i
 
 
 @dataclass(frozen=True)
-class Unfit:
+class RejectedRow:
     """A row, or a text, that cannot be done: why not, in words."""
 
     reason: str
 
 
-def text_of(value: Any) -> str | Unfit:
+def text_of(value: Any) -> str | RejectedRow:
     """A text that can be tokenised, or what is wrong with the value.
 
     >>> text_of("Hello."), text_of(7), text_of("  ")
-    ('Hello.', Unfit(reason='not a text but 7'), Unfit(reason='an empty text'))
+    ('Hello.', RejectedRow(reason='not a text but 7'), RejectedRow(reason='an empty text'))
     """
     if not isinstance(value, str):
-        return Unfit(f"not a text but {value!r:.80}")
+        return RejectedRow(f"not a text but {value!r:.80}")
     if not value.strip():
-        return Unfit("an empty text")
+        return RejectedRow("an empty text")
     try:
         value.encode()
     except UnicodeEncodeError:
-        return Unfit("half of a surrogate pair in the text")
+        return RejectedRow("half of a surrogate pair in the text")
     return value
 
 
@@ -69,7 +69,7 @@ class Rows:
         """A range."""
         raise NotImplementedError
 
-    def texts(self, column: str, into: str) -> list[str | Unfit]:
+    def texts(self, column: str, into: str) -> list[str | RejectedRow]:
         """The text of each row, or why there is none."""
         raise NotImplementedError
 
@@ -126,16 +126,16 @@ class _Records(Rows):
     def __len__(self) -> int:
         return len(self.records)
 
-    def texts(self, column: str, into: str) -> list[str | Unfit]:
-        found: list[str | Unfit] = []
+    def texts(self, column: str, into: str) -> list[str | RejectedRow]:
+        found: list[str | RejectedRow] = []
         for record in self.records:
             try:
                 found.append(self.text(record.decode("utf-8"), column, into))
             except UnicodeDecodeError:
-                found.append(Unfit("not UTF-8"))
+                found.append(RejectedRow("not UTF-8"))
         return found
 
-    def text(self, record: str, column: str, into: str) -> str | Unfit:
+    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
         """The text of one record."""
         raise NotImplementedError
 
@@ -153,18 +153,18 @@ class JsonRows(_Records):
 
     suffix = ".jsonl"
 
-    def text(self, record: str, column: str, into: str) -> str | Unfit:
+    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
         try:
             row = json.loads(record)
         except json.JSONDecodeError as error:
-            return Unfit(f"not JSON: {error.msg}, column {error.pos + 1}")
+            return RejectedRow(f"not JSON: {error.msg}, column {error.pos + 1}")
         except (ValueError, RecursionError) as error:  # a number of more digits than Python reads; too deep
-            return Unfit(f"not JSON that can be read: {error}")
+            return RejectedRow(f"not JSON that can be read: {error}")
         if not isinstance(row, dict):
-            return Unfit(f"not an object but {row!r:.80}")
+            return RejectedRow(f"not an object but {row!r:.80}")
         if column not in row:
-            return Unfit(f"no field {column!r}")
-        return Unfit(f"a field {into!r}, where the answer belongs") if into in row else text_of(row[column])
+            return RejectedRow(f"no field {column!r}")
+        return RejectedRow(f"a field {into!r}, where the answer belongs") if into in row else text_of(row[column])
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
         key = json.dumps(into, ensure_ascii=False)
@@ -179,12 +179,12 @@ class TextRows(_Records):
     """One text a line; what is written are JSON Lines with both, for an answer may have several.
 
     >>> TextRows([b"one\\n", b"\\n"]).texts("text", "answer")
-    ['one', Unfit(reason='an empty text')]
+    ['one', RejectedRow(reason='an empty text')]
     """
 
     suffix = ".jsonl"
 
-    def text(self, record: str, column: str, into: str) -> str | Unfit:
+    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
         return text_of(record.rstrip("\r\n"))
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
@@ -200,7 +200,7 @@ class CsvRows(_Records):
 
     >>> rows = CsvRows([b'1,"a ""big"" house"\\r\\n', b"2\\r\\n"], ["id", "text"])
     >>> rows.texts("text", "answer")
-    ['a "big" house', Unfit(reason='1 fields where the header has 2')]
+    ['a "big" house', RejectedRow(reason='1 fields where the header has 2')]
     """
 
     suffix = ".csv"
@@ -243,13 +243,13 @@ class CsvRows(_Records):
         with path.open("rb") as file:
             _check_columns(path, cls.begin(file)[1], column, into)
 
-    def text(self, record: str, column: str, into: str) -> str | Unfit:
+    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
         try:
             values = _fields(record)
         except csv.Error as error:
-            return Unfit(f"not CSV: {str(error).partition(' - ')[0]}")  # behind the dash is advice to programmers
+            return RejectedRow(f"not CSV: {str(error).partition(' - ')[0]}")  # behind the dash is advice to programmers
         if len(values) != len(self.fields):
-            return Unfit(f"{len(values)} fields where the header has {len(self.fields)}")
+            return RejectedRow(f"{len(values)} fields where the header has {len(self.fields)}")
         return text_of(values[self.fields.index(column)])
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
@@ -276,7 +276,7 @@ class ParquetRows(Rows):
 
     >>> import pyarrow
     >>> ParquetRows(pyarrow.table({"text": ["one", None]})).texts("text", "answer")
-    ['one', Unfit(reason='not a text but None')]
+    ['one', RejectedRow(reason='not a text but None')]
     """
 
     suffix = ".parquet"
@@ -332,15 +332,15 @@ class ParquetRows(Rows):
     def __len__(self) -> int:
         return len(self.table)
 
-    def texts(self, column: str, into: str) -> list[str | Unfit]:
-        found: list[str | Unfit] = []
+    def texts(self, column: str, into: str) -> list[str | RejectedRow]:
+        found: list[str | RejectedRow] = []
         for value in self.table.column(column):
             try:
                 found.append(text_of(value.as_py()))
             except UnicodeDecodeError:
-                found.append(Unfit("not UTF-8"))
+                found.append(RejectedRow("not UTF-8"))
             except Exception as error:  # Arrow holds what Python cannot: times of far years, zones without a name
-                found.append(Unfit(f"not a text but {value.type}: {first_line(error)}"))
+                found.append(RejectedRow(f"not a text but {value.type}: {first_line(error)}"))
         return found
 
     def shown(self, row: int) -> str:
@@ -361,7 +361,7 @@ def _check_columns(path: Path, there: Sequence[str], column: str, into: str) -> 
     if column not in there:
         raise InputError(f"{path} has no column {column!r} but {', '.join(there)}: give --column.")
     if into in there:
-        raise InputError(f"{path} has a column {into!r}, where the answers belong: give --into another name.")
+        raise InputError(f"{path} has a column {into!r}, where the answers belong: give --output-column another name.")
     if there.count(column) > 1:
         raise InputError(f"{path} has {there.count(column)} columns {column!r}: name them apart.")
 

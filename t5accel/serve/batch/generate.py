@@ -20,7 +20,7 @@ from t5accel.decoding.request import check_positions
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, is_eos
 from t5accel.errors import InputError, JobError, T5AccelError, first_line
 from t5accel.models.languages import Languages
-from t5accel.serve.batch.formats import Unfit
+from t5accel.serve.batch.formats import RejectedRow
 from t5accel.tokenization import decode, tokenize
 
 CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
@@ -52,7 +52,7 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
         first += rows
 
 
-class Answerer:
+class BatchGenerator:
     """Texts -> answers, as the model's ``generation_config`` asks: see `model_defaults.by_defaults`.
 
     The same texts always go together, and so have the same answers, unless the model draws.
@@ -72,9 +72,9 @@ class Answerer:
             fewer positions.
 
     >>> from t5accel.api import open_backend
-    >>> answer = Answerer(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
+    >>> answer = BatchGenerator(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
     >>> answer(["translate English to French: I am tired.", "translate English to French: " + "very " * 9 + "tired."])
-    [Answer(text='Je suis fatigué.', tokens=5), Unfit(reason='17 tokens, and at most 10 are allowed')]
+    [Answer(text='Je suis fatigué.', tokens=5), RejectedRow(reason='17 tokens, and at most 10 are allowed')]
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class Answerer:
         self.max_source_tokens = min((limit for limit in limits if limit is not None), default=None)
         self.entries = getattr(backend, "source_vocab_size", backend.vocab_size)
 
-    def __call__(self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None) -> list[Answer | Unfit]:
+    def __call__(
+        self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None
+    ) -> list[Answer | RejectedRow]:
         """An answer to each text, or why it has none.
 
         A text on which tokenizer or model fails costs no other text its answer.
@@ -112,22 +114,22 @@ class Answerer:
         Raises:
             JobError: the model fails on any text.
         """
-        found: list[Answer | Unfit | None] = [None] * len(texts)
+        found: list[Answer | RejectedRow | None] = [None] * len(texts)
         sources: list[tuple[int, np.ndarray]] = []
         for place, ids in self._tokenised(texts):
-            if isinstance(ids, Unfit):
+            if isinstance(ids, RejectedRow):
                 found[place] = ids
             elif not len(ids):
-                found[place] = Unfit("a text of which the tokenizer makes no token")
+                found[place] = RejectedRow("a text of which the tokenizer makes no token")
             elif self.max_source_tokens is not None and len(ids) > self.max_source_tokens:
-                found[place] = Unfit(f"{len(ids)} tokens, and at most {self.max_source_tokens} are allowed")
+                found[place] = RejectedRow(f"{len(ids)} tokens, and at most {self.max_source_tokens} are allowed")
             elif ids.max() >= self.entries:
-                found[place] = Unfit(f"token {ids.max()}, for which the model has no entry")
+                found[place] = RejectedRow(f"token {ids.max()}, for which the model has no entry")
             else:
                 sources.append((place, ids))
         sources.sort(key=lambda source: source[0])  # texts of one length go together as they stand in the file
         for chosen, tokens in self.tokens([ids for _, ids in sources]):
-            if isinstance(tokens, Unfit):
+            if isinstance(tokens, RejectedRow):
                 for i in chosen:
                     found[sources[i][0]] = tokens
                 continue
@@ -135,13 +137,13 @@ class Answerer:
             counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
             answered = 0
             for i, text, count in zip(chosen, self._decoded(tokens), counts, strict=True):
-                found[sources[i][0]] = text if isinstance(text, Unfit) else Answer(text, int(count))
-                answered += not isinstance(text, Unfit)
+                found[sources[i][0]] = text if isinstance(text, RejectedRow) else Answer(text, int(count))
+                answered += not isinstance(text, RejectedRow)
             if on_batch is not None:
                 on_batch(answered, int(counts.sum()))
         return found
 
-    def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray | Unfit]]:
+    def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray | RejectedRow]]:
         """Batch by batch: which of the sources, each (S,) int64, and the new tokens of these, (B, L) int64.
 
         Where the model fails on a batch, its sources come one by one, and why some of them have no tokens.
@@ -151,8 +153,8 @@ class Answerer:
 
     def _each_or_why(
         self, chosen: list[int], sources: list[np.ndarray]
-    ) -> Iterator[tuple[list[int], np.ndarray | Unfit]]:
-        found: np.ndarray | Unfit
+    ) -> Iterator[tuple[list[int], np.ndarray | RejectedRow]]:
+        found: np.ndarray | RejectedRow
         try:
             found = self._generated([sources[i] for i in chosen])
         except (KeyboardInterrupt, SystemExit):
@@ -163,7 +165,7 @@ class Answerer:
                     yield from self._each_or_why([i], sources)
                 return
             self._check_model(error)
-            found = Unfit(f"the model fails on it ({first_line(error)})")
+            found = RejectedRow(f"the model fails on it ({first_line(error)})")
         yield chosen, found
 
     def _check_model(self, error: BaseException) -> None:
@@ -176,17 +178,17 @@ class Answerer:
             why = f"The model fails on any text ({first_line(error)})."
             raise JobError(f"{why} What is done is kept, and the same command goes on.") from error
 
-    def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray | Unfit]]:
+    def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray | RejectedRow]]:
         """Ids without padding. Tokenizers fill up what they are given together, so texts of like length are."""
         for places in batches([len(text) for text in texts], CHARACTERS):
             yield from self._ids_or_why(texts, places)
 
-    def _ids_or_why(self, texts: Sequence[str], places: list[int]) -> Iterator[tuple[int, np.ndarray | Unfit]]:
+    def _ids_or_why(self, texts: Sequence[str], places: list[int]) -> Iterator[tuple[int, np.ndarray | RejectedRow]]:
         try:
             ids, masks = tokenize(self.tokenizer, [texts[place] for place in places])
         except InputError as error:
             if len(places) == 1:
-                yield places[0], Unfit(str(error))
+                yield places[0], RejectedRow(str(error))
             else:  # the others are not to blame
                 for place in places:
                     yield from self._ids_or_why(texts, [place])
@@ -196,13 +198,13 @@ class Answerer:
         for place, row, mask in zip(places, ids, masks, strict=True):
             yield place, row[mask.astype(bool)]
 
-    def _decoded(self, tokens: np.ndarray) -> list[str | Unfit]:
+    def _decoded(self, tokens: np.ndarray) -> list[str | RejectedRow]:
         try:
             ends = self._rules.eos_tokens(self.backend.eos_token_id)
             return [*decode(self.tokenizer, tokens, skip_special_tokens=self._skips, ends=ends)]
         except InputError as error:
             if len(tokens) == 1:
-                return [Unfit(str(error))]
+                return [RejectedRow(str(error))]
             return [one for row in tokens for one in self._decoded(row[None])]
 
     def _generated(self, sources: list[np.ndarray]) -> np.ndarray:

@@ -27,9 +27,9 @@ from t5accel.graphs.manifest import describe_file
 from t5accel.models.load import BUNDLED, require_tokenizer
 from t5accel.models.prefixes import prefix_hint, prefixes_of
 from t5accel.precision.recipes import as_recipe, recipe_from_json
-from t5accel.serve.batch.formats import KINDS, Unfit, kind_of, read_range
-from t5accel.serve.batch.generate import Answer, Answerer
-from t5accel.serve.batch.output import REJECTS, Done, Output, ShardRecord, some
+from t5accel.serve.batch.formats import KINDS, RejectedRow, kind_of, read_range
+from t5accel.serve.batch.generate import Answer, BatchGenerator
+from t5accel.serve.batch.output import REJECTS, Output, ShardRecord, ShardStats, some
 
 FORMAT = 2  # of the folder and its records; a change by which other rows would go together raises it, too
 
@@ -41,7 +41,7 @@ class Settings:
     Attributes:
         column: of the texts, where files have columns.
         prefix: stands in front of every text, as in ``"translate English to French: "``.
-        into: the name of the answers' column.
+        output_column: the name of the answers' column.
         beams, max_new_tokens, max_source_tokens, batch_tokens: as of `answers.Answerer`.
         src_lang, tgt_lang, forced_bos_token, skip_special_tokens: likewise.
         shard_rows: of a shard, at most: what a kill may cost. Larger shards leave fewer files, and their batches less
@@ -56,7 +56,7 @@ class Settings:
 
     column: str = "text"
     prefix: str = ""
-    into: str = "answer"
+    output_column: str = "answer"
     beams: int | None = None
     max_new_tokens: int = 64
     max_source_tokens: int = 512
@@ -72,13 +72,15 @@ class Settings:
             as_count(self.beams, "beams", at_least=1)
         for name in ("max_new_tokens", "max_source_tokens", "batch_tokens", "shard_rows"):
             as_count(getattr(self, name), name, at_least=1)
-        for name in ("column", "prefix", "into"):
+        for name in ("column", "prefix", "output_column"):
             try:
                 getattr(self, name).encode()
             except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
                 raise InputError(f"{name} must be UTF-8, got {getattr(self, name)!r}. Convert it.") from error
-        if not self.column or not self.into or self.column == self.into:
-            raise InputError(f"column is {self.column!r} and into {self.into!r}: give two names that differ.")
+        if not self.column or not self.output_column or self.column == self.output_column:
+            raise InputError(
+                f"column is {self.column!r} and output_column {self.output_column!r}: give two names that differ."
+            )
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,13 @@ class Model:
         is_folder = self.name not in BUNDLED and os.path.isdir(self.name)
         return replace(self, name=os.path.abspath(self.name)) if is_folder else self
 
-    def open(self, settings: Settings) -> tuple[Answerer, dict[str, str]]:
+    def open(self, settings: Settings) -> tuple[BatchGenerator, dict[str, str]]:
         """What answers texts, and what it is: the manifest's facts, by which the same model is known again."""
         if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
             raise InputError(f"precision is {self.precision!r}, which runs in torch: give fp32, fp16, int8 or int4.")
         require_tokenizer(self.name)
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
-        answerer = Answerer(
+        answerer = BatchGenerator(
             backend, tokenizer, beams=settings.beams, max_new_tokens=settings.max_new_tokens,
             max_source_tokens=settings.max_source_tokens, batch_tokens=settings.batch_tokens,
             src_lang=settings.src_lang, tgt_lang=settings.tgt_lang, forced_bos_token=settings.forced_bos_token,
@@ -220,7 +222,7 @@ def shards(found: Iterable[Source], settings: Settings) -> Iterator[Shard]:
     for source in found:
         kind = kind_of(source.path)
         try:
-            kind.check(source.path, settings.column, settings.into)
+            kind.check(source.path, settings.column, settings.output_column)
             first = 1
             for offset, rows in kind.ranges(source.path, settings.shard_rows):
                 yield Shard(index, source, offset, first, rows)
@@ -229,8 +231,8 @@ def shards(found: Iterable[Source], settings: Settings) -> Iterator[Shard]:
             raise JobError(f"{source.path} cannot be read: {error.strerror or error}.") from error
 
 
-def do_shard(
-    answer: Answerer,
+def process_shard(
+    answer: BatchGenerator,
     settings: Settings,
     output: Output,
     shard: Shard,
@@ -244,12 +246,12 @@ def do_shard(
     shard.source.check()
     rows = read_range(shard.source.path, shard.offset, shard.rows)
     shard.source.check()  # nor has it changed while it was read
-    texts = rows.texts(settings.column, settings.into)
-    places = [place for place, text in enumerate(texts) if not isinstance(text, Unfit)]
-    found: list[Answer | Unfit] = [*texts]
+    texts = rows.texts(settings.column, settings.output_column)
+    places = [place for place, text in enumerate(texts) if not isinstance(text, RejectedRow)]
+    found: list[Answer | RejectedRow] = [*texts]
     for place, answered in zip(places, answer([settings.prefix + texts[i] for i in places], on_batch), strict=True):
         found[place] = answered
-    unfit = {place: one.reason for place, one in enumerate(found) if isinstance(one, Unfit)}
+    unfit = {place: one.reason for place, one in enumerate(found) if isinstance(one, RejectedRow)}
     files = {}
     if unfit:
         lines = (
@@ -260,11 +262,11 @@ def do_shard(
         files[shard.rejects] = output.put(shard.rejects, lambda path: path.write_text(content, encoding="utf-8"))
     else:
         output.drop(shard.rejects)
-    answers = [None if isinstance(one, Unfit) else one.text for one in found]
-    write = partial(rows.write, answers=answers, column=settings.column, into=settings.into)
+    answers = [None if isinstance(one, RejectedRow) else one.text for one in found]
+    write = partial(rows.write, answers=answers, column=settings.column, into=settings.output_column)
     files[shard.output] = output.put(shard.output, write)
     tokens = sum(one.tokens for one in found if isinstance(one, Answer))
-    return ShardRecord(shard.output, Done(len(found) - len(unfit), len(unfit), tokens), files)
+    return ShardRecord(shard.output, ShardStats(len(found) - len(unfit), len(unfit), tokens), files)
 
 
 # Run a batch job: files of texts in, the same rows with answers out, shard by shard, in this process or by others.
@@ -284,21 +286,21 @@ class Job:
 
 
 # The job, the shards that are not done, what answers in this process, and who is told of rows and tokens.
-Engine = Callable[[Job, Sequence[Shard], Answerer, Callable[[int, int], Any]], Iterator[ShardRecord]]
+Engine = Callable[[Job, Sequence[Shard], BatchGenerator, Callable[[int, int], Any]], Iterator[ShardRecord]]
 
 
 def in_this_process(
-    job: Job, pending: Sequence[Shard], answer: Answerer, on_batch: Callable[[int, int], Any]
+    job: Job, pending: Sequence[Shard], answer: BatchGenerator, on_batch: Callable[[int, int], Any]
 ) -> Iterator[ShardRecord]:
     """One shard after the other."""
     for shard in pending:
-        yield do_shard(answer, job.settings, job.output, shard, on_batch)
+        yield process_shard(answer, job.settings, job.output, shard, on_batch)
 
 
 def run(
     given: str | os.PathLike[str], out: str | os.PathLike[str], model: Model = MINI, settings: Settings = DEFAULT, *,
     engine: Engine = in_this_process, progress: bool = False,
-) -> tuple[Done, Done]:  # fmt: skip
+) -> tuple[ShardStats, ShardStats]:  # fmt: skip
     """Answer every row that has no answer yet; called again after an interruption, it goes on.
 
     Args:
@@ -329,9 +331,9 @@ def run(
     ...     run(given, out, settings=Settings(prefix="translate English to French: "))
     ...     print((out / "part-000000.jsonl").read_text(), end="")
     ...     run(given, out, settings=Settings(prefix="translate English to French: "))
-    (Done(answered=1, rejected=1, tokens=5), Done(answered=0, rejected=0, tokens=0))
+    (ShardStats(answered=1, rejected=1, tokens=5), ShardStats(answered=0, rejected=0, tokens=0))
     {"text": "I am tired.", "answer": "Je suis fatigué."}
-    (Done(answered=0, rejected=0, tokens=0), Done(answered=1, rejected=1, tokens=5))
+    (ShardStats(answered=0, rejected=0, tokens=0), ShardStats(answered=1, rejected=1, tokens=5))
     """
     output = Output(out)
     found = sources(os.fspath(given), output.folder)
@@ -354,7 +356,7 @@ def run(
         pending = [shard for shard in planned if shard.output not in records]
         if progress and pending and (hint := _first_hint(pending[0], settings, prefixes)):
             print(f"t5accel: {hint}", file=sys.stderr)
-        before, done = sum((record.done for record in records.values()), Done()), Done()
+        before, done = sum((record.done for record in records.values()), ShardStats()), ShardStats()
         with Progress(rows, before.answered + before.rejected, shown=progress) as bar:
             work = engine(Job(model, settings, output, what), pending, answerer, bar.add)
             del answerer  # an engine may have no need for it
@@ -372,7 +374,7 @@ def _first_hint(shard: Shard, settings: Settings, prefixes: tuple[str, ...]) -> 
     if not prefixes:
         return ""
     shard.source.check()
-    rows = read_range(shard.source.path, shard.offset, shard.rows).texts(settings.column, settings.into)
+    rows = read_range(shard.source.path, shard.offset, shard.rows).texts(settings.column, settings.output_column)
     hints = (prefix_hint(settings.prefix + row, prefixes) for row in rows if isinstance(row, str))
     return next(filter(None, hints), "")
 

@@ -32,15 +32,15 @@ LOCK = ".lock"
 
 
 @dataclass(frozen=True)
-class Done:
+class ShardStats:
     """Counts of finished rows: answered, rejected, and the tokens that were written."""
 
     answered: int = 0
     rejected: int = 0
     tokens: int = 0
 
-    def __add__(self, other: Done) -> Done:
-        return Done(*(getattr(self, name) + getattr(other, name) for name in ("answered", "rejected", "tokens")))
+    def __add__(self, other: ShardStats) -> ShardStats:
+        return ShardStats(*(getattr(self, name) + getattr(other, name) for name in ("answered", "rejected", "tokens")))
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class ShardRecord:
         done: its counts.
         files: ``{"sha256", "size_bytes"}`` of each file that it wrote, by name.
 
-    >>> print(ShardRecord("part-000000.jsonl", Done(1, 0, 5), {"part-000000.jsonl": {"sha256": "0a", "size_bytes": 9}}))
+    >>> print(ShardRecord("part-000000.jsonl", ShardStats(1, 0, 5), {"part-000000.jsonl": {"sha256": "0a", "size_bytes": 9}}))
     {"part": "part-000000.jsonl", "done": {"answered": 1, "rejected": 0, "tokens": 5}, "files": {"part-000000.jsonl": \
 {"sha256": "0a", "size_bytes": 9}}}
     """
 
     part: str
-    done: Done
+    done: ShardStats
     files: Mapping[str, Mapping[str, Any]]
 
     @classmethod
@@ -66,7 +66,7 @@ class ShardRecord:
         """A record from its line; ``None`` for a line that was cut short, or is no record."""
         try:
             given = json.loads(line)
-            record = cls(given["part"], Done(**given["done"]), given["files"])
+            record = cls(given["part"], ShardStats(**given["done"]), given["files"])
             numbers = [*asdict(record.done).values(), *(file["size_bytes"] for file in record.files.values())]
             is_whole = record.part in record.files and all(isinstance(number, int) for number in numbers)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -89,7 +89,7 @@ class Output:
     ...     with output.locked():
     ...         output.begin({"model": "mini"})
     ...         file = output.put(names[0], lambda path: path.write_text("{}"))
-    ...         output.record(ShardRecord(names[0], Done(answered=1), {names[0]: file}))
+    ...         output.record(ShardRecord(names[0], ShardStats(answered=1), {names[0]: file}))
     ...         records, lost = output.finished(names)
     ...     list(records), lost
     (['part-000000.jsonl'], [])
