@@ -40,10 +40,11 @@ from t5accel.models.load import data_folder
 from t5accel.models.prefixes import prefixes_of
 from t5accel.models.random_init import random_model
 from t5accel.models.registry import BEYOND_T5
-from t5accel.serve.app import Service, make_app
+from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Model, Settings, run
 from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
+from t5accel.serve.service import Service
 from t5accel.serve.settings import Settings as ServerSettings
 from t5accel.tokenization import TokenizerFile, decode, text_to_text, tokenizer_of
 

@@ -27,9 +27,10 @@ from t5accel.decoding.sampling import Sampling, sample
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.errors import EngineError, InputError
 from t5accel.serve import scheduler as scheduler_module
+from t5accel.serve.device_batch import DeviceRunningBatch
 from t5accel.serve.limits import KVCacheBytes, SchedulerLimits
 from t5accel.serve.request import GenerationRequest
-from t5accel.serve.running_batch import DeviceRunningBatch, RunningSequence, sequences_for
+from t5accel.serve.running_batch import RunningSequence, sequences_for
 from t5accel.serve.scheduler import Scheduler
 
 SMALL = (4, 8, 16, 32)
@@ -47,7 +48,7 @@ def few_rows() -> Any:
     """Capacities that a few requests outgrow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_static_rows, "ROWS", (2, 4, 8))
-        patch.setattr("t5accel.serve.running_batch.PATIENCE", 6)
+        patch.setattr("t5accel.serve.device_batch.PATIENCE", 6)
         yield
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafts import Machine
-from test_repository import loaded_by
+from test_layout import loaded_by
 
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
@@ -345,8 +345,10 @@ def test_a_full_queue_says_when_to_come_again() -> None:
 def test_tokens_are_told_as_they_come_and_of_others_only_the_end() -> None:
     scheduler, _ = stepped(Joining(ends=0))
     heard: list[tuple[str, int]] = []
-    tickets = {"stream": scheduler.submit(GenerationRequest([5], max_new_tokens=3, stream=True)), "whole": scheduler.submit(
-        GenerationRequest([6], max_new_tokens=3))}  # fmt: skip
+    tickets = {
+        "stream": scheduler.submit(GenerationRequest([5], max_new_tokens=3, stream=True)),
+        "whole": scheduler.submit(GenerationRequest([6], max_new_tokens=3)),
+    }
     for name, ticket in tickets.items():
         ticket.listener = lambda name=name, ticket=ticket: heard.append((name, len(ticket.tokens)))
     run(scheduler)

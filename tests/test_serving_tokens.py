@@ -279,9 +279,15 @@ def test_branching_is_keeping_a_source_twice(folder_of, kind: type[OrtNumpy], pa
 
 def test_drawn_rows_draw_what_they_would_alone(opened) -> None:
     wanted = [
-        GenerationRequest([5 + i] * (3 + 9 * i), sampling=Sampling(top_k=20, repetition_penalty=1.2), seed=i, max_new_tokens=20,
-            num_return_sequences=2) for i in range(4)
-    ]  # fmt: skip
+        GenerationRequest(
+            [5 + i] * (3 + 9 * i),
+            sampling=Sampling(top_k=20, repetition_penalty=1.2),
+            seed=i,
+            max_new_tokens=20,
+            num_return_sequences=2,
+        )
+        for i in range(4)
+    ]
     scheduler = Scheduler(opened["fp32"], thread=False)
     tickets = []
     for job in wanted:

@@ -1,12 +1,15 @@
-"""The commands that serve, and answer whole files: parse, call, print."""
+"""The commands `serve` and `batch`."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any
+from inspect import Parameter, Signature
+from typing import Annotated, Any, get_args
 
 import typer
+import typer.main
+from typer.core import TyperCommand
 
 from t5accel.cli_options import (
     BeamsOption,
@@ -19,7 +22,7 @@ from t5accel.cli_options import (
     TargetLanguage,
     kept,
 )
-from t5accel.errors import InputError
+from t5accel.errors import InputError, MissingPackageError, install
 
 serving = typer.Typer()
 
@@ -36,125 +39,69 @@ def _local_without_address(engine: Engine | None, address: str | None) -> None:
         raise InputError(f"--address {address} is for Ray, and the engine is local. Give --engine ray.")
 
 
-@serving.command()
-def serve(
-    model: Annotated[
-        str | None, typer.Option(help="mini, mini-d1, mini-d1p, a folder, or a hub id. Default: mini.")
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="fp32, fp16, bf16, int8 or int4; on a GPU one of the first three. Default: fp32; an export's own."
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, or cuda: the first GPU, by PyTorch. Default: cpu.")] = None,
-    prefix: Annotated[
-        str | None, typer.Option(help="Text in front of every source whose request has no prefix field.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of the engine. Default: all cores that this process may use.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name for clients. Default: --model, or the last part of its folder.")
-    ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen at. Any but this machine's needs T5ACCEL_API_KEY. Default: 127.0.0.1."),
-    ] = None,
-    allow_unauthenticated: Annotated[
-        bool | None, typer.Option("--allow-unauthenticated", help="Serve other machines without an API key.")
-    ] = None,
-    allowed_hosts: Annotated[
-        str | None,
-        typer.Option(help="Further Host headers to accept, separated by commas; *: any. Default: this machine's."),
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen at; 0: any free port. Default: 8000.")] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(help="Maximum rows in the running batch (one per answer, K per K-beam request). Default: 32."),
-    ] = None,
-    key_value_mb: Annotated[
-        int | None, typer.Option(help="Maximum megabytes of the KV cache. Default: no limit.")
-    ] = None,
-    queue: Annotated[int | None, typer.Option(help="Maximum requests in the queue. Default: 256.")] = None,
-    max_queued_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum source and new tokens, times rows, in the queue. Default: --queue of the longest requests."
-        ),
-    ] = None,
-    max_beams: Annotated[
-        int | None, typer.Option(help="Maximum beams, or drawn answers, per text. Default: 8.")
-    ] = None,
-    max_source_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of a source. Default: 512.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer. Default: 512.")] = None,
-    texts: Annotated[int | None, typer.Option(help="Maximum texts per request. Default: 64.")] = None,
-    stall_ms: Annotated[
-        float | None,
-        typer.Option(help="Maximum milliseconds that running answers wait while new sources are encoded. Default: 50."),
-    ] = None,
-    join_share: Annotated[
-        float | None,
-        typer.Option(help="Maximum share of the time spent on new requests while others run. Default: 0.25."),
-    ] = None,
-    encoder_cache_mb: Annotated[
-        int | None, typer.Option(help="Megabytes of encoder outputs kept for repeated sources. Default: 256.")
-    ] = None,
-    connections: Annotated[int | None, typer.Option(help="Maximum open connections. Default: 1000.")] = None,
-    body_kb: Annotated[int | None, typer.Option(help="Maximum kilobytes of a request's body. Default: 1024.")] = None,
-    head_s: Annotated[
-        float | None, typer.Option(help="Seconds within which a request's head must arrive. Default: 10.")
-    ] = None,
-    body_s: Annotated[
-        float | None, typer.Option(help="Seconds within which a request's body must arrive. Default: 10.")
-    ] = None,
-    write_s: Annotated[
-        float | None,
-        typer.Option(help="Close the connection if the client stops reading for this many seconds. Default: 10."),
-    ] = None,
-    deadline_s: Annotated[
-        float | None, typer.Option(help="Deadline in seconds of requests that do not set their own. Default: 120.")
-    ] = None,
-    grace_s: Annotated[
-        float | None, typer.Option(help="Seconds that running requests have to finish after SIGTERM. Default: 30.")
-    ] = None,
-    stuck_s: Annotated[
-        float | None,
-        typer.Option(help="Report unhealthy when one step takes longer than this many seconds. Default: 60."),
-    ] = None,
-    log_texts: Annotated[bool | None, typer.Option("--log-texts", help="Write texts and answers to the log.")] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning, error or critical; debug also logs probes. Default: info.")
-    ] = None,
-    log_format: Annotated[str | None, typer.Option(help="text, or json: one object per line. Default: text.")] = None,
-    engine: Annotated[Engine | None, typer.Option(help="local, or ray: replicas of the model. Default: local.")] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Address of a Ray cluster, for --engine ray. Default: one on this machine.")
-    ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(help="Maximum replicas with --engine ray; more start as requests wait. Default: 2.")
-    ] = None,
-    replicas_min: Annotated[int | None, typer.Option(help="Minimum replicas with --engine ray. Default: 1.")] = None,
-) -> None:
-    """Answer requests over HTTP in a continuous batch. Options are environment variables, too, such as T5ACCEL_PORT."""
-    given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
-    try:
-        from pydantic import ValidationError
+class SettingsCommand(TyperCommand):
+    """A command with one option for each field of the server's `Settings`."""
 
-        from t5accel.serve import ray_router as front
-        from t5accel.serve import server
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        """The options, made at their first use: `t5accel --help` needs no package of the server."""
+        if not self.params:
+            self.params = _setting_options()
+        return super().get_params(ctx)
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        """Hand on the given options only: the environment and the defaults are read by the settings."""
+        ctx.obj = {name: value for name, value in ctx.params.items() if value is not None}
+        ctx.params = {}
+        return super().invoke(ctx)
+
+
+def _server_settings() -> Any:
+    try:
         from t5accel.serve.settings import Settings
     except ImportError as error:
-        from t5accel.errors import MissingPackageError, install
-
         raise MissingPackageError(f"{error.name} is missing: {install('serving')}.") from error
+    return Settings
+
+
+def _setting_options() -> list[Any]:
+    def command() -> None:
+        pass
+
+    fields = _server_settings().model_fields.items()
+    options = {name: _option(name, field) for name, field in fields if name != "api_key"}  # a key is no argument: `ps`
+    command.__annotations__ = options
+    command.__signature__ = Signature(
+        [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind) for name, kind in options.items()]
+    )
+    made = typer.Typer(add_completion=False)
+    made.command()(command)
+    return typer.main.get_command(made).params
+
+
+def _option(name: str, field: Any) -> Any:
+    kinds = (field.annotation, *get_args(field.annotation))
+    kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
+    text = field.description
+    if field.default not in (None, "", False) and "Default" not in text:
+        text += f" Default: {field.default:g}." if kind is float else f" Default: {field.default}."
+    return Annotated[kind | None, typer.Option("--" + name.replace("_", "-"), help=text)]
+
+
+@serving.command(cls=SettingsCommand)
+def serve(context: typer.Context) -> None:
+    """Answer requests over HTTP in a continuous batch. Options are environment variables, too, such as T5ACCEL_PORT."""
+    settings_class = _server_settings()
+    from pydantic import ValidationError
+
+    from t5accel.serve import ray_router, server
+
     try:
-        settings = Settings(**given)
+        settings = settings_class(**context.obj)
     except ValidationError as error:
         found = error.errors()[0]
         raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
     _local_without_address(settings.engine, settings.address)
-    (front if settings.engine == Engine.ray else server).serve(settings)
+    (ray_router if settings.engine == Engine.ray else server).serve(settings)
 
 
 @serving.command()
@@ -214,10 +161,19 @@ def batch(
         raise InputError("batch needs one folder for the answers. Give --out FOLDER.")
     out = out or folder
     settings = Settings(
-        column=column, prefix=prefix, output_column=output_column, beams=beams, max_new_tokens=max_new_tokens,
-        max_source_tokens=max_source_tokens, batch_tokens=batch_tokens, shard_rows=shard_rows,
-        src_lang=src_lang, tgt_lang=tgt_lang, forced_bos_token=forced_bos, skip_special_tokens=not keep_special_tokens,
-    )  # fmt: skip
+        column=column,
+        prefix=prefix,
+        output_column=output_column,
+        beams=beams,
+        max_new_tokens=max_new_tokens,
+        max_source_tokens=max_source_tokens,
+        batch_tokens=batch_tokens,
+        shard_rows=shard_rows,
+        src_lang=src_lang,
+        tgt_lang=tgt_lang,
+        forced_bos_token=forced_bos,
+        skip_special_tokens=not keep_special_tokens,
+    )
     chosen = partial(on_ray, address=address, stuck_s=stuck_s) if engine == Engine.ray else in_this_process
     runs = Model(model, precision and precision.value, threads)
     with kept(f"Finished files of answers are kept in {out}; the same command goes on."):

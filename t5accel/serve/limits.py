@@ -1,4 +1,4 @@
-"""What may join a running batch, and when: rows, bytes of keys and values, and for how long others stand still."""
+"""Admission limits: rows, KV-cache bytes, and how long prefill may stall running requests."""
 
 from __future__ import annotations
 
@@ -19,25 +19,18 @@ RAGGED = 1.5  # columns that a batch may have for each of its longest history, b
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What a scheduler keeps to.
+    """Limits of a scheduler, all of them maxima.
 
     Attributes:
-        rows: of the batch, at most: a greedy job takes one, K beams or K drawn answers take K.
-        key_value_bytes: of self- and cross-attention of all rows, each counted as long as the longest; ``None``: no
-            limit. Buffers grow by doubling, so that the process may hold up to twice as much.
-        queue: jobs that may wait; more are refused.
-        queued_tokens: of all jobs that wait, as `tokens_of` counts them; ``None``: as many as ``queue`` jobs of one row
-            have that are as long as may be.
-        beams: of a job, or as many drawn answers; ``None``: ``rows``.
-        source_tokens, new_tokens: of a job, at most.
-        max_prefill_stall_s: while others run, encoders of newcomers take no longer than that before the next step; a single source
-            that needs more is encoded all the same, alone.
-        prefill_share: of the time, about, that goes into letting others in while some run. After each time nobody joins
-            for a while, ``max_prefill_stall_s`` at most, so that under load newcomers are encoded together.
-        encoder_cache_bytes: for encoder outputs that are used again.
-
-    Raises:
-        InputError: a value is out of bounds.
+        rows: of the batch: one for a greedy request, K for K beams or samples.
+        key_value_bytes: of the KV caches of all rows, each as long as the longest. Buffers grow by doubling: the
+            process may hold up to twice as much.
+        queued_tokens: of the queue, as `tokens_of` counts. Default: ``queue`` of the longest one-row requests.
+        beams: beams or samples of a request. Default: ``rows``.
+        max_prefill_stall_s: encoding time between two steps of running requests; a single longer source is encoded
+            alone.
+        prefill_share: share of the time, about, for new requests while others run. After each admission there is a
+            pause of at most ``max_prefill_stall_s``, so that under load new sources are encoded together.
 
     >>> SchedulerLimits(rows=8).queue
     256
@@ -70,7 +63,7 @@ class SchedulerLimits:
 
     @property
     def most_queued_tokens(self) -> int:
-        """What ``queued_tokens`` comes to; the largest job fits, where nothing is said.
+        """``queued_tokens`` or its default, in which the largest request fits.
 
         >>> SchedulerLimits().most_queued_tokens
         262144
@@ -79,13 +72,15 @@ class SchedulerLimits:
         return max(self.queue, self.rows) * of_one if self.queued_tokens is None else self.queued_tokens
 
     def check(self, job: GenerationRequest, key_value_bytes: KVCacheBytes) -> None:
-        """Raise ``InputError`` for a job that is too large, whatever else runs."""
+        """Raise ``InputError`` for a request that can never run."""
         ids, new = len(job.input_ids), job.max_new_tokens
         answers = "num_beams" if job.sampling is None else "num_return_sequences"
         rows = self.rows if self.beams is None else min(self.beams, self.rows)
-        for what, given, most in (("The job has {} input_ids", ids, self.source_tokens),
-                                  (answers + " is {}", job.rows, rows),
-                                  ("max_new_tokens is {}", new, self.new_tokens)):  # fmt: skip
+        for what, given, most in (
+            ("The job has {} input_ids", ids, self.source_tokens),
+            (answers + " is {}", job.rows, rows),
+            ("max_new_tokens is {}", new, self.new_tokens),
+        ):
             if given > most:
                 raise InputError(f"{what.format(given)}; at most {most} are allowed here.")
         if self.key_value_bytes is not None and (size := key_value_bytes(job.rows, ids, new)) > self.key_value_bytes:
@@ -97,11 +92,11 @@ class SchedulerLimits:
     def require_place(
         self, waiting: Sequence[GenerationRequest], jobs: int, tokens: int, retry_s: Callable[[], int]
     ) -> None:
-        """Raise where so many jobs of so much work would be too many beside those that wait.
+        """Raise if the queue has no place.
 
         Raises:
-            InputError: they would be too many at any time.
-            QueueFullError: they are too many now.
+            InputError: the queue never has room for this many.
+            QueueFullError: the queue is too full now.
         """
         most, work = self.most_queued_tokens, sum(map(tokens_of, waiting))
         for what, now, more, may in (("requests", len(waiting), jobs, self.queue), ("tokens", work, tokens, most)):
@@ -113,7 +108,7 @@ class SchedulerLimits:
 
 
 def tokens_of(job: GenerationRequest) -> int:
-    """The work of a job, as far as it is known before: the source and the longest answer, in each row.
+    """Upper bound of a request's work: source and new tokens, times rows.
 
     >>> tokens_of(GenerationRequest([5, 1], num_beams=4, max_new_tokens=10))
     48
@@ -122,7 +117,7 @@ def tokens_of(job: GenerationRequest) -> int:
 
 
 def size_with(size: tuple[int, int, int], job: GenerationRequest) -> tuple[int, int, int]:
-    """Rows, longest source and longest answer of a batch of that size that a job joins.
+    """Rows, longest source and most new tokens of a batch after a request joins.
 
     >>> size_with((1, 9, 10), GenerationRequest([5, 1], num_beams=4, max_new_tokens=20))
     (5, 9, 20)
@@ -132,7 +127,7 @@ def size_with(size: tuple[int, int, int], job: GenerationRequest) -> tuple[int, 
 
 
 def head_start_s(priority: int) -> float:
-    """By how much a job goes before others that came earlier: bounded, so that nobody waits for ever.
+    """Head start of a priority in the queue, bounded so that no request starves.
 
     >>> head_start_s(0), head_start_s(1), head_start_s(-1), head_start_s(10**6) < HEAD_START_S
     (0.0, 5.0, -5.0, True)
@@ -141,11 +136,7 @@ def head_start_s(priority: int) -> float:
 
 
 class KVCacheBytes:
-    """The memory that rows take.
-
-    Args:
-        backend: one whose ``dims`` say how many heads its layers have; of another it is not known, and counts as 0.
-            Where it has memory of fixed shapes, ``shape_for`` says of which.
+    """KV-cache bytes of a batch, from the backend's ``dims``; 0 without them. ``shape_for`` gives fixed shapes.
 
     >>> class Dims: cross_heads, decoder_heads, d_kv = (8,) * 6, (8,) * 6, 64
     >>> class Toy: dims, dtype = Dims, None
@@ -163,7 +154,7 @@ class KVCacheBytes:
         )
 
     def __call__(self, rows: int, source_tokens: int, new_tokens: int) -> int:
-        """Of so many rows, as long as the longest source and as wide as the longest answer may make the batch."""
+        """Bytes of ``rows`` rows padded to the longest source and result."""
         rows, longest, columns = self._shape_for(rows, source_tokens, new_tokens)
         return rows * (longest * self._cross + columns * self._self)
 
@@ -173,7 +164,7 @@ def _columns(rows: int, source_tokens: int, new_tokens: int) -> tuple[int, int, 
 
 
 class EncoderLatency:
-    """How long it takes to encode, learnt on the way: seconds a token, for each power of two of the source's length.
+    """Measured encoding time: seconds per token for each power of two of the source's length.
 
     >>> pace = EncoderLatency()
     >>> pace.seconds(100)
@@ -187,18 +178,18 @@ class EncoderLatency:
         self._per_token: dict[int, float] = {}
 
     def seconds(self, length: int) -> float:
-        """For one source of this length; infinity if none like it was encoded yet."""
+        """Estimate for one source of this length; infinity before the first measurement."""
         return self._per_token.get(length_bucket(length), math.inf) * length
 
     def learn(self, length: int, sources: int, seconds: float) -> None:
-        """So many sources, the longest of this length, took so long together."""
+        """Record the time of one encoder call."""
         new, key = seconds / (length * sources), length_bucket(length)
         old = self._per_token.get(key, new)
         self._per_token[key] = old + (new - old) * (0.5 if new > old else 0.1)  # a stall is worse than a pause
 
 
 def length_bucket(length: int) -> int:
-    """The power of two of a length: what is alike enough to take as long for each token.
+    """Power of two of a length; lengths of one bucket cost about the same per token.
 
     >>> length_bucket(64), length_bucket(65), length_bucket(128)
     (6, 7, 7)
@@ -207,13 +198,12 @@ def length_bucket(length: int) -> int:
 
 
 def needs_unbatched_encoding(backend: Any) -> bool:
-    """Whether sources must be encoded one by one, because the encoder's numbers depend on what else is in its batch.
+    """Whether sources must be encoded one by one, without padding.
 
-    Integers whose scale is found over a whole batch do, as in the encoders of the "int8" and "int4" recipes: alone and
-    without padding, a source always has the same scales.
+    The encoders of "int8" and "int4" take the scale of their activations over the whole batch.
 
     Raises:
-        InputError: so do the decoder's numbers ("int8-dynamic"): what others write would change an answer.
+        InputError: the decoder does so, too ("int8-dynamic").
 
     >>> needs_unbatched_encoding(object())
     False
@@ -223,7 +213,7 @@ def needs_unbatched_encoding(backend: Any) -> bool:
 
 
 def recipe_needs_unbatched_encoding(recipe: Recipe) -> bool:
-    """The same of a recipe, before there is a backend.
+    """`needs_unbatched_encoding` of a recipe.
 
     >>> from t5accel.precision.recipes import RECIPES
     >>> recipe_needs_unbatched_encoding(RECIPES["int8"])

@@ -24,9 +24,13 @@ open_log = logging.getLogger("t5accel.serve.open")  # what needs no key: few lin
 OPEN = ("/docs",)  # the same of every server, and a browser sends no key
 HEALTH = ("/health", "/health/live", "/health/ready")
 STATUS: dict[type[Exception], int] = {
-    errors.InputError: 422, errors.QueueFullError: 429, errors.DeadlineError: 504, errors.ShuttingDownError: 503,
-    errors.CancelledError: 499, errors.EngineError: 500,
-}  # fmt: skip
+    errors.InputError: 422,
+    errors.QueueFullError: 429,
+    errors.DeadlineError: 504,
+    errors.ShuttingDownError: 503,
+    errors.CancelledError: 499,
+    errors.EngineError: 500,
+}
 
 
 class HTTPError(Exception):
@@ -58,8 +62,11 @@ def error_response(error: BaseException, *, openai: bool = False) -> JSONRespons
     status, param = error.status, error.param
     if openai:
         status, param = 400 if status in (413, 422) else status, "prompt" if param == "text" else param
-    kind = "server_error" if status >= 500 else {401: "authentication_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error")  # fmt: skip
+    kind = (
+        "server_error"
+        if status >= 500
+        else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    )
     content = {"message": str(error), "type": kind, "param": param, "code": error.code}
     return JSONResponse({"error": content}, status, headers=error.headers)
 

@@ -89,9 +89,14 @@ class Actor:
 
 
 def on_ray(
-    job: Job, pending: Sequence[Shard], answer: BatchGenerator | None, on_batch: Callable[[int, int], Any], *,
-    address: str | None = None, stuck_s: float = 600.0,
-) -> Iterator[ShardRecord]:  # fmt: skip
+    job: Job,
+    pending: Sequence[Shard],
+    answer: BatchGenerator | None,
+    on_batch: Callable[[int, int], Any],
+    *,
+    address: str | None = None,
+    stuck_s: float = 600.0,
+) -> Iterator[ShardRecord]:
     """An engine of `serve.batch.job.run`: all shards, by as many actors as the cluster has cores for.
 
     Args:
@@ -126,10 +131,13 @@ def on_ray(
             items = [{"shard": pickle.dumps(shard)} for shard in shards[first : first + WINDOW]]
             actors = min(len(items), most)
             made = data.from_items(items, override_num_blocks=len(items)).map_batches(
-                Actor, batch_size=1, batch_format="numpy", num_cpus=threads,
+                Actor,
+                batch_size=1,
+                batch_format="numpy",
+                num_cpus=threads,
                 compute=data.ActorPoolStrategy(min_size=1, max_size=actors, initial_size=actors),
                 fn_constructor_args=(job, heartbeat.beat.remote),
-            )  # fmt: skip
+            )
             for row in _watched(made.iter_rows(), partial(_beats, ray, heartbeat), stuck_s):
                 one = pickle.loads(row["made"])
                 if isinstance(one, T5AccelError):

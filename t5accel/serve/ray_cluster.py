@@ -39,9 +39,7 @@ def connected(address: str | None = None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    here = {} if address else dict(
-        num_cpus=machine.cpu_threads(), include_dashboard=False, object_store_memory=OBJECTS
-    )  # fmt: skip
+    here = {} if address else dict(num_cpus=machine.cpu_threads(), include_dashboard=False, object_store_memory=OBJECTS)
     try:
         ray.init(address=address or "local", logging_level="error", log_to_driver=False, **here)
     except Exception as error:  # of many kinds

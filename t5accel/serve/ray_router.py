@@ -1,8 +1,7 @@
-"""The process in front of replicas: it faces the clients, and Ray Serve chooses who answers.
+"""Router in front of replicas: it checks requests, and Ray Serve chooses the replica.
 
-Key, size, slow clients and an end in good order are its own, as of the server without Ray. A request is handed to a
-replica as a whole, so that another one can be given the same when a replica dies: as long as nothing of its answer was
-sent, the client notices nothing but the time. A stream that has begun ends with an event that says: send it again.
+A request goes to a replica as a whole: when the replica dies before any of the response was sent, another one gets the
+same request. A stream that has begun ends with an event that tells the client to send the request again.
 """
 
 from __future__ import annotations
@@ -23,17 +22,11 @@ from t5accel.serve.ray_cluster import connected, cores_for
 from t5accel.serve.server import bound, checked, create_app, run_server
 from t5accel.serve.settings import Settings
 
-# A replica: the server's application, with its scheduler and model, in an actor of Ray Serve that knows no HTTP.
-
-
 Message = dict[str, Any]
 
 
 class Replica:
-    """Holds a model, whose requests join a running batch.
-
-    Args:
-        settings: as of `serve.server.create_app`, and raises as that.
+    """The server's application in an actor of Ray Serve, without HTTP.
 
     >>> replica = Replica(Settings())
     >>> async def ask(path: str) -> list[Message]:
@@ -49,10 +42,7 @@ class Replica:
         self._service = self._app.state.service
 
     async def __call__(self, request: Message, body: bytes) -> AsyncIterator[Message]:
-        """A request's scope, as far as it travels, and its body -> the application's ASGI messages, as they come.
-
-        Whoever stops reading is to the application a client that has gone.
-        """
+        """Yield the application's ASGI messages; a reader that stops counts as a client that disconnected."""
         self._service.loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
@@ -75,7 +65,7 @@ class Replica:
             gone.set()
 
     def check_health(self) -> None:
-        """Ray Serve asks every few seconds, and puts another replica in the place of one that raises."""
+        """Raise if the engine is dead or stuck: Ray Serve then replaces the replica."""
         scheduler = self._service.scheduler
         if not scheduler.is_alive or scheduler.busy_s() >= self._stuck_s:
             raise EngineError(f"The engine's thread has ended, or is at one step for {scheduler.busy_s():.0f} s.")
@@ -85,7 +75,7 @@ class Replica:
             service.close()
 
 
-TRIES = 3  # a request that takes its replica with it shall not take all of them
+TRIES = 3  # a request that kills its replica must not kill all of them
 PAUSE_S = 0.2  # before a request is asked again: others know by then that the replica is dead
 READY_S = 5.0  # for any replica to say that it is ready
 TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
@@ -96,10 +86,9 @@ class ReplicaLostError(Exception):
 
 
 class Router:
-    """An ASGI application; it counts what runs and refuses new requests when it is told to drain.
+    """ASGI application that hands requests to replicas and retries lost ones.
 
-    Args:
-        ask: a request and its body -> the messages of its answer; raises ``ReplicaLostError`` for one that may be asked again.
+    ``ask(request, body)`` yields the response's messages; it raises ``ReplicaLostError`` if the request may be retried.
 
     >>> async def answer(request: Message, body: bytes) -> AsyncIterator[Message]:
     ...     tried.append(request["path"])
@@ -235,17 +224,13 @@ def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator
 
 
 def serve(settings: Settings) -> None:
-    """Start replicas and serve until SIGTERM or SIGINT.
+    """Start replicas, each with ``settings.threads`` threads (default 1), and serve until SIGTERM or SIGINT.
 
-    Args:
-        settings: ``threads`` are those of each replica, by default 1. Machines of a cluster have t5accel, and see the
-            model under the same path.
+    All machines of a cluster must have t5accel installed and see the model under the same path.
 
     Raises:
-        MissingPackageError, ClusterError: as of `ray_session.connected`.
-        InputError: there are not enough cores, or fewer replicas at most than at least.
-        InputError, ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `serve.server.checked`,
-            `bound` and `create_app`.
+        MissingPackageError, ClusterError: Ray is missing, or there is no cluster.
+        InputError: there are too few cores, or ``replicas_min`` exceeds ``replicas``; else as `server.serve`.
     """
     configure(settings.log_level, settings.log_format)
     checked(settings)
@@ -261,11 +246,17 @@ def serve(settings: Settings) -> None:
 
         cores_for(ray, least, threads, settings.address)
         deployment = serve.deployment(Replica).options(
-            name="Replica", ray_actor_options={"num_cpus": threads}, graceful_shutdown_timeout_s=settings.shutdown_grace_s,
-            max_ongoing_requests=settings.max_batch_rows + settings.max_queue, max_queued_requests=settings.max_queue,
-            health_check_period_s=5, health_check_timeout_s=settings.unhealthy_after_s,
-            autoscaling_config=dict(min_replicas=least, max_replicas=most, target_ongoing_requests=settings.max_batch_rows),
-        )  # fmt: skip
+            name="Replica",
+            ray_actor_options={"num_cpus": threads},
+            graceful_shutdown_timeout_s=settings.shutdown_grace_s,
+            max_ongoing_requests=settings.max_batch_rows + settings.max_queue,
+            max_queued_requests=settings.max_queue,
+            health_check_period_s=5,
+            health_check_timeout_s=settings.unhealthy_after_s,
+            autoscaling_config=dict(
+                min_replicas=least, max_replicas=most, target_ongoing_requests=settings.max_batch_rows
+            ),
+        )
         try:
             serve.start(proxy_location="Disabled")
             handle = serve.run(deployment.bind(settings), name=name, route_prefix=None)

@@ -1,4 +1,4 @@
-"""What a source is to be answered with: one job, checked at the door, and its answers."""
+"""A validated generation request, its result, and the handle of a submitted request."""
 
 from __future__ import annotations
 
@@ -19,23 +19,18 @@ MOST_PRIORITY = 1_000_000
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One source and how it is to be answered.
+    """One source and its generation options, named as in `greedy`, `beam_search` and `sample`.
 
     Attributes:
-        input_ids: (S,) integers, the source's tokens without padding.
-        max_new_tokens, min_new_tokens, length_penalty, early_stopping: as of `beam.beam_search`.
-        num_beams: 1 is greedy search.
-        sampling: where given, tokens are drawn (`sampling.sample`), and there is one beam.
-        seed: of what is drawn. The same job draws the same tokens, whatever runs beside it.
-        num_return_sequences: the best answers of as many beams, or so many drawn ones.
-        priority: the higher goes first; among equals the first to come.
-        deadline_s: from the moment it is submitted until its answer must be complete.
-        stream: whether the ticket tells of each token, and not only of the end. Beams cannot.
-        stopping_criterion: called with an answer's tokens after each; ``True`` ends the answer. Not for beams.
-        forced_bos_token_id, decoder_start_token_id: see `greedy.greedy`.
+        input_ids: (S,) integers without padding.
+        seed: the same request draws the same tokens, whatever else runs.
+        num_return_sequences: the best of the beams, or the number of samples.
+        deadline_s: seconds from submission to the complete result.
+        stream: whether the handle gets each token. Not for beams.
+        stopping_criterion: called with the tokens after each new one; ``True`` ends the result. Not for beams.
 
     Raises:
-        InputError: a value is wrong, or two of them contradict each other.
+        InputError: a value is wrong, or two contradict each other.
 
     >>> GenerationRequest([100, 200, 1], num_beams=2).rows
     2
@@ -84,21 +79,21 @@ class GenerationRequest:
 
     @property
     def bounds(self) -> dict[str, int | None]:
-        """What `GenerationInputs.checked` checks of it, by name."""
+        """Arguments of `GenerationInputs.checked`, by name."""
         names = ("max_new_tokens", "min_new_tokens", "forced_bos_token_id", "decoder_start_token_id")
         return {name: getattr(self, name) for name in names}
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch it takes."""
+        """Rows that the request takes in the batch."""
         return self.num_return_sequences if self.sampling is not None else self.num_beams
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One answer: its tokens, the end token included where there is one, and the score that beams give it.
+    """One generated sequence, with its end token, and its score for beams.
 
-    ``ended`` is whether it ended before its upper bound: by an end token, or by the job's stopping criterion.
+    ``ended``: by an end token or the stopping criterion, not by the maximum length.
     """
 
     tokens: list[int]
@@ -106,24 +101,17 @@ class GenerationResult:
     score: float | None = None
 
 
-# A job on its way: what whoever submitted it holds, and the engine fills while others run.
-
-
 @dataclass(eq=False)
 class RequestHandle:
-    """The engine's thread writes, anybody may read.
+    """Handle to a submitted request; filled in by the engine's thread, readable from any.
 
     Attributes:
-        job: what was asked.
-        number: counts submitted jobs.
-        submitted_s, deadline_s, joined_s, first_token_s, done_s: moments of the scheduler's clock; ``None``: not yet,
-            or never.
-        reused: its encoder output was there.
-        tokens: of a job that streams, so far.
-        answers: best first, when it is done.
-        error: why there will be no answer.
-        listener: called by the engine's thread when there is news; it must return soon and not raise.
-        next_event_at: of whoever hands out news: more tokens before that moment can wait for others.
+        submitted_s, deadline_s, joined_s, first_token_s, done_s: times of the scheduler's clock; ``None``: not reached.
+        reused: whether the encoder output came from the cache.
+        tokens: so far, if the request streams.
+        answers: best first, when done.
+        listener: called by the engine's thread at every update; it must return soon and not raise.
+        next_event_at: earliest time of the next stream event.
 
     >>> ticket = RequestHandle(GenerationRequest([5, 1]), number=1, submitted_s=0.0)
     >>> ticket.cancel()
@@ -149,23 +137,23 @@ class RequestHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether there are answers, or there is an error."""
+        """Whether there are results or an error."""
         return self._done.is_set()
 
     def is_over(self, now: float) -> bool:
-        """Whether nobody waits any more: it was cancelled, or its deadline has passed."""
+        """Whether the request was cancelled or its deadline has passed."""
         return self.is_cancelled or (self.deadline_s is not None and now >= self.deadline_s)
 
     def cancel(self) -> None:
-        """Nobody waits any more: its rows are free from the next step on."""
+        """Free the request's rows at the next step."""
         self.is_cancelled = True
 
     def result(self, timeout_s: float | None = None) -> list[GenerationResult]:
-        """Wait for the answers.
+        """Wait for the results.
 
         Raises:
-            DeadlineError, CancelledError, ShuttingDownError, EngineError: there are none.
-            TimeoutError: not within ``timeout_s``; the job goes on.
+            DeadlineError, CancelledError, ShuttingDownError, EngineError: the request failed.
+            TimeoutError: not done within ``timeout_s``; the request continues.
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Request {self.number} is not done after {timeout_s} s.")
@@ -174,12 +162,12 @@ class RequestHandle:
         return self.answers
 
     def finish(self, now: float, answers: list[GenerationResult] | None = None, error: Exception | None = None) -> None:
-        """Of the scheduler: the last news."""
+        """Set the results or the error; called by the scheduler."""
         self.answers, self.error, self.done_s = answers or [], error, now
         self._done.set()
 
     def cancellation_error(self, now: float) -> Exception | None:
-        """Why nobody waits any more, if `is_over`."""
+        """The error of a cancelled or late request."""
         if self.is_cancelled:
             return CancelledError(f"Request {self.number} was cancelled.")
         if self.is_over(now):

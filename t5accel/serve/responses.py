@@ -136,12 +136,19 @@ class ErrorResponse(BaseModel):
 
 
 ERRORS = {
-    400: "The request is not valid.", 401: "The API key is missing or wrong.", 404: "There is no such model.",
-    408: "The request arrived too slowly.", 413: "The text or the body is too long.",
-    415: "The body is not sent as application/json.", 421: "The Host header is not allowed.",
-    422: "A value is not valid.", 429: "The queue is full; see Retry-After.", 500: "The engine failed.",
-    503: "The server is shutting down or full.", 504: "The deadline has passed.",
-}  # fmt: skip
+    400: "The request is not valid.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    408: "The request arrived too slowly.",
+    413: "The text or the body is too long.",
+    415: "The body is not sent as application/json.",
+    421: "The Host header is not allowed.",
+    422: "A value is not valid.",
+    429: "The queue is full; see Retry-After.",
+    500: "The engine failed.",
+    503: "The server is shutting down or full.",
+    504: "The deadline has passed.",
+}
 EVERYWHERE = (401, 421)
 
 
@@ -203,8 +210,10 @@ def page(interface: dict[str, Any]) -> str:
         for method, operation in operations.items():
             parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
             answer = operation.get("responses", {}).get("200", {}).get("content", {}).get("application/json")
-            for what, content in (("", operation.get("requestBody", {}).get("content", {}).get("application/json")),
-                                  ("The response:", answer)):  # fmt: skip
+            for what, content in (
+                ("", operation.get("requestBody", {}).get("content", {}).get("application/json")),
+                ("The response:", answer),
+            ):
                 if content is None:
                     continue
                 name = content["schema"].get("$ref", "").rpartition("/")[2]

@@ -1,13 +1,7 @@
-"""Continuous batching: jobs join a running batch between two steps and leave it when they end.
+"""Continuous batching: requests join a running batch between two steps and leave it when they end.
 
-T5's self-attention knows distances only. So in a batch whose rows end at the same column a newcomer's history begins at
-the column that comes next, whichever that is, and nobody's keys and values are copied (``admit`` in `OrtStatic`).
-
-One thread, the engine's, does all the work, in rounds (`Scheduler.step`): those leave who are done, cancelled or late;
-as many join as the `SchedulerLimits` allow, their sources encoded first; all rows take one step, or on a GPU several. **A job's
-tokens never depend on its neighbours**, but for ties: a logit's last bits may, and two logits that near to each other
-may change places.
-Where products round to 8 bits ("int8", "int4"), a last bit may be one step of these: ties are wider.
+A request's tokens never depend on its neighbours, except where rounding breaks a near-tie: the last bits of a logit
+may differ, and with products rounded to 8 bits ("int8", "int4") one of their steps.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.decoding.topk import BeamTopK
 from t5accel.errors import EngineError, ShuttingDownError
+from t5accel.serve.device_batch import running_batch
 from t5accel.serve.limits import (
     COLUMNS,
     EncoderLatency,
@@ -40,7 +35,7 @@ from t5accel.serve.limits import (
     tokens_of,
 )
 from t5accel.serve.request import GenerationRequest, RequestHandle
-from t5accel.serve.running_batch import GreedySequence, RunningSequence, running_batch, sequences_for
+from t5accel.serve.running_batch import GreedySequence, RunningSequence, sequences_for
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished jobs by which the rate is measured
@@ -49,27 +44,22 @@ ENDS = (KeyboardInterrupt, SystemExit)  # any other exception is of one request,
 
 
 class Scheduler:
-    """Serves jobs from any thread on one backend.
+    """Serves requests from any thread on one backend.
+
+    With ``admit`` or ``in_flight`` of the backend requests join a running batch; else `static_reason` says why not.
 
     Args:
-        backend: with ``admit`` or ``in_flight`` rows join while others run. Without, jobs that wait form a batch when
-            all of the batch before have left, and `static_reason` says so.
-        limits: rows, memory, queue, lengths and stalls.
-        observe: told of what happens, by the engine's thread: a name and a number, such as ``("first_token_s", 0.02)``.
-        notify: hands out the news of a round, tickets that have tokens or an end; by default to their listeners.
-        clock: seconds that only grow.
-        thread: whether to start the engine's thread; without it somebody calls `step`.
+        observe: called by the engine's thread with a name and a number, such as ``("first_token_s", 0.02)``.
+        notify: called after a step with the handles that have new tokens or an end. Default: calls their listeners.
+        thread: ``False``: the caller runs `step`.
 
     Attributes:
-        static_reason: why nobody joins a running batch; empty if they do.
-        encoded, reused: sources that were encoded, and those whose encoder output was there.
-        failures: rounds in which the engine raised.
-        longest_stall_s: the longest that running rows have waited for newcomers to be encoded.
+        encoded, reused: sources that were encoded, and those found in the encoder cache.
+        longest_stall_s: the longest wait of running rows for new sources to be encoded.
 
     Raises:
-        InputError: the backend's answers depend on what else is in a batch ("int8-dynamic"), the model's
-            ``generation_config`` asks for what no loop of ours applies, or the smallest job does not fit into
-            ``key_value_bytes``.
+        InputError: results would depend on the rest of the batch ("int8-dynamic"), the model's ``generation_config``
+            is not supported, or the smallest request exceeds ``key_value_bytes``.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 8 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
@@ -118,7 +108,7 @@ class Scheduler:
         self._updates: dict[int, RequestHandle] = {}
         self.encoded = self.reused = self.failures = 0
         self.longest_stall_s = 0.0
-        self._began_s: float | None = None  # the round that is under way
+        self._began_s: float | None = None  # when the current step began
         self._thread = threading.Thread(target=self._run, name="t5accel-engine", daemon=True) if thread else None
         if self._thread:
             self._thread.start()
@@ -129,16 +119,14 @@ class Scheduler:
     def __exit__(self, *_: Any) -> None:
         self.close(grace_s=0)
 
-    # For everybody
-
     @property
     def waiting(self) -> int:
-        """Jobs in the queue."""
+        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Jobs in the batch."""
+        """Requests in the batch."""
         return len(self._running)
 
     @property
@@ -148,36 +136,36 @@ class Scheduler:
 
     @property
     def places(self) -> list[int]:
-        """Of each row, the number of the ticket that has it; for whoever calls `step`."""
+        """The request number of each row; for callers of `step`."""
         found = {int(row): part.owner.number for part in self._batch.parts for row in part.rows}
         return [found[row] for row in sorted(found)]
 
     @property
     def is_open(self) -> bool:
-        """Whether jobs are taken."""
+        """Whether new requests are accepted."""
         return self._is_open
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs."""
+        """Whether the engine's thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def busy_s(self) -> float:
-        """How long the engine has been at the same round; 0 between two."""
+        """Seconds since the current step began; 0 between steps."""
         began = self._began_s
         return 0.0 if began is None else self._clock() - began
 
     def submit(self, job: GenerationRequest) -> RequestHandle:
-        """Queue a job; the same as `submit_all` of one."""
+        """Queue one request; see `submit_all`."""
         return self.submit_all([job])[0]
 
     def submit_all(self, jobs: Sequence[GenerationRequest]) -> list[RequestHandle]:
-        """Queue all of these jobs or none.
+        """Queue all requests or none.
 
         Raises:
-            InputError: a job does not fit the model or the limits, or all together are more than may ever wait.
-            QueueFullError: too many wait; it says when to come again.
-            ShuttingDownError: no more jobs are taken.
+            InputError: a request does not fit the model or the limits, or all together exceed the queue.
+            QueueFullError: the queue is full; the error says when to retry.
+            ShuttingDownError: no more requests are accepted.
         """
         for job in jobs:
             self._check(job)
@@ -196,7 +184,7 @@ class Scheduler:
         return tickets
 
     def require_place(self, job: GenerationRequest, count: int) -> None:
-        """Raise as `submit_all` does for so many jobs that are at least as large: before their sources are known."""
+        """Raise as `submit_all` does for ``count`` requests of at least this size."""
         self._check(job)
         self._require_place(count, count * tokens_of(job))
 
@@ -206,7 +194,7 @@ class Scheduler:
         self.limits.require_place([ticket.job for _, ticket in list(self._queue)], jobs, tokens, self.retry_after_s)
 
     def retry_after_s(self) -> int:
-        """When a place in the queue will be free, by the rate at which jobs have been finished."""
+        """Estimated seconds until a place in the queue is free, from the rate of finished requests."""
         times = list(self._finished)
         if len(times) < 2 or times[-1] <= times[0]:
             return 1
@@ -214,21 +202,19 @@ class Scheduler:
         return min(max(1, math.ceil(len(self._queue) / rate)), LONGEST_RETRY_S)
 
     def drain(self, grace_s: float) -> None:
-        """Take no more jobs. Those that are there have ``grace_s`` seconds; what is not done then fails."""
+        """Accept no more requests; fail those that are not done within ``grace_s`` seconds."""
         with self._changed:
             self._is_open, self._ends_at = False, min(self._ends_at, self._clock() + grace_s)
             self._changed.notify_all()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """The same, and wait for the end of the engine's thread."""
+        """Drain, and wait for the engine's thread to end."""
         self.drain(grace_s)
         if self._thread:
             self._thread.join()
 
-    # The engine
-
     def step(self) -> bool:
-        """Who leaves, who joins, the next tokens; returns whether there is anything left to do."""
+        """One iteration: evict, admit, decode. Returns True while work remains."""
         self._began_s = now = self._clock()
         try:
             self._evict(now)
@@ -240,7 +226,7 @@ class Scheduler:
         except BaseException as error:  # the batch may be in any state
             self._fail_all(error)
         updates, self._updates = list(self._updates.values()), {}
-        self._began_s = None  # before anybody is told: who hears of the end may ask at once
+        self._began_s = None  # before the notification, whose receiver may ask at once
         if updates:
             self._notify(updates)
         return bool(self._running or self._queue)
@@ -269,7 +255,7 @@ class Scheduler:
         sequences_for(self.backend, job, self._continuations)
 
     def _evict(self, now: float) -> None:
-        """Of the cancelled and the late, in the queue and in the batch; at the end of the grace, of all."""
+        """Fail cancelled and late requests; after the grace period all."""
         ended = now >= self._ends_at
         with self._changed:
             leaving = [entry for entry in self._queue if ended or entry[1].is_over(now)]
@@ -288,14 +274,11 @@ class Scheduler:
         self._batch.remove([part for part in parts if part in self._batch.parts])
 
     def _fail_all(self, error: BaseException) -> None:
-        """All that run have failed."""
         self.failures += 1
         running, self._running = self._running, {}
         self._batch.clear()
         for ticket in running:
             self._fail(ticket, _engine_error(error))
-
-    # Who joins
 
     def _admit(self) -> None:
         were_running, started = bool(self._running), self._clock()
@@ -329,11 +312,11 @@ class Scheduler:
             self._observe("stall_s", stall)
 
     def _choose(self) -> list[RequestHandle]:
-        """The next ones of the queue, as many as fit. Nobody overtakes one that does not: it would wait for ever."""
+        # No request overtakes one that does not fit: the large one would wait for ever.
         if self._running and not self._batch.joins_running:
             return []
         chosen: list[RequestHandle] = []
-        lengths: dict[int, list[int]] = {}  # of sources that have to be encoded, by who is padded to whom
+        lengths: dict[int, list[int]] = {}  # of the sources to encode, by the group that is padded together
         size = 0, 0, 0  # rows, the longest source and the longest answer
         for ticket in self._running:
             size = size_with(size, ticket.job)
@@ -376,8 +359,13 @@ class Scheduler:
     def _join(self, tickets: Sequence[RequestHandle]) -> None:
         source = self._encode(tickets)
         joined = self._clock()
-        parts = {ticket: [RunningSequence(writer, ticket) for writer in sequences_for(self.backend, ticket.job, self._continuations)]
-                 for ticket in tickets}  # fmt: skip
+        parts = {
+            ticket: [
+                RunningSequence(writer, ticket)
+                for writer in sequences_for(self.backend, ticket.job, self._continuations)
+            ]
+            for ticket in tickets
+        }
         self._batch.add(source, [part for of_one in parts.values() for part in of_one])
         self._running.update(parts)
         for ticket in tickets:
@@ -385,7 +373,7 @@ class Scheduler:
             self._observe("queue_s", joined - ticket.submitted_s)
 
     def _encode(self, tickets: Sequence[RequestHandle]) -> Source:
-        """Their sources, each as often as the job has rows, encoded once."""
+        """Encode the sources once each, repeated for every row of their request."""
         if self._alone and len(tickets) > 1:
             return self.backend.join([self._encode([ticket]) for ticket in tickets])
         rows = [ticket.job.input_ids for ticket in tickets for _ in range(ticket.job.rows)]
@@ -401,8 +389,6 @@ class Scheduler:
         self.encoded += encoded
         self.reused += len(tickets) - encoded
         return source
-
-    # One token more
 
     def _decode(self) -> None:
         started = self._clock()
@@ -442,13 +428,13 @@ class Scheduler:
 
 
 def _alike(length: int) -> int:
-    """Sources that have the same of it are encoded together, padded: of up to 64 tokens, or at least half as long."""
+    # Sources are padded together up to 64 tokens, or if at least half as long.
     return length_bucket(max(COLUMNS, length))
 
 
 def _engine_error(error: BaseException) -> EngineError:
     found = EngineError(f"The engine failed: {type(error).__name__}.")
-    found.__cause__ = error  # its own words, which might hold what somebody asked, are for those who look there
+    found.__cause__ = error  # its message may quote the request's text
     return found
 
 

@@ -106,9 +106,13 @@ class Generate(_Common):
     truncate: bool = Field(False, description="Cut a source that is too long. Default: refuse it.")
 
     def job(
-        self, ids: list[int], seed: int, deadline_s: float | None, rules: TokenConstraints = NO_CONSTRAINTS,
+        self,
+        ids: list[int],
+        seed: int,
+        deadline_s: float | None,
+        rules: TokenConstraints = NO_CONSTRAINTS,
         stopping_criterion: Callable[[Sequence[int]], bool] | None = None,
-    ) -> GenerationRequest:  # fmt: skip
+    ) -> GenerationRequest:
         """For one of its texts, with the model's rules where a field is left out.
 
         >>> Generate(text="a", num_beams=4).job([5, 1], seed=0, deadline_s=None).rows
@@ -127,13 +131,24 @@ class Generate(_Common):
                     f"The model's generation_config sets num_beams={beams}, and beams can neither stream nor stop at "
                     "texts: give num_beams 1 for greedy search."
                 )
-        same = ("max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping", "num_return_sequences",
-                "priority", "stream")  # fmt: skip
+        same = (
+            "max_new_tokens",
+            "min_new_tokens",
+            "length_penalty",
+            "early_stopping",
+            "num_return_sequences",
+            "priority",
+            "stream",
+        )
         return GenerationRequest(
-            ids, num_beams=beams, sampling=self.sampling() if self.do_sample else None, seed=seed,
+            ids,
+            num_beams=beams,
+            sampling=self.sampling() if self.do_sample else None,
+            seed=seed,
             deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
-            stopping_criterion=stopping_criterion, **{name: getattr(self, name) for name in same},
-        )  # fmt: skip
+            stopping_criterion=stopping_criterion,
+            **{name: getattr(self, name) for name in same},
+        )
 
 
 class StreamOptions(_Asked):
@@ -148,8 +163,14 @@ class StreamOptions(_Asked):
 class Completion(_Common):
     """Complete one or several prompts, for OpenAI's clients. The prompt is the encoder's source, and never echoed."""
 
-    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "echo": False, "logprobs": None, "logit_bias": {},
-               "suffix": ""}  # fmt: skip
+    neutral = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "echo": False,
+        "logprobs": None,
+        "logit_bias": {},
+        "suffix": "",
+    }
 
     model: str
     prompt: str | list[str] = Field(description="One source with its prefix, or a list of them.")

@@ -1,4 +1,4 @@
-"""A process that serves: uvicorn, with what it does not watch, and an end that lets running requests finish."""
+"""The server process: uvicorn with timeouts for slow clients and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"  # nothing to a client that rea
 
 
 def _raw(error: HTTPError) -> bytes:
-    """A refusal as it is sent where no request has been understood; the connection ends with it."""
+    """Bytes of an error response for a connection without a parsed request."""
     answer = error_response(error)
     head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "connection: close"]
     lines = head + [f"{name}: {value}" for name, value in answer.headers.items()]
@@ -54,7 +54,7 @@ MALFORMED = _raw(HTTPError(400, "The request must be valid HTTP/1.1, with a body
 
 
 class Parser(h11.Connection):
-    """Refuses a body in very many pieces: each costs the event loop as much as a large one.
+    """Refuses a body in very many pieces, each of which costs the event loop as much as a large one.
 
     >>> parser = Parser(h11.SERVER)
     >>> parser.receive_data(b"POST / HTTP/1.1\\r\\nhost: x\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n")
@@ -67,7 +67,7 @@ class Parser(h11.Connection):
     _pieces = _bytes = 0
 
     def next_event(self) -> Any:
-        """As that of h11."""
+        """Return the next event of h11."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = self._bytes = 0
@@ -79,10 +79,9 @@ class Parser(h11.Connection):
 
 
 class TimeoutH11Protocol(H11Protocol):
-    """One client. The head of a request arrives in time, and no answer lies unread for long.
+    """HTTP protocol that closes connections with late request headers or unread responses.
 
-    Where all places are taken, the connection that has been idle for longest makes room. If none is idle, a newcomer is
-    answered about health alone. To the application a client that is cut off is one that has gone.
+    With all connections in use, the longest idle one is closed; with none idle a new one gets health responses only.
     """
 
     header_timeout_s = write_timeout_s = 10.0
@@ -130,7 +129,7 @@ class TimeoutH11Protocol(H11Protocol):
             self.transport.close()
 
     def _note(self) -> bool:
-        """Whether it is idle: has no request that is being answered, and is not about to be closed."""
+        """Update and return whether the connection is idle."""
         is_idle = (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
         if not is_idle:
             self.idle.pop(self, None)
@@ -139,10 +138,8 @@ class TimeoutH11Protocol(H11Protocol):
         return is_idle
 
     def eof_received(self) -> bool:
-        """A client that has said all may still read; one that has gone says so when it is sent anything.
-
-        Returns whether the connection stays open for an answer.
-        """
+        """Return whether the connection stays open for a response."""
+        # A half-closed client may still read; one that has gone resets the connection when anything is sent.
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
             return False
@@ -153,7 +150,7 @@ class TimeoutH11Protocol(H11Protocol):
         return True
 
     def _look(self, after_s: float) -> None:
-        """Of a connection at its end nothing is read any more, so its errors are asked for."""
+        # Nothing is read from a half-closed connection, so its error has to be polled.
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         elif not self.cycle.response_started:
@@ -184,7 +181,7 @@ class TimeoutH11Protocol(H11Protocol):
             self._late = None
 
     def send_400_response(self, msg: str) -> None:
-        """Also where a request is being answered, which a client that sends nonsense does not get."""
+        """Close the connection, even while a request is being answered."""
         self._end_with(MALFORMED)
 
     def _end_with(self, answer: bytes) -> None:
@@ -208,7 +205,7 @@ def _only_health(app: Any, most: int) -> Any:
 
 
 class Server(uvicorn.Server):
-    """After SIGTERM it answers 503, and ends when nothing runs any more, or at the end of the grace."""
+    """Server that responds 503 after SIGTERM, and ends when no request runs or the grace period is over."""
 
     def __init__(self, config: uvicorn.Config, scheduler: Any, grace_s: float):
         super().__init__(config)
@@ -228,12 +225,11 @@ class Server(uvicorn.Server):
 
 
 def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """What is wrong with settings and can be known before a model is opened.
+    """Check settings and environment before a model is opened.
 
     Raises:
-        InputError: a variable that is no setting but nearly, a key that no client can send, an open server without a
-            key, a precision or an option that the device cannot serve, more threads than cores can bear, or more
-            connections than files may be open.
+        InputError: a misspelt variable, an invalid key, a public server without one, a precision or option that the
+            device cannot serve, too many threads, or too many connections for open files.
 
     >>> checked(Settings(host="0.0.0.0"), {})
     Traceback (most recent call last):
@@ -245,8 +241,9 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         raise InputError(
             f"T5ACCEL_API_KEY must be printable ASCII without blanks, got {len(key)} characters of which some are not "
             "(is there a newline at its end?). Set another one, or unset it."
-            if key else "T5ACCEL_API_KEY must not be empty. Set a key, or unset it to serve without one."
-        )  # fmt: skip
+            if key
+            else "T5ACCEL_API_KEY must not be empty. Set a key, or unset it to serve without one."
+        )
     if key is None and not is_loopback(settings.host):
         if not settings.allow_unauthenticated:
             raise InputError(
@@ -294,11 +291,7 @@ def _allow_files(connections: int) -> None:
 
 
 def bound(settings: Settings) -> list[socket.socket]:
-    """Sockets at the host and port of the settings, that nobody can connect to yet.
-
-    Raises:
-        InputError: the port is taken, or the host is none of this machine's.
-    """
+    """Bind sockets that do not listen yet; raises ``InputError`` for a taken port or a foreign host."""
     sockets: list[socket.socket] = []
     port = settings.port
     try:
@@ -334,19 +327,22 @@ def _not_served(settings: Settings, error: OSError) -> InputError:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application around the model that the settings name.
+    """Open the model and make its application.
 
     Raises:
-        InputError: the model has no tokenizer, or its answers would depend on who else is served, or no request fits
-            into ``key_value_mb``.
-        ExportError, NotT5Error, UnknownModelError, ModelUnavailableError: as of `api.open_backend`.
+        InputError: the model has no tokenizer, its answers would depend on other requests, or no request fits into
+            ``key_value_mb``.
+        T5AccelError: the model cannot be opened.
     """
     require_tokenizer(settings.model)
     log.info("opening %s", settings.public_name)
     backend, tokenizer, what = open_backend(
-        settings.model, precision=settings.precision, device=settings.device, threads=settings.threads,
+        settings.model,
+        precision=settings.precision,
+        device=settings.device,
+        threads=settings.threads,
         progress=settings.log_format == "text",
-    )  # fmt: skip
+    )
     if tokenizer is None:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)
@@ -356,18 +352,34 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def run_server(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.socket]) -> None:
-    """Hand requests to an application until SIGTERM or SIGINT; ``scheduler`` says what runs, and is told to drain.
+    """Serve an application until SIGTERM or SIGINT, then drain ``scheduler``.
 
     Raises:
-        InputError: another server has begun to listen at the port since it was bound.
+        InputError: another server listens at the port by now.
     """
-    patient = type("Connection", (TimeoutH11Protocol,), {
-        "header_timeout_s": settings.header_timeout_s, "write_timeout_s": settings.write_timeout_s, "most": settings.connections, "idle": {},
-    })  # fmt: skip
+    patient = type(
+        "Connection",
+        (TimeoutH11Protocol,),
+        {
+            "header_timeout_s": settings.header_timeout_s,
+            "write_timeout_s": settings.write_timeout_s,
+            "most": settings.connections,
+            "idle": {},
+        },
+    )
     config = uvicorn.Config(
-        app, http=patient, loop="asyncio", ws="none", lifespan="on", log_config=None, access_log=False,
-        server_header=False, h11_max_incomplete_event_size=64 * 1024, timeout_graceful_shutdown=5, backlog=BACKLOG,
-    )  # fmt: skip
+        app,
+        http=patient,
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=64 * 1024,
+        timeout_graceful_shutdown=5,
+        backlog=BACKLOG,
+    )
     for one in (logging.getLogger("asyncio"), logging.getLogger("uvicorn.error"), open_log):
         one.addFilter(Sparing())
     for one in sockets:

@@ -1,4 +1,4 @@
-"""What the server can be told: by flags of ``t5accel serve``, by ``T5ACCEL_…`` in the environment, or as defaults."""
+"""Settings of the server, from the flags of ``t5accel serve`` or ``T5ACCEL_…`` environment variables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     max_queued_tokens: int | None = Field(
         None,
         ge=1,
-        description="Maximum source and new tokens, times rows, in the queue. Default: max_queue of the longest requests.",
+        description="Maximum source and new tokens, times rows, in the queue. Default: of max_queue longest requests.",
     )
     max_beams: int = Field(8, ge=1, description="Maximum beams, or drawn answers, per text.")
     max_source_tokens: int = Field(512, ge=1, description="Maximum tokens of a source.")
@@ -106,18 +106,24 @@ class Settings(BaseSettings):
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The scheduler's."""
+        """Limits of the scheduler."""
         most = self.key_value_mb
         return SchedulerLimits(
-            rows=self.max_batch_rows, key_value_bytes=None if most is None else most * 10**6, queue=self.max_queue,
-            queued_tokens=self.max_queued_tokens, beams=self.max_beams,
-            source_tokens=self.max_source_tokens, new_tokens=self.max_new_tokens, max_prefill_stall_s=self.max_prefill_stall_ms / 1e3,
-            prefill_share=self.prefill_share, encoder_cache_bytes=self.encoder_cache_mb * 10**6,
-        )  # fmt: skip
+            rows=self.max_batch_rows,
+            key_value_bytes=None if most is None else most * 10**6,
+            queue=self.max_queue,
+            queued_tokens=self.max_queued_tokens,
+            beams=self.max_beams,
+            source_tokens=self.max_source_tokens,
+            new_tokens=self.max_new_tokens,
+            max_prefill_stall_s=self.max_prefill_stall_ms / 1e3,
+            prefill_share=self.prefill_share,
+            encoder_cache_bytes=self.encoder_cache_mb * 10**6,
+        )
 
     @property
     def public_name(self) -> str:
-        """What clients call the model. Where a folder lies is nobody's business.
+        """The model's name for clients, without the path of a folder.
 
         >>> Settings(model="mini").public_name
         'mini'
@@ -127,7 +133,7 @@ class Settings(BaseSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone can reach a server at that host.
+    """Whether only this machine can reach the host.
 
     >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("")
     (True, True, True, False, False)
@@ -139,10 +145,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_misspelt(environment: Mapping[str, str]) -> None:
-    """Raise for a variable that is no setting and nearly the name of one: it would change nothing, silently.
-
-    Raises:
-        InputError: names it and the nearest setting.
+    """Raise ``InputError`` for a misspelt setting, which would silently change nothing.
 
     >>> refuse_misspelt({"T5ACCEL_APIKEY": "a"})
     Traceback (most recent call last):

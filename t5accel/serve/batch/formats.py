@@ -1,7 +1,6 @@
-"""Rows in files: JSON Lines, CSV, Parquet and plain text, read in ranges and written again with their answers.
+"""File formats of batch jobs: JSON Lines, CSV, Parquet and plain text, read in ranges of rows.
 
-A range begins at a byte (in Parquet at a row), so that any of them can be read without those in front of it, by any
-process. Every line of JSON Lines and of plain text is a row; of CSV every record below the header.
+A range begins at a byte offset (in Parquet at a row), so that any process can read it alone.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ LOOKED_AT = 1 << 16  # bytes at the beginning of a file, by which its encoding i
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A row, or a text, that cannot be done: why not, in words."""
+    """A row or text that cannot be answered, with the reason."""
 
     reason: str
 
 
 def text_of(value: Any) -> str | RejectedRow:
-    """A text that can be tokenised, or what is wrong with the value.
+    """Return a text that can be tokenized, or the rejection of the value.
 
     >>> text_of("Hello."), text_of(7), text_of("  ")
     ('Hello.', RejectedRow(reason='not a text but 7'), RejectedRow(reason='an empty text'))
@@ -47,43 +46,39 @@ def text_of(value: Any) -> str | RejectedRow:
 
 
 class Rows:
-    """A range of rows of one file, in memory.
+    """A range of rows of one file, in memory."""
 
-    Attributes:
-        suffix: of the files that are written.
-    """
-
-    suffix: ClassVar[str]
+    suffix: ClassVar[str]  # of output files
 
     @classmethod
     def check(cls, path: Path, column: str, into: str) -> None:
-        """Raise ``InputError`` if the file cannot be read as this kind, has no such column, or one for the answers."""
+        """Raise ``InputError`` for an unreadable file, a missing text column or an existing output column."""
 
     @classmethod
     def ranges(cls, path: Path, most: int) -> Iterator[tuple[int, int]]:
-        """Where each range of ``most`` rows begins, and how many it has: only the last may have fewer."""
+        """Yield offset and size of ranges of ``most`` rows; the last may have fewer."""
         raise NotImplementedError
 
     @classmethod
     def read(cls, path: Path, offset: int, rows: int) -> Rows:
-        """A range."""
+        """Read a range."""
         raise NotImplementedError
 
     def texts(self, column: str, into: str) -> list[str | RejectedRow]:
-        """The text of each row, or why there is none."""
+        """The text or the rejection of each row."""
         raise NotImplementedError
 
     def shown(self, row: int) -> str:
-        """A row for the file of rejects, its beginning at least."""
+        """The beginning of a row, for the file of rejects."""
         raise NotImplementedError
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        """The rows that have an answer, with it, as a new file."""
+        """Write the answered rows with their answers."""
         raise NotImplementedError
 
 
 class _Records(Rows):
-    """Rows that are bytes one behind the other, here lines."""
+    """Rows that are byte records, here lines."""
 
     def __init__(self, records: list[bytes], fields: Sequence[str] = ()):
         self.records, self.fields = records, fields
@@ -98,12 +93,12 @@ class _Records(Rows):
 
     @staticmethod
     def split(file: BinaryIO) -> Iterator[bytes]:
-        """The records from here on; together they are the file."""
+        """Yield the records from the current position; joined they are the file's bytes."""
         return iter(file)
 
     @classmethod
     def begin(cls, file: BinaryIO) -> tuple[int, Sequence[str]]:
-        """Where the first record begins, and the names of the fields, if the file has them."""
+        """Offset of the first record, and the field names of a header."""
         return (len(BOM) if file.read(len(BOM)) == BOM else 0), ()
 
     @classmethod
@@ -144,7 +139,7 @@ class _Records(Rows):
 
 
 class JsonRows(_Records):
-    """One JSON object a line. A line is written as it was, with the answer as its last field.
+    """One JSON object per line, written unchanged with the answer as its last field.
 
     >>> rows = JsonRows([b'{"text": "one"}\\n', b'{"text": 1}\\n', b'{"text"\\n'])
     >>> [text if isinstance(text, str) else text.reason for text in rows.texts("text", "answer")]
@@ -176,7 +171,7 @@ class JsonRows(_Records):
 
 
 class TextRows(_Records):
-    """One text a line; what is written are JSON Lines with both, for an answer may have several.
+    """One text per line; the output is JSON Lines, as an answer may have several lines.
 
     >>> TextRows([b"one\\n", b"\\n"]).texts("text", "answer")
     ['one', RejectedRow(reason='an empty text')]
@@ -267,12 +262,12 @@ def _reader(lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _fields(record: str) -> list[str]:
-    """Of one record: another one behind it, after a carriage return alone, is an error and not left out."""
+    # A second record behind a lone carriage return raises instead of being dropped.
     return next(_reader([record]), [])
 
 
 class ParquetRows(Rows):
-    """A table of Arrow; what is written has its columns with their types, and one of strings.
+    """An Arrow table; the output keeps its columns and types and adds one of strings.
 
     >>> import pyarrow
     >>> ParquetRows(pyarrow.table({"text": ["one", None]})).texts("text", "answer")
@@ -367,8 +362,12 @@ def _check_columns(path: Path, there: Sequence[str], column: str, into: str) -> 
 
 
 KINDS: dict[str, type[Rows]] = {
-    ".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": TextRows,
-}  # fmt: skip
+    ".jsonl": JsonRows,
+    ".ndjson": JsonRows,
+    ".csv": CsvRows,
+    ".parquet": ParquetRows,
+    ".txt": TextRows,
+}
 
 
 def kind_of(path: Path) -> type[Rows]:

@@ -1,9 +1,4 @@
-"""Many texts answered at once: sorted by length, in batches of so many tokens, the answers in the texts' order.
-
-A batch is padded to its longest text. In the order of a file most of it may be padding, and as many texts of a sentence
-as of a page; sorted, each batch has texts of about one length, and by a budget of tokens as many as are worth it. The
-idea is that of bucketed batches in machine translation (fairseq's ``--max-tokens``).
-"""
+"""Batched generation: texts sorted by length, in batches of a token budget (fairseq's ``--max-tokens``)."""
 
 from __future__ import annotations
 
@@ -28,24 +23,20 @@ CHARACTERS = 100_000  # of the texts that are tokenised together, padding counte
 
 @dataclass(frozen=True)
 class Answer:
-    """A text, and how many tokens the model wrote for it, with the one that ends it."""
+    """A generated text, and its tokens with the end token."""
 
     text: str
     tokens: int
 
 
 def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """Which texts go together: the longest first, so that memory is short at the beginning or never.
-
-    Args:
-        lengths: of each text.
-        most_tokens: of a batch, padding counted; a text that alone has more goes alone.
+    """Group indices into batches of at most ``most_tokens`` padded tokens; a longer text goes alone.
 
     >>> list(batches([2, 9, 3, 4], 10))
     [[1], [3, 2], [0]]
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    first = 0
+    first = 0  # the longest first: memory runs out at the beginning or never
     while first < len(order):
         rows = max(1, most_tokens // max(1, lengths[order[first]]))
         yield order[first : first + rows]
@@ -53,23 +44,17 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 
 
 class BatchGenerator:
-    """Texts -> answers, as the model's ``generation_config`` asks: see `model_defaults.by_defaults`.
+    """Generates answers to texts by the model's ``generation_config``; see `model_defaults.by_defaults`.
 
-    The same texts always go together, and so have the same answers, unless the model draws.
+    The same texts always go together, so their answers are the same unless the model samples.
 
     Args:
-        backend, tokenizer: as `api.open_backend` opens them.
-        beams: 1 is greedy search; ``None``: that of the model's ``generation_config``.
-        max_new_tokens: of an answer.
-        max_source_tokens: texts that have more are not answered; ``None``: the model's own limit, or none.
-        batch_tokens: of a batch's padded sources, times the beams.
-        src_lang: see `text_to_text.text_to_text`.
-        tgt_lang, forced_bos_token: see `languages.Languages.target`.
-        skip_special_tokens: see `text_to_text.decode`.
+        beams: default: the model's.
+        max_source_tokens: longer texts are rejected. Default: the model's limit.
+        batch_tokens: padded source tokens of a batch, times the beams.
 
     Raises:
-        InputError: there is no tokenizer, it does not know a language or token, a bound is wrong, or the model has
-            fewer positions.
+        InputError: there is no tokenizer, a language or token is unknown, or a bound is wrong.
 
     >>> from t5accel.api import open_backend
     >>> answer = BatchGenerator(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
@@ -78,10 +63,19 @@ class BatchGenerator:
     """
 
     def __init__(
-        self, backend: Backend, tokenizer: Any, *, beams: int | None = None, max_new_tokens: int = 64,
-        max_source_tokens: int | None = None, batch_tokens: int = 4096, src_lang: str | None = None,
-        tgt_lang: str | None = None, forced_bos_token: str | None = None, skip_special_tokens: bool = True,
-    ):  # fmt: skip
+        self,
+        backend: Backend,
+        tokenizer: Any,
+        *,
+        beams: int | None = None,
+        max_new_tokens: int = 64,
+        max_source_tokens: int | None = None,
+        batch_tokens: int = 4096,
+        src_lang: str | None = None,
+        tgt_lang: str | None = None,
+        forced_bos_token: str | None = None,
+        skip_special_tokens: bool = True,
+    ):
         if tokenizer is None:
             raise InputError("This model has no tokenizer (random weights have none): a batch job reads texts.")
         self.backend, self.tokenizer = backend, tokenizer
@@ -103,16 +97,10 @@ class BatchGenerator:
     def __call__(
         self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None
     ) -> list[Answer | RejectedRow]:
-        """An answer to each text, or why it has none.
+        """Return an answer or a rejection for each text; one failing text does not affect the others.
 
-        A text on which tokenizer or model fails costs no other text its answer.
-
-        Args:
-            texts: any number of them.
-            on_batch: is called with the texts and the new tokens of each batch that is done.
-
-        Raises:
-            JobError: the model fails on any text.
+        ``on_batch`` gets the answered texts and new tokens of each batch. Raises ``JobError`` if the model fails on any
+        text.
         """
         found: list[Answer | RejectedRow | None] = [None] * len(texts)
         sources: list[tuple[int, np.ndarray]] = []
@@ -144,9 +132,9 @@ class BatchGenerator:
         return found
 
     def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray | RejectedRow]]:
-        """Batch by batch: which of the sources, each (S,) int64, and the new tokens of these, (B, L) int64.
+        """Yield per batch the indices of its (S,) sources, and their (B, L) new tokens or a rejection.
 
-        Where the model fails on a batch, its sources come one by one, and why some of them have no tokens.
+        After a failure the sources of the batch are tried one by one.
         """
         for chosen in batches([len(ids) for ids in sources], self.batch_tokens // self.beams):
             yield from self._each_or_why(chosen, sources)
@@ -169,7 +157,7 @@ class BatchGenerator:
         yield chosen, found
 
     def _check_model(self, error: BaseException) -> None:
-        """Raise if the model fails on a single token, too: then no text is to blame, and no row may be rejected."""
+        """Raise ``JobError`` if the model fails on a single token, too: then no text is to blame."""
         try:
             self._generated([np.zeros(1, dtype=np.int64)])
         except (T5AccelError, KeyboardInterrupt, SystemExit):
@@ -179,7 +167,7 @@ class BatchGenerator:
             raise JobError(f"{why} What is done is kept, and the same command goes on.") from error
 
     def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray | RejectedRow]]:
-        """Ids without padding. Tokenizers fill up what they are given together, so texts of like length are."""
+        """Yield ids without padding; texts of similar length are tokenized together, as tokenizers pad."""
         for places in batches([len(text) for text in texts], CHARACTERS):
             yield from self._ids_or_why(texts, places)
 

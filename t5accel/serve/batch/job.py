@@ -1,7 +1,6 @@
-"""What a batch job consists of: settings, a model, files, and shards of these, each of which is done by itself.
+"""Batch jobs: files of texts in, the same rows with their answers out, shard by shard.
 
-A shard is a range of at most so many rows of one file. Which rows go together is decided by the input and the settings
-alone, so that a job that was killed and went on gives the answers of one that was not.
+The input and the settings alone decide which rows go together, so that a resumed job gives the same answers.
 """
 
 from __future__ import annotations
@@ -36,16 +35,12 @@ FORMAT = 2  # of the folder and its records; a change by which other rows would 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of every row; a job that goes on has to be given the same.
+    """Settings of a job, with the options of `BatchGenerator`; a resumed job needs the same.
 
     Attributes:
-        column: of the texts, where files have columns.
-        prefix: stands in front of every text, as in ``"translate English to French: "``.
-        output_column: the name of the answers' column.
-        beams, max_new_tokens, max_source_tokens, batch_tokens: as of `answers.Answerer`.
-        src_lang, tgt_lang, forced_bos_token, skip_special_tokens: likewise.
-        shard_rows: of a shard, at most: what a kill may cost. Larger shards leave fewer files, and their batches less
-            padding.
+        column: of the texts, in files with columns.
+        prefix: in front of every text, as in ``"translate English to French: "``.
+        shard_rows: rows per output file, which a kill may cost; larger shards need less padding.
 
     Raises:
         InputError: a value is out of bounds.
@@ -85,19 +80,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Source:
-    """A file to be read.
-
-    Attributes:
-        name: by which the job knows it, wherever it lies.
-        size_bytes, changed_ns: when it was hashed. The latter are the times of content and of inode: programs set the
-            first one back, the second one they cannot.
-    """
+    """An input file as it was hashed; ``name`` is its path relative to the input."""
 
     name: str
     path: Path
     sha256: str
     size_bytes: int
-    changed_ns: tuple[int, int]
+    changed_ns: tuple[int, int]  # of content and inode: programs can set back the first alone
 
     @classmethod
     def of(cls, name: str, path: Path) -> Source:
@@ -106,7 +95,7 @@ class Source:
         return cls(name, path, describe_file(path)["sha256"], facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns))
 
     def check(self) -> None:
-        """Raise ``JobError`` if it is gone, or was written to."""
+        """Raise ``JobError`` if the file is gone or was written to."""
         try:
             facts = self.path.stat()
         except OSError as error:
@@ -120,7 +109,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Shard:
-    """A range of rows of one file: ``rows`` of them from ``offset`` on; the first one is the file's row ``first``."""
+    """``rows`` rows of one file from ``offset`` on; the first is the file's row ``first``, counted from 1."""
 
     index: int
     source: Source
@@ -130,46 +119,46 @@ class Shard:
 
     @property
     def output(self) -> str:
-        """The file that holds it when it is done."""
+        """Name of the output file."""
         return f"part-{self.index:06}{kind_of(self.source.path).suffix}"
 
     @property
     def rejects(self) -> str:
-        """The file with those of its rows that could not be done, if there are any."""
+        """Name of the file of rejected rows."""
         return f"{REJECTS}/part-{self.index:06}.jsonl"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model and how it is run; opened where it is needed, in this process or another.
-
-    Attributes:
-        name: as of `api.open_backend`.
-        precision: all but bf16, which runs in torch; by default fp32, or that of an export.
-        threads: by default those that this process may really use.
-    """
+    """A model to open, in this process or another; see `api.open_backend`."""
 
     name: str = "mini"
     precision: str | None = None
     threads: int | None = None
 
     def absolute(self) -> Model:
-        """The same for a process that works elsewhere: of a folder, where it lies."""
+        """The same with the absolute path of a folder, for processes that work elsewhere."""
         is_folder = self.name not in BUNDLED and os.path.isdir(self.name)
         return replace(self, name=os.path.abspath(self.name)) if is_folder else self
 
     def open(self, settings: Settings) -> tuple[BatchGenerator, dict[str, str]]:
-        """What answers texts, and what it is: the manifest's facts, by which the same model is known again."""
+        """Return the generator, and the facts that identify the model in a manifest."""
         if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
             raise InputError(f"precision is {self.precision!r}, which runs in torch: give fp32, fp16, int8 or int4.")
         require_tokenizer(self.name)
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
         answerer = BatchGenerator(
-            backend, tokenizer, beams=settings.beams, max_new_tokens=settings.max_new_tokens,
-            max_source_tokens=settings.max_source_tokens, batch_tokens=settings.batch_tokens,
-            src_lang=settings.src_lang, tgt_lang=settings.tgt_lang, forced_bos_token=settings.forced_bos_token,
+            backend,
+            tokenizer,
+            beams=settings.beams,
+            max_new_tokens=settings.max_new_tokens,
+            max_source_tokens=settings.max_source_tokens,
+            batch_tokens=settings.batch_tokens,
+            src_lang=settings.src_lang,
+            tgt_lang=settings.tgt_lang,
+            forced_bos_token=settings.forced_bos_token,
             skip_special_tokens=settings.skip_special_tokens,
-        )  # fmt: skip
+        )
         manifest = backend.manifest
         # Tokenizer and generation settings decide answers, too; graphs and weights are the checkpoint by the recipe.
         beside = {
@@ -183,12 +172,12 @@ class Model:
 
 
 def sources(given: str, out: Path) -> list[Source]:
-    """The files that are meant, hashed: a file, all files of known kinds in a folder and those below, or a glob.
+    """Hash the input: a file, a glob, or all files of known kinds below a folder.
 
-    In a folder, what begins with ``.`` or ``_`` is left aside, as Arrow and Spark do.
+    In a folder names that begin with ``.`` or ``_`` are skipped, as in Arrow and Spark.
 
     Raises:
-        InputError: there are none, one is of another kind, or the output lies among them.
+        InputError: there are no files, one has an unknown kind, or the output lies among them.
     """
     if os.path.isdir(given):
         base = Path(given)
@@ -213,11 +202,7 @@ def sources(given: str, out: Path) -> list[Source]:
 
 
 def shards(found: Iterable[Source], settings: Settings) -> Iterator[Shard]:
-    """All files in ranges.
-
-    Raises:
-        InputError: a file lacks the column, or cannot be read at all.
-    """
+    """Split files into shards; raises ``InputError`` for a file without the column, or unreadable."""
     index = 0
     for source in found:
         kind = kind_of(source.path)
@@ -238,10 +223,10 @@ def process_shard(
     shard: Shard,
     on_batch: Callable[[int, int], Any] | None = None,
 ) -> ShardRecord:
-    """Read a shard, answer it, and write its rejects and its rows; it is done when `Output.record` has its record.
+    """Answer a shard and write its files; `Output.record` of the result completes it.
 
     Raises:
-        JobError: the input is gone, the disk is full, or the output is not the job's any more.
+        JobError: the input is gone, the disk is full, or another job took the output folder.
     """
     shard.source.check()
     rows = read_range(shard.source.path, shard.offset, shard.rows)
@@ -269,15 +254,12 @@ def process_shard(
     return ShardRecord(shard.output, ShardStats(len(found) - len(unfit), len(unfit), tokens), files)
 
 
-# Run a batch job: files of texts in, the same rows with answers out, shard by shard, in this process or by others.
-
-
 DEFAULT, MINI = Settings(), Model()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What any process has to know to do a shard of it; ``what`` is the model as of `job.Model.open`."""
+    """What a process needs to do a shard; ``what`` are the facts of `Model.open`."""
 
     model: Model
     settings: Settings
@@ -285,43 +267,43 @@ class Job:
     what: dict[str, str]
 
 
-# The job, the shards that are not done, what answers in this process, and who is told of rows and tokens.
+# The job, the pending shards, this process's generator, and a callback for rows and tokens.
 Engine = Callable[[Job, Sequence[Shard], BatchGenerator, Callable[[int, int], Any]], Iterator[ShardRecord]]
 
 
 def in_this_process(
     job: Job, pending: Sequence[Shard], answer: BatchGenerator, on_batch: Callable[[int, int], Any]
 ) -> Iterator[ShardRecord]:
-    """One shard after the other."""
+    """Process one shard after the other."""
     for shard in pending:
         yield process_shard(answer, job.settings, job.output, shard, on_batch)
 
 
 def run(
-    given: str | os.PathLike[str], out: str | os.PathLike[str], model: Model = MINI, settings: Settings = DEFAULT, *,
-    engine: Engine = in_this_process, progress: bool = False,
-) -> tuple[ShardStats, ShardStats]:  # fmt: skip
-    """Answer every row that has no answer yet; called again after an interruption, it goes on.
+    given: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    model: Model = MINI,
+    settings: Settings = DEFAULT,
+    *,
+    engine: Engine = in_this_process,
+    progress: bool = False,
+) -> tuple[ShardStats, ShardStats]:
+    """Answer every row that has no answer yet; a second call after an interruption resumes.
 
     Args:
-        given: a file, a folder or a glob; kinds of files are those of `rows.KINDS`.
-        out: the folder for shards, manifest and rejects; made if it is missing.
-        model, settings: who answers, and what is asked.
-        engine: who does the shards; `serve.ray_batch.on_ray` is another one. All write the same files, and any goes on
-            with what another began.
-        progress: a bar on standard error, with tokens per second and the time that is left, and a hint where a
-            model gets a text without the prefix that it expects.
+        given: a file, a folder or a glob, of the kinds in `formats.KINDS`.
+        out: folder of shards, manifest and rejects; made if missing.
+        engine: `in_this_process` or `ray_batch.on_ray`; each can resume the other's job.
+        progress: show a bar, and a hint for texts without the prefix that the model expects.
 
     Returns:
-        What was done now, and what had been done before. Shards whose files are missing or altered are done again, and
-        a line on standard error says so.
+        The counts of this call, and those of earlier ones. Shards with missing or altered files are done again.
 
     Raises:
-        InputError: an argument is wrong, or ``out`` is another job's, or another is at it.
-        JobError: the input vanished or changed, the disk is full, the output was removed or cut while the job ran, or
-            the model fails on any text; what is done is kept.
-        ExportError, UnknownModelError, …: there is no such model.
-        MissingPackageError, ClusterError: as the engine says.
+        InputError: an argument is wrong, or ``out`` belongs to another job.
+        JobError: the input changed, the disk is full, the output was damaged meanwhile, or the model fails on any text;
+            finished shards are kept.
+        T5AccelError: the model cannot be opened, or the engine cannot start.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -340,7 +322,8 @@ def run(
     planned = [*shards(found, settings)]
     answerer, what = model.open(settings)
     prefixes = prefixes_of(answerer.backend, what["name"]) if progress else ()
-    asked = asdict(settings)
+    # A manifest calls the output column "into".
+    asked = {"into" if name == "output_column" else name: value for name, value in asdict(settings).items()}
     if settings.beams is None:
         asked["beams"] = answerer.beams  # the model's own number
     rows = sum(shard.rows for shard in planned)
@@ -370,7 +353,7 @@ def run(
 
 
 def _first_hint(shard: Shard, settings: Settings, prefixes: tuple[str, ...]) -> str:
-    """What to say of the first row without a prefix; an unreadable shard says so itself, later."""
+    """Hint for the first row without a prefix."""
     if not prefixes:
         return ""
     shard.source.check()
@@ -380,14 +363,14 @@ def _first_hint(shard: Shard, settings: Settings, prefixes: tuple[str, ...]) -> 
 
 
 class Progress:
-    """A bar of rows, with tokens per second and the time that is left."""
+    """A progress bar of rows, with tokens per second."""
 
     def __init__(self, rows: int, before: int, *, shown: bool):
         self.bar = machine.progress_bar(shown=shown, total=rows, initial=before, unit=" rows", smoothing=0.1)
         self.tokens, self.began = 0, perf_counter()
 
     def add(self, rows: int, tokens: int) -> None:
-        """So many more are done."""
+        """Count finished rows and tokens."""
         self.tokens += tokens
         self.bar.set_postfix_str(f"{self.tokens / (perf_counter() - self.began):.0f} tokens/s", refresh=False)
         self.bar.update(rows)

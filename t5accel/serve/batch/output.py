@@ -1,8 +1,7 @@
-"""The folder that a job writes: a manifest, a file for each shard, rejected rows, and a record of what is done.
+"""Output folder of a job: a manifest, a file per shard, rejected rows, and records of finished shards.
 
-A file is written beside its place and renamed, and a shard is done when ``_done.jsonl`` has its record: its counts, and
-size and hash of its files. So a job may be killed at any moment: a shard without a record, or with other files than it
-says, is done again. The manifest names input, model and settings, and is never written twice.
+Files are written atomically, and a shard is done when ``_done.jsonl`` holds its record, with sizes and hashes.
+So a job may be killed at any moment: shards without a matching record are done again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class ShardStats:
-    """Counts of finished rows: answered, rejected, and the tokens that were written."""
+    """Counts of answered rows, rejected rows and new tokens."""
 
     answered: int = 0
     rejected: int = 0
@@ -45,14 +44,10 @@ class ShardStats:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard, a line of ``_done.jsonl``.
+    """A finished shard, a line of ``_done.jsonl``; ``files`` maps names to ``{"sha256", "size_bytes"}``.
 
-    Attributes:
-        part: the file with its rows.
-        done: its counts.
-        files: ``{"sha256", "size_bytes"}`` of each file that it wrote, by name.
-
-    >>> print(ShardRecord("part-000000.jsonl", ShardStats(1, 0, 5), {"part-000000.jsonl": {"sha256": "0a", "size_bytes": 9}}))
+    >>> files = {"part-000000.jsonl": {"sha256": "0a", "size_bytes": 9}}
+    >>> print(ShardRecord("part-000000.jsonl", ShardStats(1, 0, 5), files))
     {"part": "part-000000.jsonl", "done": {"answered": 1, "rejected": 0, "tokens": 5}, "files": {"part-000000.jsonl": \
 {"sha256": "0a", "size_bytes": 9}}}
     """
@@ -63,7 +58,7 @@ class ShardRecord:
 
     @classmethod
     def parsed(cls, line: bytes) -> ShardRecord | None:
-        """A record from its line; ``None`` for a line that was cut short, or is no record."""
+        """Parse a line; ``None`` if it was cut short or is no record."""
         try:
             given = json.loads(line)
             record = cls(given["part"], ShardStats(**given["done"]), given["files"])
@@ -78,10 +73,7 @@ class ShardRecord:
 
 
 class Output:
-    """A job's folder.
-
-    Args:
-        folder: is made if it is missing.
+    """The output folder of a job, made if missing.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -101,12 +93,13 @@ class Output:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other jobs away. The kernel lets go of the lock when this process ends, however that happens.
+        """Lock the folder for one job.
 
         Raises:
-            InputError: another job is at it.
+            InputError: another job holds the lock.
             JobError: the folder cannot be made or written to.
         """
+        # The kernel releases the lock when the process ends, however that happens.
         path = self.folder / LOCK
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -127,10 +120,10 @@ class Output:
             lock.release()
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
-        """Begin a job, or go on with the same one; what a killed one left half written is cleared away.
+        """Begin a job or resume it; partial files of a killed process are deleted.
 
         Raises:
-            InputError: the folder is that of a job that differs, or holds something else.
+            InputError: the folder belongs to another job, or holds other files.
             JobError: the folder cannot be written to.
         """
         path = self.folder / MANIFEST
@@ -157,14 +150,10 @@ class Output:
                 partial.unlink(missing_ok=True)
 
     def finished(self, parts: Iterable[str]) -> tuple[dict[str, ShardRecord], list[str]]:
-        """Look at what is done: every file is hashed, and records that are not true are dropped.
-
-        Args:
-            parts: those of all shards.
+        """Hash every file and drop records that do not match.
 
         Returns:
-            The records of finished shards by part, and the parts that were written and have to be done again, because a
-            file of theirs is missing or altered, or because there is no record of them.
+            The records of finished shards by part, and the parts whose files are missing, altered or unrecorded.
 
         Raises:
             JobError: the folder cannot be read or written to.
@@ -184,7 +173,8 @@ class Output:
         return found, lost
 
     def record(self, made: ShardRecord) -> None:
-        """A shard is done. The line need not reach the disk before the next one: without it the shard is done again."""
+        """Record a finished shard."""
+        # No flush to disk: a shard whose line is lost is done again.
         try:
             with (self.folder / DONE).open("a", encoding="utf-8") as file:
                 file.write(f"{made}\n")
@@ -192,11 +182,7 @@ class Output:
             raise self._unwritten(DONE, error) from error
 
     def finish(self, records: Mapping[str, ShardRecord], parts: Iterable[str]) -> None:
-        """The job ends: all shards must be done, and their files must be there.
-
-        Raises:
-            JobError: a shard was not done, or a file of one is missing or has another size.
-        """
+        """End the job; raises ``JobError`` if a shard is not done, or its files are missing or cut short."""
         self.check()
         if lost := [part for part in parts if part not in records or not self._has_files(records[part])]:
             raise JobError(
@@ -206,7 +192,7 @@ class Output:
         self._put_records(records)
 
     def check(self) -> None:
-        """Raise ``JobError`` if this is not the folder any more in which the job began."""
+        """Raise ``JobError`` if the manifest was removed or altered since the job began."""
         try:
             there = _read(self.folder / MANIFEST)
         except (OSError, ValueError):
@@ -218,23 +204,16 @@ class Output:
             )
 
     def absolute(self) -> Output:
-        """The same for a process that works elsewhere."""
+        """The same with an absolute path, for processes that work elsewhere."""
         output = copy.copy(self)
         output.folder = self.folder.absolute()
         return output
 
     def put(self, name: str, write: Callable[[Path], Any]) -> dict[str, Any]:
-        """Write a file whole or not at all.
-
-        Args:
-            name: of a file in the folder or in that of the rejects.
-            write: is called with the path of an empty place beside it.
-
-        Returns:
-            Its ``{"sha256", "size_bytes"}``.
+        """Write a file atomically and return its ``{"sha256", "size_bytes"}``; ``write`` gets a temporary path.
 
         Raises:
-            JobError: the disk is full, or refuses, or the folder was removed or is another job's now.
+            JobError: the disk is full or refuses, or the folder was removed or taken by another job.
         """
         if self._manifest is not None:
             self.check()
@@ -255,7 +234,7 @@ class Output:
         return facts
 
     def drop(self, name: str) -> None:
-        """Delete a file, if it is there: one that an interrupted try has written, and this one has not."""
+        """Delete a file that an interrupted attempt may have written."""
         try:
             (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
@@ -268,7 +247,7 @@ class Output:
         )
 
     def _put_records(self, records: Mapping[str, ShardRecord]) -> None:
-        """In the order of their parts, so that a job that was killed leaves the bytes of one that was not."""
+        # Sorted: a resumed job leaves the same bytes as one without interruption.
         content = "".join(f"{records[part]}\n" for part in sorted(records))
         self._put_text(DONE, content)
 
