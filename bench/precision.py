@@ -15,7 +15,7 @@ from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
-from t5accel.precision.calibration import Example, checked_example
+from t5accel.precision.calibration import CalibrationSample, as_calibration_sample
 from t5accel.precision.text_score import Score, open_for_scores
 from t5accel.tokenization import text_to_text, tokenizer_of
 
@@ -64,7 +64,9 @@ def generated_scores(generate: Callable[..., np.ndarray], tokenizer: Any, **opti
     return scores(quality.evaluate(texts, **options).to_json())
 
 
-def agreement(reference: str | os.PathLike[str], examples: Sequence[Example], *, threads: int | None = None) -> Score:
+def agreement(
+    reference: str | os.PathLike[str], examples: Sequence[CalibrationSample], *, threads: int | None = None
+) -> Score:
     """A function from the folder of an export to how far it agrees with ``reference``, both given the same tokens.
 
     It returns ``"agreement"``, the percentage of positions at which both would choose the same next token, and
@@ -80,7 +82,7 @@ def agreement(reference: str | os.PathLike[str], examples: Sequence[Example], *,
         raise InputError("There are no examples: give at least one.")
     in_fp32 = open_for_scores(reference, threads)
     examples = [
-        checked_example(example, vocab_size=in_fp32.vocab_size, pad_token_id=in_fp32.pad_token_id)
+        as_calibration_sample(example, vocab_size=in_fp32.vocab_size, pad_token_id=in_fp32.pad_token_id)
         for example in examples
     ]
     expected = [_log_probabilities(in_fp32, example) for example in examples]
@@ -98,7 +100,7 @@ def agreement(reference: str | os.PathLike[str], examples: Sequence[Example], *,
     return score
 
 
-def _log_probabilities(backend: OrtStatic, example: Example) -> np.ndarray:
+def _log_probabilities(backend: OrtStatic, example: CalibrationSample) -> np.ndarray:
     """(B, T, V) float64."""
     state = backend.start(backend.encode(example.input_ids, example.attention_mask))
     logits = backend.step(state, example.decoder_input_ids[:, None])[:, 0].astype(np.float64)

@@ -22,7 +22,7 @@ from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
-from t5accel.graphs.contract import decoder_spec, names
+from t5accel.graphs.contract import decoder_spec, kv_names
 from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights
@@ -366,7 +366,7 @@ def logits_of(weights: T5Weights, input_ids: np.ndarray, attention_mask: np.ndar
         for graph in (encoder_graph, decoder_graph)
     )
     cross, source = (
-        names("cross", weights.dims.decoder_layers),
+        kv_names("cross", weights.dims.decoder_layers),
         dict(input_ids=input_ids, attention_mask=attention_mask),
     )
     found = dict(zip(cross, encoder.run(cross, source), strict=True))

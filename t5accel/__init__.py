@@ -1,28 +1,64 @@
-"""t5accel: make T5-like encoder-decoder models fast, each technique proven equal before it is timed.
+"""Make T5-like encoder-decoder models fast, each technique proven equal before it is timed."""
 
-Importing the package loads nothing heavy; the names below are fetched from their module when first used.
-"""
+# The names below are imported from their module on first use, so that `import t5accel` loads neither torch nor numpy.
 
 from importlib import import_module
 
 __version__ = "0.1.0"
 
-_WHERE = {"accelerate": "t5accel.api", "load_t5": "t5accel.models.load", "T5Dims": "t5accel.models.sizes"}
+_MODULES = {
+    "T5Dims": "models.sizes",
+    "accelerate": "api",
+    "beam_search": "decoding.beam",
+    "export_model": "graphs.export",
+    "greedy": "decoding.greedy_search",
+    "load_model": "models.load",
+    "prompt_lookup": "decoding.ngram_lookup",
+    "quantize": "precision.gate",
+    "sample": "decoding.sampling",
+    "speculative": "decoding.speculation",
+    "stream": "decoding.streaming",
+}
+_ALIASES = {"load_t5": "load_model"}
 
-__all__ = ["T5Dims", "__version__", "accelerate", "load_t5"]
+__all__ = [
+    "T5Dims",
+    "__version__",
+    "accelerate",
+    "beam_search",
+    "export_model",
+    "greedy",
+    "load_model",
+    "load_t5",
+    "prompt_lookup",
+    "quantize",
+    "sample",
+    "speculative",
+    "stream",
+]
 
-TYPE_CHECKING = False  # editors and type checkers take it for true; the one of typing costs an import
+TYPE_CHECKING = False  # type checkers and editors take it for true; importing it from typing would cost time
 
 if TYPE_CHECKING:
     from t5accel.api import accelerate
-    from t5accel.models.load import load_t5
+    from t5accel.decoding.beam import beam_search
+    from t5accel.decoding.greedy_search import greedy
+    from t5accel.decoding.ngram_lookup import prompt_lookup
+    from t5accel.decoding.sampling import sample
+    from t5accel.decoding.speculation import speculative
+    from t5accel.decoding.streaming import stream
+    from t5accel.graphs.export import export_model
+    from t5accel.models.load import load_model
+    from t5accel.models.load import load_model as load_t5
     from t5accel.models.sizes import T5Dims
+    from t5accel.precision.gate import quantize
 else:
 
     def __getattr__(name: str) -> object:
-        if name in _WHERE:
-            return getattr(import_module(_WHERE[name]), name)
-        raise AttributeError(f"module 't5accel' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        name = _ALIASES.get(name, name)
+        if name not in _MODULES:
+            raise AttributeError(f"module 't5accel' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        return getattr(import_module(f"t5accel.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

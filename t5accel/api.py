@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.export_cache import checked_export, checked_manifest, given_export
+from t5accel.graphs.export_cache import cached_export_and_manifest, find_export, verified_manifest
 from t5accel.graphs.logit_check import backend_logits
 from t5accel.graphs.logit_check import check_logits as compare_logits
 from t5accel.graphs.manifest import Manifest
@@ -98,7 +98,7 @@ def accelerate(
     is_path = isinstance(model, str | os.PathLike)
     if not is_path:
         family_of_model(model)
-    folder = given_export(model)
+    folder = find_export(model)
     chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
     if device == "cuda":
         _require_gpu()
@@ -109,7 +109,7 @@ def accelerate(
     if folder is not None:
         manifest = _in_precision(folder, None if precision is None else recipe)
     else:
-        folder, manifest = checked_export(
+        folder, manifest = cached_export_and_manifest(
             model, precision=recipe, tokenizer=tokenizer, progress=progress, check_logits=check_logits
         )
     options: dict[str, Any] = {"settings": settings, "manifest": manifest}
@@ -148,7 +148,7 @@ def open_backend(
 
     recipe = _as_recipe(precision)
     device = _as_device(device)
-    folder = given_export(model)
+    folder = find_export(model)
     chosen = _runtime(runtime, device, recipe, is_export=folder is not None)
     manifest = None if folder is None else _in_precision(folder, None if precision is None else recipe)
     if chosen == "torch" or device != "cpu":
@@ -159,7 +159,7 @@ def open_backend(
         what += f", {manifest.recipe['name'] if manifest else recipe.name}" + f", {device}" * (device != "cpu")
         return accelerated.backend, accelerated.tokenizer, what
     if manifest is None:
-        folder, manifest = checked_export(model, precision=recipe, progress=progress)
+        folder, manifest = cached_export_and_manifest(model, precision=recipe, progress=progress)
     has_tokenizer = "tokenizer_config.json" in manifest.files or "tokenizer.json" in manifest.files
     tokenizer = tokenizer_of(folder) if has_tokenizer else None
     settings = SessionSettings(threads=threads, openvino=runtime == "openvino")
@@ -225,7 +225,7 @@ def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
 
 def _in_precision(folder: Path, recipe: Recipe | None) -> Manifest:
     """The manifest of a given export, if it is in the precision that was asked for; ``None`` asks for none."""
-    manifest = checked_manifest(folder)
+    manifest = verified_manifest(folder)
     there = manifest.recipe["name"]
     if recipe is not None and recipe.name != there:
         raise InputError(

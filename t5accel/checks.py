@@ -1,8 +1,6 @@
-"""Validation of arguments and files: counts, numbers, token ids, batches, JSON; each error says what to give.
+"""Validation of arguments and files, done once by public functions."""
 
-The public functions ask here once, before any work; what lies behind them trusts what it is handed. Only what takes
-arrays needs numpy, so that a module copied for its counts alone brings no library with it.
-"""
+# Only functions that take arrays import numpy, so that a module copied for its counts alone needs no library.
 
 from __future__ import annotations
 
@@ -23,131 +21,88 @@ _JSON_NAMES = {bool: "true or false", list: "a list", str: "a text", type(None):
 
 
 def as_count(value: Any, name: str, *, at_least: int) -> int:
-    """``value`` as a plain int of at least ``at_least``. numpy's integers are welcome, bools and floats are not.
+    """The argument called ``name`` as an int; accepts Python and NumPy integers, and rejects bool and float.
 
-    Raises:
-        InputError: it is something else; ``name`` says which argument.
-
-    >>> as_count(3, "threads", at_least=1)
-    3
+    >>> as_count(0, "threads", at_least=1)
+    Traceback (most recent call last):
+    t5accel.errors.InputError: threads must be an integer of at least 1, got 0.
     """
     try:
         count = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = None
     if count is None or count < at_least:
-        raise InputError(f"{name} is {value!r:.80}; give an integer of at least {at_least}.")
+        raise InputError(f"{name} must be an integer of at least {at_least}, got {value!r:.80}.")
     return count
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one real number, of Python's own or of numpy's; bools are not.
-
-    >>> is_number(0.5), is_number(True), is_number("0.5")
-    (True, False, False)
-    """
+    """Whether a value is one real number of Python or NumPy; bool is not."""
     import numpy as np
 
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def as_integers(values: Any, name: str, *, rank: int) -> np.ndarray:
-    """``values`` as an int64 array with that many dimensions. Accepts numpy, torch (any device) and nested lists.
-
-    Raises:
-        InputError: ragged, of another rank or of another type.
-
-    >>> as_integers([[5, 6]], "input_ids", rank=2).dtype
-    dtype('int64')
-    """
+    """``values`` as an int64 array of that rank; accepts numpy, torch (any device) and nested lists."""
     import numpy as np
 
     try:
         array = np.asarray(values.detach().cpu().numpy() if hasattr(values, "detach") else values)
     except ValueError as error:
-        raise InputError(f"{name} is ragged: pad its rows to one length.") from error
+        raise InputError(f"{name} must not be ragged. Pad its rows to one length.") from error
     except (TypeError, RuntimeError) as error:  # bfloat16, sparse and meta tensors
-        raise InputError(f"{name} is no array of integers: {error}") from error
+        raise InputError(f"{name} must be an array of integers: {error}") from error
     if array.ndim != rank:
-        raise InputError(f"{name} is of shape {array.shape}; give {rank} dimensions of integers.")
+        raise InputError(f"{name} must have {rank} dimensions, got shape {array.shape}.")
     if array.dtype.kind not in ("iub" if array.size else "iubf"):  # an empty list becomes an array of floats
-        raise InputError(f"{name} is of type {array.dtype}; give integers.")
+        raise InputError(f"{name} must be integers, got {array.dtype}.")
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise InputError(f"{name} holds {array.max()}, more than 64 bits with a sign can.")
+        raise InputError(f"{name} must fit in 64 bits with a sign, got {array.max()}.")
     return array.astype(np.int64, copy=False)
 
 
 def as_batch(
     input_ids: Any, attention_mask: Any = None, *, pad_token_id: int = 0, vocab_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A batch as two (B, S) int64 numpy arrays, contiguous and in memory of their own: the caller may write to theirs.
+    """Ids and mask as two contiguous (B, S) int64 arrays in memory of their own: the caller may write to theirs.
 
-    Args:
-        input_ids: (B, S) integers as numpy array, torch tensor or lists.
-        attention_mask: (B, S) of zeros and ones; by default 1 where ``input_ids`` is not the pad id.
-        pad_token_id: what fills up shorter sources.
-        vocab_size: where given, ids from there on are refused, too.
-
-    Raises:
-        InputError: empty batch, wrong rank or type, ids outside the vocabulary, a mask of another shape, with other
-            values than 0 and 1, or without a single 1 in a row.
-
-    >>> as_batch([[5, 6, 0]])[1].tolist()
-    [[1, 1, 0]]
+    The mask is by default 1 where ``input_ids`` is not the pad id, and has at least one 1 in each row. Ids are below
+    ``vocab_size``, if it is given.
     """
     import numpy as np
 
     ids = as_integers(input_ids, "input_ids", rank=2)
     if not ids.size:
-        raise InputError(f"input_ids has shape {ids.shape}: give at least one source of at least one token.")
+        raise InputError(f"input_ids must have at least one source of at least one token, got shape {ids.shape}.")
     if vocab_size is not None:
         check_vocabulary(ids, vocab_size)
     elif ids.min() < 0:
-        raise InputError(f"input_ids holds {ids.min()}; token ids are not negative.")
-    mask = (ids != pad_token_id).astype(np.int64) if attention_mask is None else as_integers(
-        attention_mask, "attention_mask", rank=2)  # fmt: skip
+        raise InputError(f"input_ids must not be negative, got {ids.min()}.")
+    if attention_mask is None:
+        mask = (ids != pad_token_id).astype(np.int64)
+    else:
+        mask = as_integers(attention_mask, "attention_mask", rank=2)
     if mask.shape != ids.shape:
-        raise InputError(f"attention_mask has shape {mask.shape} and input_ids {ids.shape}: they must be equal.")
+        raise InputError(f"attention_mask must have the shape of input_ids, {ids.shape}, got {mask.shape}.")
     if mask.view("uint64").max() > 1:
-        raise InputError("attention_mask holds other values than 0 (padding) and 1 (token).")
+        raise InputError("attention_mask must hold 0 (padding) and 1 (token) only, got other values.")
     empty = np.flatnonzero(mask.sum(axis=1) == 0)
     if empty.size:
-        raise InputError(f"attention_mask is all zero in row {empty[0]}: a source needs at least one token.")
+        raise InputError(f"attention_mask must keep a token of each source, got all zero in row {empty[0]}.")
     return np.array(ids, order="C"), np.array(mask, order="C")
 
 
 def check_vocabulary(ids: np.ndarray, vocab_size: int, name: str = "input_ids") -> None:
-    """Raise ``InputError`` for an id outside 0 … vocab_size - 1: a runtime may crash on it, or read what lies beyond.
-
-    Args:
-        ids: int64, any shape, not empty.
-        vocab_size: the number of entries.
-        name: of the argument that holds them.
-
-    >>> import numpy as np
-    >>> check_vocabulary(np.array([0, 299]), 300)
-    """
+    """Raise ``InputError`` for an id outside 0 … vocab_size - 1. ``ids``: int64, any shape, not empty."""
+    # A runtime may crash on such an id, or read beyond its table.
     if ids.view("uint64").max() >= vocab_size:  # one pass for both ends: read without a sign, a negative id is huge
-        raise InputError(f"{name} must lie in 0 … {vocab_size - 1}; {ids.min()} … {ids.max()} were given.")
+        raise InputError(f"{name} must lie in 0 … {vocab_size - 1}, got {ids.min()} … {ids.max()}.")
 
 
 def check_file(path: Path, error: type[T5AccelError], advice: str = "") -> int:
-    """The size in bytes of a regular file, or of the one that a link leads to.
-
-    Anything else is refused before it is opened: reading a named pipe, a socket or a terminal waits forever.
-
-    Args:
-        path: the file.
-        error: the class of what is raised.
-        advice: what to do about it, a sentence for the end of the message.
-
-    Raises:
-        error: the file is missing, cannot be reached, or is not a regular file.
-
-    >>> check_file(Path("no-such-file"), InputError)
-    Traceback (most recent call last):
-    t5accel.errors.InputError: no-such-file is missing.
-    """
+    """The size in bytes of a regular file, links followed; else raises ``error`` with ``advice`` at the end."""
+    # Checked before it is opened: reading a named pipe, a socket or a terminal waits forever.
     try:
         facts = os.stat(path)
     except FileNotFoundError as cause:
@@ -160,22 +115,7 @@ def check_file(path: Path, error: type[T5AccelError], advice: str = "") -> int:
 
 
 def read_json_object(path: Path, error: type[T5AccelError], advice: str = "") -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-        path, error, advice: as in `check_file`.
-
-    Raises:
-        error: as in `check_file`; or the file holds no JSON, nests it too deeply, or holds something else than an
-            object.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "config.json"
-    ...     _ = path.write_text('{"d_model": 8}')
-    ...     read_json_object(path, InputError)
-    {'d_model': 8}
-    """
+    """The JSON object in a file; arguments and errors as in `check_file`."""
     size = check_file(path, error, advice)
     if size > MAX_JSON_BYTES:
         raise error(f"{path} must have at most {MAX_JSON_BYTES} bytes, got {size}. {advice}".rstrip())

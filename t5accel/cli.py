@@ -183,14 +183,14 @@ def export(
 ) -> None:
     """Write a model as ONNX graphs, with all that is needed to run them without torch."""
     from t5accel.graphs.export import export_model
-    from t5accel.graphs.export_cache import given_export
-    from t5accel.graphs.export_folder import as_target, require_free
+    from t5accel.graphs.export_cache import find_export
+    from t5accel.graphs.export_folder import require_free, resolve_target
     from t5accel.precision.convert import convert_export
 
-    if given_export(model):
+    if find_export(model):
         raise InputError(f"{model} is an export already. Give the model that it was made from.")
     recipe = precision.value
-    require_free(as_target(out), model, recipe, overwrite=overwrite)
+    require_free(resolve_target(out), model, recipe, overwrite=overwrite)
     options: dict[str, Any] = dict(step=step, progress=True, check_logits=check_logits)
     options["external_threshold_bytes"] = external_threshold_bytes
     status(f"Loading {model} …")
@@ -219,8 +219,8 @@ def quantize(
     threads: ThreadsOption = None,
 ) -> None:
     """Write a model in integers if it loses no more on your own rows than you allow, or nothing."""
-    from t5accel.graphs.export_cache import cached_export, given_export
-    from t5accel.graphs.export_folder import as_target, require_free
+    from t5accel.graphs.export_cache import cached_export, find_export
+    from t5accel.graphs.export_folder import require_free, resolve_target
     from t5accel.models.load import require_tokenizer
     from t5accel.precision.gate import quantize as behind_a_gate
     from t5accel.precision.text_score import text_score
@@ -228,9 +228,9 @@ def quantize(
     recipe = precision.value
     score = text_score(eval_, metric, threads=threads, progress=True)
     require_tokenizer(model)
-    in_fp32 = given_export(model)
+    in_fp32 = find_export(model)
     if in_fp32 is None:
-        require_free(as_target(out), model, recipe, overwrite=overwrite)
+        require_free(resolve_target(out), model, recipe, overwrite=overwrite)
         in_fp32 = cached_export(model, progress=True)
     report = behind_a_gate(in_fp32, out, recipe, score=score, max_loss={metric: max_loss}, overwrite=overwrite)
     before, after = report.baseline[metric], report.chosen.scores[metric]

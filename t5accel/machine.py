@@ -1,8 +1,7 @@
-"""What this machine is, and how fast it reads and multiplies.
+"""Facts about this machine, and its measured rates; unknown facts are `None`."""
 
-Everything is looked up or measured when it is asked for and nothing is kept on disk: a container's limits, a noisy
-neighbour and a laptop's battery all change the answer. What cannot be found out is `None`, never a guess.
-"""
+# Everything is looked up or measured at each call and nothing is kept on disk: a container's limits, a noisy neighbour
+# and a laptop's battery all change the answer.
 
 from __future__ import annotations
 
@@ -39,11 +38,9 @@ def _read(path: Path) -> str | None:
 
 
 def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
-    """The folders whose limits bind this process, innermost first, for cgroup v2, v1 and the two mixed.
-
-    A container often sees the host's path in /proc/self/cgroup and its own limits at the mount point, so folders that
-    are missing are harmless and the walk always ends at the mount point.
-    """
+    """The folders with limits of this process, innermost first, for cgroup v2, v1 and both mixed."""
+    # A container often sees the host's path in /proc/self/cgroup and its own limits at the mount point, so missing
+    # folders are harmless and the walk always ends at the mount point.
     mounts = root / "sys/fs/cgroup"
     for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
         _, _, rest = line.partition(":")
@@ -58,14 +55,14 @@ def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _numbers(text: str | None) -> list[float]:
-    """Every word as a number; "max" and -1 are the kernel's ways to say "no limit"."""
+    """Every word as a number; the kernel writes "max" or -1 for no limit."""
     return [math.inf if word in ("max", "-1") else float(word) for word in (text or "").split()]
 
 
 def cpu_threads(root: str | os.PathLike[str] = "/") -> int:
-    """How many threads can really run at once: the least of core affinity and the container's CPU quota, at least 1.
+    """The number of usable threads: the smaller of core affinity and the container's CPU quota, rounded up.
 
-    A quota of 1.5 cores counts as 2 threads. `root` is the folder that holds `proc/` and `sys/` (for tests).
+    `root` is the folder that holds `proc/` and `sys/` (for tests).
 
     >>> 1 <= cpu_threads() <= os.cpu_count()
     True
@@ -84,7 +81,7 @@ def _psutil() -> Any:
 
 
 def memory_bytes(root: str | os.PathLike[str] = "/") -> int | None:
-    """The memory this process may use: the machine's, or the container's limit where that is less."""
+    """The memory that this process may use: the machine's, or the container's smaller limit."""
     limits: list[float] = []
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -122,7 +119,7 @@ def _gpu() -> dict[str, Any] | None:
 
 
 def _nvidia_smi(*fields: str) -> list[str] | None:
-    """What the driver's program says of the first GPU that this process sees."""
+    """The answer of nvidia-smi for the first GPU that this process sees."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = ["nvidia-smi", f"--id={first}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     with suppress(OSError):
@@ -133,18 +130,13 @@ def _nvidia_smi(*fields: str) -> list[str] | None:
 
 
 def gpu_clocks_mhz() -> dict[str, int]:
-    """The GPU's clocks as they are now, ``{"sm", "memory"}`` in MHz, so ask under load; empty where nobody knows."""
+    """The GPU's current clocks, ``{"sm", "memory"}`` in MHz, so ask under load; empty if unknown."""
     found = _nvidia_smi("clocks.sm", "clocks.mem") or []
     return {name: int(value) for name, value in zip(("sm", "memory"), found, strict=False) if value.isdigit()}
 
 
 def facts(root: str | os.PathLike[str] = "/", *, gpu: bool = True) -> dict[str, Any]:
-    """What a recorded measurement must say about its machine; `None` where unknown.
-
-    Keys: cpu, logical_cores, usable_threads, memory_bytes, cpu_flags (those of CPU_FLAGS that are present; Linux), os,
-    python, gpu (of torch's CUDA device: name, memory_bytes, capability, sm_count, bus_bytes_per_s, driver, cuda, cudnn;
-    imports torch if installed; `gpu=False`: not asked).
-    """
+    """The facts that a recorded measurement states about its machine; `gpu` imports torch, if it is installed."""
     pairs = (line.partition(":") for line in (_read(Path(root) / "proc/cpuinfo") or "").splitlines())
     cpuinfo = {key.strip(): value.strip() for key, _, value in pairs}
     flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()  # Arm kernels call them features
@@ -161,7 +153,7 @@ def facts(root: str | os.PathLike[str] = "/", *, gpu: bool = True) -> dict[str, 
 
 
 def versions() -> dict[str, str]:
-    """The versions of those of PACKAGES that are installed, read from their metadata: nothing is imported."""
+    """The versions of the installed PACKAGES, without importing them."""
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -178,11 +170,9 @@ def resident_memory_bytes() -> int | None:
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory that this process has occupied since it started.
-
-    Linux hands `ru_maxrss` down to child processes: a small child of a big parent reports the parent's peak. The
-    kernel's VmHWM belongs to this process alone, so it is read first.
-    """
+    """The most memory that this process has occupied since it started."""
+    # Linux hands `ru_maxrss` down to child processes: a small child of a big parent reports the parent's peak. The
+    # kernel's VmHWM belongs to this process alone, so it is read first.
     for line in (_read(Path("/proc/self/status")) or "").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -194,22 +184,14 @@ def peak_memory_bytes() -> int | None:
 
 
 def watches_stderr() -> bool:
-    """Whether somebody sees a progress bar: on a terminal or in a notebook, not in a file or a pipe.
-
-    >>> watches_stderr() in (True, False)
-    True
-    """
+    """Whether stderr is a terminal or a notebook, where a progress bar is seen."""
     ipython = sys.modules.get("IPython")
     in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
     return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> Any:
-    """tqdm's bar, where somebody sees it; ``options`` are tqdm's.
-
-    >>> [*progress_bar([1, 2], shown=False)]
-    [1, 2]
-    """
+    """tqdm's bar, hidden where nobody would see it; ``options`` are tqdm's."""
     from tqdm import tqdm
 
     return tqdm(items, disable=not (shown and watches_stderr()), **options)
@@ -221,14 +203,12 @@ def _best_s(run: Callable[[], Any]) -> float:
 
 
 def read_rates(size_bytes: int = 256 << 20, passes: int = 9) -> list[float]:
-    """Bytes per second of each of some passes, measured now, in which a matrix of this size meets a vector.
+    """Bytes per second of each of some matrix-vector products with a matrix of this size, measured now.
 
     Such a product reads its matrix once and hardly computes, as a decoding step does with its weights: give their
-    bytes. Weights that fit in the last-level cache are read from there, and many times faster than from memory. The
-    threads are those of numpy's BLAS: all that the process may use, unless ``OPENBLAS_NUM_THREADS`` or
-    ``OMP_NUM_THREADS`` said otherwise when numpy was imported.
-
-    Raises InputError for a size under 1 MiB or `passes` < 1.
+    bytes, at least 1 MiB. Weights that fit in the last-level cache are read many times faster than from memory. The
+    threads are those of numpy's BLAS: all, unless ``OPENBLAS_NUM_THREADS`` or ``OMP_NUM_THREADS`` limited them when
+    numpy was imported.
     """
     as_count(size_bytes, "size_bytes", at_least=1 << 20)
     as_count(passes, "passes", at_least=1)
@@ -245,23 +225,20 @@ def read_rates(size_bytes: int = 256 << 20, passes: int = 9) -> list[float]:
 
 
 def bandwidth_bytes_per_s(size_bytes: int = 256 << 20) -> float:
-    """The best of the `read_rates`, by which a floor is divided.
-
-    The best, because what else runs on the machine makes a pass slower, and nothing goes below a floor. A floor from a
-    busy moment and a time from a quiet one contradict each other all the same: then measure both in turn.
-    """
+    """The best of the `read_rates`, for the floor of a roofline."""
+    # The best, because other processes make a pass slower, and nothing goes below a floor. A floor from a busy moment
+    # and a time from a quiet one contradict each other all the same: then measure both in turn.
     return max(read_rates(size_bytes))
 
 
 def gemm_flops_per_s(n: int = 1024, dtype: str = "float32") -> float:
-    """Rate of an (n, n) x (n, n) matrix product on the CPU, measured now: 2 n^3 operations over the best of nine.
+    """Operations per second of an (n, n) x (n, n) product on the CPU, measured now: the best of nine.
 
-    Uses torch with its own thread count where it is installed, else numpy. Raises InputError for another `dtype` than
-    float32, float64, float16 and bfloat16 or `n` < 1; MissingPackageError for the 16-bit ones without torch.
+    Uses torch with its own thread count if it is installed, else numpy, which has no 16-bit types.
     """
     allowed = ("float32", "float64", "float16", "bfloat16")
     if dtype not in allowed:
-        raise InputError(f"dtype is {dtype!r}; choose from {', '.join(allowed)}")
+        raise InputError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}.")
     as_count(n, "n", at_least=1)
     if find_spec("torch"):
         torch = import_module("torch")

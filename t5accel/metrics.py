@@ -1,7 +1,7 @@
-"""Text scores: BLEU, chrF, ROUGE, and SQuAD's exact match and F1.
+"""Text scores from 0 to 100: BLEU, chrF, ROUGE, and SQuAD's exact match and F1.
 
-Every score runs from 0 to 100, higher is better. ``predictions`` are N texts and ``references`` N lists of accepted
-texts, which may differ in length.
+``predictions`` are N texts, ``references`` N lists of accepted texts, at least one each; else ``InputError``. A missing
+optional package raises ``MissingPackageError``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ def bleu(predictions: Texts, references: References) -> float:
 
     A corpus without any 4-gram has BLEU 0 even when perfect: score whole sets, not single short sentences.
 
-    Raises:
-        InputError: no rows, unequal counts, or a row without a reference.
-        MissingPackageError: sacrebleu is not installed.
-
     >>> round(bleu(["Le chat dort bien."], [["Le chat dort.", "Le chat dort bien."]]), 6)
     100.0
     """
@@ -39,29 +35,15 @@ def bleu(predictions: Texts, references: References) -> float:
 
 
 def chrf(predictions: Texts, references: References) -> float:
-    """Corpus chrF as sacrebleu computes it (character 6-grams, no word n-grams, beta 2). Errors as `bleu`.
-
-    >>> round(chrf(["Le chat dort."], [["Le chat dort."]]), 6)
-    100.0
-    """
+    """Corpus chrF as sacrebleu computes it (character 6-grams, no word n-grams, beta 2)."""
     return sacrebleu_score("CHRF", predictions, references)[0]
 
 
 def rouge(predictions: Texts, references: References, *, any_script: bool = False) -> dict[str, float]:
-    """Mean ROUGE F-measures of rouge-score, no stemming; each row takes its best reference for each measure.
+    """Mean F-measures ``{"rouge1", "rouge2", "rougeL"}`` of rouge-score, without stemming.
 
-    Args:
-        any_script: words are of letters and digits of any script. As published, ROUGE drops all but a-z and 0-9.
-
-    Returns:
-        ``{"rouge1", "rouge2", "rougeL"}``.
-
-    Raises:
-        InputError: no rows, unequal counts, or a row without a reference.
-        MissingPackageError: rouge-score is not installed.
-
-    >>> rouge(["a strike is over"], [["A strike is over."]])
-    {'rouge1': 100.0, 'rouge2': 100.0, 'rougeL': 100.0}
+    Each row takes its best reference for each measure. As published, ROUGE drops all characters but a-z and 0-9; with
+    ``any_script`` words are of letters and digits of any script.
     """
     texts, accepted = _checked(predictions, references)
     kinds = ("rouge1", "rouge2", "rougeL")
@@ -74,65 +56,35 @@ def rouge(predictions: Texts, references: References, *, any_script: bool = Fals
 def exact_match(predictions: Texts, references: References) -> float:
     """Share of answers equal to a reference after SQuAD's normalisation: case, punctuation, articles, spaces.
 
-    No answer is written "unanswerable" or "" by a model, and ``["unanswerable"]`` or ``[]`` as a reference.
-
-    Raises:
-        InputError: no rows or unequal counts.
-
-    >>> exact_match(["The Eiffel Tower!", "Unanswerable.", "Rome", ""], [["eiffel tower"], [], [], ["Paris"]])
-    50.0
+    "No answer" is "unanswerable" or "" as a prediction, and ``["unanswerable"]`` or ``[]`` as a reference.
     """
-    return _answer_score(_row_exact_match, predictions, references)
+    return _answer_score(lambda text, reference: float(text == reference), predictions, references)
 
 
 def f1(predictions: Texts, references: References) -> float:
-    """Mean overlap of normalised words with the best reference, as in SQuAD v2; no answer counts all or nothing.
-
-    Raises:
-        InputError: no rows or unequal counts.
-
-    >>> f1(["in a big pot", "unanswerable"], [["a pot"], []])
-    75.0
-    """
+    """Mean overlap of normalised words with the best reference, as in SQuAD v2."""
     return _answer_score(_row_f1, predictions, references)
 
 
 def same_text(predictions: Texts, references: References) -> float:
-    """Share of texts that are those of a reference, letter by letter; only spaces and Unicode's forms are evened out.
-
-    Raises:
-        InputError: no rows or unequal counts.
-
-    >>> same_text(["Il a faim. ", "a cat", "42"], [["Il a faim."], ["cat"], ["41", "42"]])
-    66.66666666666666
-    """
+    """Share of texts equal to a reference but for spaces and Unicode normalisation."""
     texts, accepted = _checked(predictions, references)
     return 100 * float(np.mean([_even(text) in map(_even, row) for text, row in zip(texts, accepted, strict=True)]))
 
 
-# Scores of anybody's rows, in any language; those of the bundled evaluation sets are as published.
+# Scores of a user's own rows, in any language; the bundled evaluation sets are scored as published.
 ROW_SCORES: dict[str, Callable[[Texts, References], float]] = {
     "bleu": bleu,
     "chrf": chrf,
     "rougeL": lambda predictions, references: rouge(predictions, references, any_script=True)["rougeL"],
     "exact_match": same_text,
 }
-# Points of a hundred. A model that knows nothing scores a few tenths by chance, and so does one that was ruined.
+# A model that knows nothing scores a few tenths by chance, and so does a ruined one.
 MIN_MEANINGFUL_SCORE = 5.0
 
 
 def floor_warning(scores: Mapping[str, float], what: str) -> str:
-    """A sentence where scores are too low to show a loss; else an empty text.
-
-    Args:
-        scores: by name; those that are not in `ROW_SCORES` are left aside.
-        what: whose scores they are.
-
-    >>> floor_warning({"bleu": 43.0}, "The model")
-    ''
-    >>> floor_warning({"bleu": 0.19}, "The model")  # doctest: +ELLIPSIS
-    'The model scores bleu 0.19: below 5 points no loss can show, so this says nothing about quality. ...'
-    """
+    """A warning if ``what`` has a score of `ROW_SCORES` too low to show a loss; else an empty text."""
     low = [
         f"{name} {score:.2f}" for name, score in scores.items() if name in ROW_SCORES and score < MIN_MEANINGFUL_SCORE
     ]
@@ -145,7 +97,7 @@ def floor_warning(scores: Mapping[str, float], what: str) -> str:
 
 
 def sacrebleu_score(metric: str, predictions: Texts, references: References) -> tuple[float, str]:
-    """A corpus score of `sacrebleu.metrics`, say ``"BLEU"``, with sacrebleu's signature of it. Errors as `bleu`."""
+    """A corpus score of `sacrebleu.metrics`, such as ``"BLEU"``, and sacrebleu's signature of it."""
     texts, accepted = _checked(predictions, references)
     scorer = getattr(_optional("sacrebleu.metrics", "sacrebleu"), metric)()
     # sacrebleu wants streams (every first reference, every second …), padded with None
@@ -167,14 +119,10 @@ def _even(text: str) -> str:
 
 
 class _AnyScript:
-    """What rouge-score takes for a tokenizer."""
+    """A tokenizer for rouge-score."""
 
     def tokenize(self, text: str) -> list[str]:
         return re.findall(r"[^\W_]+", unicodedata.normalize("NFC", text).lower())
-
-
-def _row_exact_match(prediction: str, reference: str) -> float:
-    return float(prediction == reference)
 
 
 def _row_f1(prediction: str, reference: str) -> float:
@@ -196,17 +144,19 @@ def _checked(predictions: Any, references: Any, *, empty_allowed: bool = False) 
     try:
         texts, accepted = list(predictions), list(references)
     except TypeError as error:
-        raise InputError(f"predictions and references must be lists ({error})") from error
+        raise InputError(f"predictions and references must be lists: {error}.") from error
     if isinstance(predictions, str) or not all(isinstance(text, str) for text in texts):
-        raise InputError("predictions must be a list of texts")
+        raise InputError("predictions must be a list of texts.")
     if not texts or len(texts) != len(accepted):
-        raise InputError(f"{len(texts)} predictions, {len(accepted)} references: give equally many, at least one")
+        raise InputError(
+            f"predictions and references must be equally many, at least one, got {len(texts)} and {len(accepted)}."
+        )
     for i, row in enumerate(accepted):
         # a bare text would pass as a list of its letters
         if not isinstance(row, (list, tuple)) or not all(isinstance(text, str) for text in row):
-            raise InputError(f"references[{i}] must be a list of accepted texts, not {row!r:.80}")
+            raise InputError(f"references[{i}] must be a list of accepted texts, got {row!r:.80}.")
         if not row and not empty_allowed:
-            raise InputError(f"references[{i}] is empty: give at least one accepted text")
+            raise InputError(f"references[{i}] is empty. Give at least one accepted text.")
     return texts, accepted
 
 

@@ -1,4 +1,4 @@
-"""The least time that a decoding step can take: the bytes that it reads, and the operations that it needs."""
+"""The roofline of a decoding step: least time by the bytes it reads and its operations."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from typing import Any
 from t5accel.checks import as_count
 from t5accel.errors import InputError
 
-_WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}  # of one weight
+# Of one weight; without the scales of quantised ones: one fp32 scale per 32 weights would add a quarter to int4.
+_WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
 def decoder_weights_per_step(dims: Any) -> int:
-    """How many decoder weights one decoding step reads, for a `t5accel.models.sizes.T5Dims` or its look-alike.
-
-    Counted: self-attention q, k, v, o; cross-attention q and o; feed-forward wi (twice if gated) and wo; the norms;
-    lm_head. Not counted: cross-attention k and v, which the encoder applies once per request; the embedding, of which a
-    step reads one row per sequence (so `tied` changes nothing); the relative position table.
-
-    Raises InputError when the three per-layer tuples are not equally long.
-    """
+    """The number of decoder weights that a decoding step reads, for a `T5Dims` or an object like it."""
+    # Counted: self-attention q, k, v, o; cross-attention q and o; feed-forward wi (twice if gated) and wo; the norms;
+    # lm_head. Not counted: cross-attention k and v, which the encoder applies once per request; the embedding, of which
+    # a step reads one row per sequence (so `tied` changes nothing); the relative position table.
     layers = (dims.decoder_heads, dims.cross_heads, dims.decoder_ff)
     if len({len(values) for values in layers}) != 1:
-        raise InputError(f"decoder_heads, cross_heads and decoder_ff are {layers}; give each one value per layer")
+        raise InputError(f"decoder_heads, cross_heads and decoder_ff must each have one value per layer, got {layers}.")
     total = dims.vocab_size * dims.d_model + dims.d_model  # lm_head and the final norm
     for self_heads, cross_heads, width in zip(*layers, strict=True):
         attention = (4 * self_heads + 2 * cross_heads) * dims.d_kv
@@ -33,7 +30,7 @@ def decoder_weights_per_step(dims: Any) -> int:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least time that one decoding step can take; `dataclasses.asdict` makes a row of it."""
+    """The least time of a decoding step; `dataclasses.asdict` makes a row of it."""
 
     precision: str
     batch: int
@@ -57,21 +54,15 @@ def step_roofline(
     position: int = 32,
     shortlist: bool = False,
 ) -> Roofline:
-    """Count the bytes and operations of one greedy decoding step, and divide by what the machine can do.
+    """Count a greedy decoding step's bytes and operations, and divide by the machine's rates.
 
-    `dims`: see `decoder_weights_per_step`. `bandwidth` in bytes/s, `gemm` in operations/s **at that precision**. Each
-    of `batch` sequences attends to `position` tokens of its own and `source_tokens` of its source.
-
-    Weights take 4 (fp32), 2 (fp16, bf16), 1 (int8) or 0.5 (int4) bytes. The scales of quantised weights are left out:
-    one fp32 scale per 32 weights would add a quarter to int4. With a `shortlist` the head takes at most 1 byte a
-    weight, for its copy in 8 bits is read in its place, and a scale of 4 bytes a token; the few exact rows are left
-    out. The cache is fp32 unless the precision is fp16 or bf16. Operations: 2 per weight and sequence, 4 per cached
-    key-value pair of numbers.
-
-    Weights that fit in the last-level cache can beat a floor of memory bandwidth: measure the bandwidth at their size
-    (`machine.bandwidth_bytes_per_s`).
-
-    t5-small at fp32: 38.48 million weights, 153.9 MB (154 MB by hand; the norms are 0.04 MB), plus 2.4 MB of cache.
+    Args:
+        dims: as in `decoder_weights_per_step`.
+        bandwidth: bytes/s. Weights that fit in the last-level cache can beat a floor of memory bandwidth: measure it at
+            their size (`machine.bandwidth_bytes_per_s`).
+        gemm: operations/s **at that precision**.
+        source_tokens: that each of ``batch`` sequences attends to; as well as to ``position`` tokens of its own.
+        shortlist: the head is read as its copy in 8 bits, with a scale of 4 bytes a token.
 
     >>> from types import SimpleNamespace
     >>> small = SimpleNamespace(d_model=512, d_kv=64, vocab_size=32128, gated=False, tied=True,
@@ -81,24 +72,23 @@ def step_roofline(
     (153917440, 156276736, 'bandwidth', 2.6)
     >>> step_roofline(small, bandwidth=60e9, gemm=214e9, shortlist=True).weight_bytes  # 66 MB of head less, 17 MB more
     104697344
-
-    Raises InputError for an unknown precision, a count below 1, or a rate that is not a finite number above 0.
     """
     if precision not in _WEIGHT_BYTES:
-        raise InputError(f"precision is {precision!r}; choose from {', '.join(_WEIGHT_BYTES)}")
+        raise InputError(f"precision must be one of {', '.join(_WEIGHT_BYTES)}, got {precision!r}.")
     for name, count in (("batch", batch), ("source_tokens", source_tokens), ("position", position)):
         as_count(count, name, at_least=1)
     for name, rate in (("bandwidth", bandwidth), ("gemm", gemm)):
         if not (math.isfinite(rate) and rate > 0):
-            raise InputError(f"{name} is {rate!r}; give a finite rate above 0, per second")
+            raise InputError(f"{name} must be a finite rate above 0, per second, got {rate!r}.")
     weights = decoder_weights_per_step(dims)
     pairs = batch * dims.d_kv * (position * sum(dims.decoder_heads) + source_tokens * sum(dims.cross_heads))
     weight_bytes = math.ceil(weights * _WEIGHT_BYTES[precision])
-    if shortlist:
+    if shortlist:  # without the few exact rows
         head = dims.vocab_size * dims.d_model
         weight_bytes += min(0, math.ceil(head * (1 - _WEIGHT_BYTES[precision])) + 4 * dims.vocab_size)
     cache_bytes = 2 * pairs * (2 if precision in ("fp16", "bf16") else 4)  # quantising weights leaves the cache in fp32
-    step_bytes, step_flops = weight_bytes + cache_bytes, 2 * weights * batch + 4 * pairs
+    step_bytes = weight_bytes + cache_bytes
+    step_flops = 2 * weights * batch + 4 * pairs  # 2 per weight and sequence, 4 per cached pair of numbers
     read_s, compute_s = step_bytes / bandwidth, step_flops / gemm
     floor_s, bound = max((read_s, "bandwidth"), (compute_s, "compute"))
     return Roofline(precision, batch, weight_bytes, step_bytes, step_flops, read_s, compute_s, floor_s, bound)

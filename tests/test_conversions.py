@@ -16,7 +16,7 @@ from bench.baselines.optimized_export import optimize_export
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import DECODER
 from t5accel.graphs.manifest import read_manifest
-from t5accel.precision.fp16 import half_export
+from t5accel.precision.fp16 import export_fp16
 from t5accel.precision.gate import quantize, quantize_export
 from t5accel.precision.recipes import RECIPES
 
@@ -25,7 +25,7 @@ INT8 = partial(quantize_export, recipe="int8")
 GATED = partial(quantize, recipe="int8", score=lambda _: {"x": 1}, max_loss={"x": 1})
 KEPT: dict[str, tuple[Convert, list[dict[str, Any]]]] = {  # and what makes another export of it
     "int8": (INT8, [dict(recipe=RECIPES["int8"].without(["lm_head"])), dict(recipe="int4")]),
-    "fp16": (half_export, [dict(naive=True)]),
+    "fp16": (export_fp16, [dict(naive=True)]),
     "optimised": (optimize_export, [dict(level="extended"), dict(level="basic")]),
 }
 NO_PATHS = (None, 5, "", b"x", "x\0", "\ud800")
@@ -66,7 +66,7 @@ def neighbours(exported, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("convert", [INT8, GATED, half_export, optimize_export], ids=["int8", "gated", "fp16", "all"])
+@pytest.mark.parametrize("convert", [INT8, GATED, export_fp16, optimize_export], ids=["int8", "gated", "fp16", "all"])
 def test_what_is_there_is_kept(neighbours: Path, convert: Convert, overwrite: bool) -> None:
     call, before = partial(convert, overwrite=overwrite), whole(neighbours)
     made_from = partial(call, out=neighbours / "new")

@@ -46,7 +46,7 @@ from t5accel.errors import (
     UnknownModelError,
 )
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec, names
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec, kv_names
 from t5accel.graphs.export import export_model, source_hash, t5_weights
 from t5accel.graphs.export_folder import LARGEST_INSIDE
 from t5accel.graphs.layers import LOWEST, decoder_graph, encoder_graph
@@ -108,13 +108,13 @@ class Graphs:
 
     def encode(self, ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
         """What the decoder wants to know about a batch of sources."""
-        cross = self.encoder.run(names("cross", self.layers), {"input_ids": ids, "attention_mask": mask})
-        return {"attention_mask": mask, **dict(zip(names("cross", self.layers), cross, strict=True))}
+        cross = self.encoder.run(kv_names("cross", self.layers), {"input_ids": ids, "attention_mask": mask})
+        return {"attention_mask": mask, **dict(zip(kv_names("cross", self.layers), cross, strict=True))}
 
     def empty(self, batch: int, rows: int, garbage: int = 0, scale: float = 1.0) -> dict[str, np.ndarray]:
         """A history of nothing but masked garbage, of which there may be none."""
         rng, past = np.random.default_rng(9), {"past_mask": np.zeros((batch, rows, garbage), dtype=np.int64)}
-        for name in names("past", self.layers):
+        for name in kv_names("past", self.layers):
             heads, d_kv = (self.past_shapes[name.replace("value", "key")][axis] for axis in (2, 4))
             past[name] = scale * rng.standard_normal((batch, rows, heads, garbage, d_kv)).astype(np.float32)
         return past
@@ -124,10 +124,10 @@ class Graphs:
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Logits (B, K, T, V), and the history that is now longer."""
         logits, *present = self.decoder.run(
-            ["logits", *names("present", self.layers)], {"input_ids": new, **source, **past}
+            ["logits", *kv_names("present", self.layers)], {"input_ids": new, **source, **past}
         )
         mask = np.concatenate([past["past_mask"], np.ones_like(new)], axis=2)
-        return logits, {"past_mask": mask, **dict(zip(names("past", self.layers), present, strict=True))}
+        return logits, {"past_mask": mask, **dict(zip(kv_names("past", self.layers), present, strict=True))}
 
     def chunks(
         self, ids: np.ndarray, mask: np.ndarray, new: np.ndarray, cuts: Sequence[int] = (3, 4), **garbage: Any

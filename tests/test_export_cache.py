@@ -24,10 +24,10 @@ from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import (
     cache_folder,
     cached_export,
-    checked_manifest,
     clear_exports,
-    given_export,
+    find_export,
     list_exports,
+    verified_manifest,
 )
 from t5accel.graphs.manifest import read_manifest, write_manifest
 from t5accel.models.load import hub_snapshot, load_model
@@ -217,7 +217,7 @@ def test_files_are_hashed_once(folder: Path, hashed: list[str], monkeypatch) -> 
     hashed.clear()
     forbid(monkeypatch)
     assert [cached_export(folder, precision=name) for name in ("fp32", "int8")] == first
-    assert [checked_manifest(folder) for folder in first] == [read_manifest(folder) for folder in first]
+    assert [verified_manifest(folder) for folder in first] == [read_manifest(folder) for folder in first]
     assert hashed == []
 
 
@@ -247,7 +247,7 @@ def test_a_changed_file_is_never_served_from_before(folder: Path, hashed: list[s
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ExportError, match=r"weights\.data was altered"):
-        checked_manifest(second)
+        verified_manifest(second)
     assert cached_export(folder) == second and weights.read_bytes() == content, "made again"
 
 
@@ -452,11 +452,11 @@ def test_the_hub_is_asked_once_for_a_model_and_never_for_one_that_is_there(tiny_
     publish(hub, "google-t5/t5-small", tiny_t5(), "1" * 40, {"manifest.json": '{"files": ["of somebody else"]}'})
     fake = FakeHub(hub, tmp_path, monkeypatch)
     for name in ("mini", "t5-small", "random:t5-small", str(tmp_path), "", tiny_t5(), None):
-        assert given_export(name) is None
-    assert fake.asked == [] and given_export("me/my-model") is None
+        assert find_export(name) is None
+    assert fake.asked == [] and find_export("me/my-model") is None
     assert fake.asked == [("me/my-model", "manifest.json")]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert given_export("me/my-model") is None and len(fake.asked) == 1
+    assert find_export("me/my-model") is None and len(fake.asked) == 1
 
 
 def test_a_manifest_that_names_other_files_is_refused(exported: Path, hub: Path, monkeypatch) -> None:
@@ -471,7 +471,7 @@ def test_a_manifest_that_names_other_files_is_refused(exported: Path, hub: Path,
 
 def test_a_model_with_a_manifest_of_something_else_is_a_model(folder: Path) -> None:
     (folder / "manifest.json").write_text("{}")
-    assert given_export(folder) is None and cached_export(folder)
+    assert find_export(folder) is None and cached_export(folder)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -318,7 +318,7 @@ def test_as_count_raises_input_error_at_most(value: Any) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         assert as_count(value, "n", at_least=1) == value
     else:
-        with pytest.raises(InputError, match="^n is .*at least 1"):
+        with pytest.raises(InputError, match="^n must .*at least 1"):
             as_count(value, "n", at_least=1)
 
 

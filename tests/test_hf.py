@@ -759,11 +759,11 @@ def test_what_generate_cannot_be_asked(pair, batch) -> None:
     refused(call, "cache_implementation", "static", "quantized")
     refused(call, "prefill_chunk_size", 2)
     refused(call, "assistant_early_exit", 1)
-    refused(call, "past_key_values", DynamicCache(), match="past_key_values is a DynamicCache")
-    refused(call, "encoder_outputs", (hidden,), match="encoder_outputs is a tuple")
+    refused(call, "past_key_values", DynamicCache(), match="past_key_values .*DynamicCache")
+    refused(call, "encoder_outputs", (hidden,), match="encoder_outputs .*tuple")
     refused(call, "decoder_input_ids", torch.full((6, 2), 300), match="0 … 299")
     for name in ("num_beams", "num_return_sequences"):
-        refused(partial(call, do_sample=True), name, 0, -1, 1.5, True, match=f"{name} is ")
+        refused(partial(call, do_sample=True), name, 0, -1, 1.5, True, match=f"{name} ")
     refused(pair[1].generate, "max_new_tokens", 3, match="nothing to answer")
     refused(pair[1].generate_batch, "inputs", batch["input_ids"].tolist(), match="Continuous batching")
 
@@ -788,14 +788,14 @@ def test_what_forward_cannot_be_given(pair) -> None:
     refused(call, "output_attentions", True)
     refused(call, "use_cash", True)
     refused(partial(call, input_ids=None), "inputs_embeds", hidden)
-    refused(call, "decoder_input_ids", torch.zeros(2, 3), match="decoder_input_ids is of type")
+    refused(call, "decoder_input_ids", torch.zeros(2, 3), match="decoder_input_ids must be integers")
     refused(call, "decoder_input_ids", ids[:, :0], match="at least one new")
     refused(call, "decoder_input_ids", ids[0], match="2 dimensions")
     refused(call, "decoder_input_ids", ids[:1], match="has 1 rows")
     refused(call, "decoder_input_ids", ids + 300, match="0 … 299")
     refused(call, "attention_mask", torch.tensor([[1, 1, 1], [1, 2, 0]]), match="other values than 0")
-    refused(partial(call, input_ids=None), "encoder_outputs", (hidden,), match="encoder_outputs is a tuple")
-    refused(partial(call, input_ids=None), "past_key_values", DynamicCache(), match="is a DynamicCache")
+    refused(partial(call, input_ids=None), "encoder_outputs", (hidden,), match="encoder_outputs .*tuple")
+    refused(partial(call, input_ids=None), "past_key_values", DynamicCache(), match="DynamicCache")
 
 
 def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> None:
@@ -808,7 +808,7 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
     with pytest.raises(InputError, match="of another model"):
         ours(past_key_values=cache, decoder_input_ids=decoder_ids(6, 1))
     if not V5:  # 5.x encodes then; 4.57 does where the argument is absent
-        with pytest.raises(InputError, match="encoder_outputs is a NoneType"):
+        with pytest.raises(InputError, match="encoder_outputs .*NoneType"):
             ours.generate(**batch, encoder_outputs=None, **SHORT)
     with pytest.raises(InputError, match="return_dict=False"):
         ours.encoder(**batch, return_dict=False)

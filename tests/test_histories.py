@@ -88,7 +88,7 @@ def test_nothing_of_it_can_be_assigned() -> None:
 @pytest.mark.parametrize("ids", [[-1], [300], [0, 300], [299, -1], [2**62], [-(2**63)], [2**63 - 1]])
 def test_ids_outside_of_the_vocabulary(ids: list[int]) -> None:
     array = np.array(ids, dtype=np.int64)
-    with pytest.raises(InputError, match=rf"0 … 299; {min(ids)} … {max(ids)} were given"):
+    with pytest.raises(InputError, match=rf"0 … 299, got {min(ids)} … {max(ids)}"):
         check_vocabulary(array, 300)
     every_second = np.zeros((len(ids), 2), dtype=np.int64)
     every_second[:, 0] = ids

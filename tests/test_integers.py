@@ -13,8 +13,8 @@ from test_surgery import operators, run
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.precision import integer_graphs, integers
-from t5accel.precision.integer_graphs import Integers
-from t5accel.precision.integers import SHRUNK, Blocks, in_blocks, in_channels
+from t5accel.precision.integer_graphs import IntegerRewriter
+from t5accel.precision.integers import SHRUNK, QuantizedBlocks, quantize_blocks, quantize_channels
 from t5accel.precision.recipes import Recipe, Scheme
 
 BITS, SIZES = [4, 8], [16, 32, 64]
@@ -72,7 +72,7 @@ def padded(weight: np.ndarray, size: int) -> np.ndarray:
     return wide.reshape(len(weight), count, size)
 
 
-def codes(blocks: Blocks) -> np.ndarray:
+def codes(blocks: QuantizedBlocks) -> np.ndarray:
     """(N, blocks, size) integers as they are stored."""
     packed = blocks.integers.astype(np.int64)
     if blocks.bits == 8:
@@ -86,7 +86,7 @@ def codes(blocks: Blocks) -> np.ndarray:
 @settings(deadline=None, max_examples=300)
 @given(weight=weights, bits=st.sampled_from(BITS), size=st.sampled_from(SIZES))
 def test_no_weight_is_further_off_than_its_level(weight: np.ndarray, bits: int, size: int) -> None:
-    blocks = in_blocks(weight, bits, size)
+    blocks = quantize_blocks(weight, bits, size)
     given_, count, half = padded(weight, size), -(-weight.shape[1] // size), 2 ** (bits - 1)
     assert blocks.integers.shape == (len(weight), count, size * bits // 8) and blocks.integers.dtype == np.uint8
     assert blocks.scales.shape == (len(weight), count) and blocks.scales.dtype == np.float32
@@ -113,7 +113,7 @@ def test_of_all_scales_that_which_loses_least(weight: np.ndarray, size: int) -> 
     given_ = padded(weight, size)
     if not 1e-15 < np.abs(given_).max() < 1e15:
         return  # where squares are no numbers any more, it is the scale that reaches the largest weight
-    lost = np.square(in_blocks(weight, 4, size).floats().reshape(given_.shape) - given_).sum(axis=2)
+    lost = np.square(quantize_blocks(weight, 4, size).floats().reshape(given_.shape) - given_).sum(axis=2)
     first = np.abs(given_).argmax(axis=2)[:, :, None]
     full = np.take_along_axis(given_, first, axis=2) / -8
     tried = []
@@ -127,7 +127,7 @@ def test_smaller_scales_pay_in_four_bits(monkeypatch) -> None:
     weight = gaussian(np.random.default_rng(0), 64, 256)
 
     def lost(bits: int) -> float:
-        return float(np.square(in_blocks(weight, bits, 32).floats() - weight).mean())
+        return float(np.square(quantize_blocks(weight, bits, 32).floats() - weight).mean())
 
     best = {bits: lost(bits) for bits in BITS}
     monkeypatch.setattr(integers, "SHRUNK", SHRUNK[:1])
@@ -138,7 +138,9 @@ def test_smaller_scales_pay_in_four_bits(monkeypatch) -> None:
 def test_a_smaller_block_loses_less() -> None:
     weight = one_outlier(np.random.default_rng(0), 8, 256)
     for bits in BITS:
-        lost = [np.square(in_blocks(weight, bits, size).floats() - weight).mean() for size in (16, 32, 64, 128, 256)]
+        lost = [
+            np.square(quantize_blocks(weight, bits, size).floats() - weight).mean() for size in (16, 32, 64, 128, 256)
+        ]
         assert lost == sorted(lost) and lost[-1] > 2 * lost[0]
 
 
@@ -146,11 +148,11 @@ def test_numbers_at_the_end_of_32_bits() -> None:
     largest = np.finfo(np.float32).max
     weight = np.array([[largest, -largest, largest / 2, 0], [1e-45, -1e-45, 0, 0]], dtype=np.float32)
     for bits in BITS:
-        near = in_blocks(weight, bits, 16).floats()[:, :4]
+        near = quantize_blocks(weight, bits, 16).floats()[:, :4]
         assert near[0, 0] == largest and near[0, 3] == 0 and np.isfinite(near).all()
         assert abs(near[0, 1] / largest + 1) <= 2 ** (1 - bits) and abs(near[0, 2] / largest - 0.5) < 2**-bits
         assert np.abs(near[1]).max() <= 1e-44
-    channels = in_channels(weight.T)
+    channels = quantize_channels(weight.T)
     assert channels.integers[:2, 0].tolist() == [127, -127] and channels.integers[2, 0] in (63, 64)
     assert np.isfinite(channels.scales).all()
 
@@ -161,17 +163,17 @@ def test_numbers_at_the_end_of_32_bits() -> None:
 def test_the_first_of_two_lies_low() -> None:
     row = np.zeros((1, 16), dtype=np.float32)
     row[0, :4] = -8, 7, 3, -1  # a scale of 1 is exact
-    blocks = in_blocks(row, 4, 16)
+    blocks = quantize_blocks(row, 4, 16)
     assert blocks.scales.tolist() == [[1.0]] and blocks.floats()[0, :4].tolist() == [-8, 7, 3, -1]
     assert blocks.integers.tolist() == [[[0x0 | 0xF << 4, 0xB | 0x7 << 4, *[0x88] * 6]]]
     row[0, :4] = -128, 127, 3, -1
-    blocks = in_blocks(row, 8, 16)
+    blocks = quantize_blocks(row, 8, 16)
     assert blocks.scales.tolist() == [[1.0]] and blocks.integers.tolist() == [[[0, 255, 131, 127, *[128] * 12]]]
 
 
 def test_the_largest_weight_is_reached_whatever_its_sign() -> None:
     for sign in (1, -1):
-        blocks = in_blocks(np.float32(sign) * np.array([[4.0, -1.0, 0.5, *[0.0] * 13]], np.float32), 8, 16)
+        blocks = quantize_blocks(np.float32(sign) * np.array([[4.0, -1.0, 0.5, *[0.0] * 13]], np.float32), 8, 16)
         assert blocks.scales.tolist() == [[-sign * 4 / 128]], "a negative scale for a positive weight"
         assert blocks.floats()[0, :3].tolist() == [sign * 4, -sign, sign * 0.5]
 
@@ -180,7 +182,7 @@ def test_its_opposite_is_clipped_and_does_not_come_round() -> None:
     """Level half of it would be the next byte."""
     row = np.tile(np.array([[1.0, -1.0]], dtype=np.float32), 8)
     for bits in BITS:
-        near = in_blocks(row, bits, 16).floats()
+        near = quantize_blocks(row, bits, 16).floats()
         assert (np.sign(near) == np.sign(row)).all() and np.abs(near - row).max() <= 2 ** (1 - bits)
         assert np.abs(near - row).max() > 0, "all levels are taken"
 
@@ -188,24 +190,24 @@ def test_its_opposite_is_clipped_and_does_not_come_round() -> None:
 def test_blocks_begin_anew_in_every_row() -> None:
     weight = gaussian(np.random.default_rng(3), 3, 40)
     for bits in BITS:
-        whole = in_blocks(weight, bits, 32)
+        whole = quantize_blocks(weight, bits, 32)
         for row in range(3):
-            alone = in_blocks(weight[row : row + 1], bits, 32)
+            alone = quantize_blocks(weight[row : row + 1], bits, 32)
             np.testing.assert_array_equal(whole.integers[row], alone.integers[0])
-        first = in_blocks(weight[:, :32], bits, 32)
+        first = quantize_blocks(weight[:, :32], bits, 32)
         np.testing.assert_array_equal(whole.scales[:, :1], first.scales)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_many_rows_are_rounded_a_few_at_a_time(monkeypatch, bits: int) -> None:
     weight = gaussian(np.random.default_rng(1), 10, 70)
-    at_once = in_blocks(weight, bits, 32)
+    at_once = quantize_blocks(weight, bits, 32)
     monkeypatch.setattr(integers, "ROWS_AT_ONCE", 4)
-    in_parts = in_blocks(weight, bits, 32)
+    in_parts = quantize_blocks(weight, bits, 32)
     np.testing.assert_array_equal(in_parts.integers, at_once.integers)
     np.testing.assert_array_equal(in_parts.scales, at_once.scales)
     for view in (np.asfortranarray(weight), np.ascontiguousarray(weight.T).T):
-        np.testing.assert_array_equal(in_blocks(view, bits, 32).integers, at_once.integers)
+        np.testing.assert_array_equal(quantize_blocks(view, bits, 32).integers, at_once.integers)
 
 
 # A scale for each output
@@ -214,7 +216,7 @@ def test_many_rows_are_rounded_a_few_at_a_time(monkeypatch, bits: int) -> None:
 @settings(deadline=None, max_examples=200)
 @given(weight=weights, per_channel=st.booleans(), reduce_range=st.booleans())
 def test_no_weight_is_further_off_than_half_a_level(weight: np.ndarray, per_channel: bool, reduce_range: bool) -> None:
-    channels = in_channels(weight, per_channel=per_channel, reduce_range=reduce_range)
+    channels = quantize_channels(weight, per_channel=per_channel, reduce_range=reduce_range)
     levels = 64 if reduce_range else 127
     assert channels.integers.dtype == np.int8 and channels.integers.shape == weight.shape
     assert channels.scales.dtype == np.float32 and channels.scales.shape == (weight.shape[1:] if per_channel else ())
@@ -234,7 +236,7 @@ def test_an_outlier_spoils_its_own_channel_alone() -> None:
     weight[5, 3] = 1000
 
     def lost(**options: bool) -> np.ndarray:
-        channels = in_channels(weight, **options)
+        channels = quantize_channels(weight, **options)
         return np.abs(channels.integers * channels.scales - weight)[:, [0, 1, 2, *range(4, 16)]].mean()
 
     assert lost(per_channel=True) < 0.01 and lost(per_channel=False) > 0.3
@@ -252,7 +254,10 @@ JUNK: list[tuple[str, np.ndarray]] = [
 
 @pytest.mark.parametrize(("what", "junk"), JUNK, ids=[name for name, _ in JUNK])
 def test_what_cannot_be_rounded(what: str, junk: np.ndarray) -> None:
-    for call in (lambda: in_blocks(junk.astype(np.float32), 8, 16), lambda: in_channels(junk.astype(np.float32))):
+    for call in (
+        lambda: quantize_blocks(junk.astype(np.float32), 8, 16),
+        lambda: quantize_channels(junk.astype(np.float32)),
+    ):
         with pytest.raises(InputError, match="has to be a matrix of finite numbers"):
             call()
 
@@ -266,7 +271,7 @@ def product(rows: np.ndarray, scheme: Scheme) -> GraphBuilder:
     x = graph.input("x", "float32", ["N", rows.shape[1]])
     y = graph.op("MatMul", x, graph.weight("lm_head.weight.T", rows.T))
     graph.output(graph.op("Neg", y, output="z"), "float32", ["N", len(rows)])
-    assert Integers(Recipe("head", head=scheme)).rewrite(graph, "decoder") == {"lm_head.weight.T": "lm_head"}
+    assert IntegerRewriter(Recipe("head", head=scheme)).rewrite(graph, "decoder") == {"lm_head.weight.T": "lm_head"}
     return graph
 
 
@@ -280,9 +285,9 @@ def test_onnxruntime_reads_the_blocks_as_we_do(maker: Any, width: int, size: int
     graph = product(rows, Scheme(bits=bits, block_size=size, accuracy_level=1))
     assert operators(graph) == ["MatMulNBits", "Neg"]
     (z,) = run(graph, x=np.eye(width, dtype=np.float32))
-    blocks = in_blocks(rows, bits, size)
+    blocks = quantize_blocks(rows, bits, size)
     np.testing.assert_allclose(-z.T, blocks.floats()[:, :width], rtol=1e-6, atol=0)
-    wrong = Blocks(np.roll(blocks.integers, 1, axis=2), blocks.scales, bits, size)
+    wrong = QuantizedBlocks(np.roll(blocks.integers, 1, axis=2), blocks.scales, bits, size)
     assert not rows.any() or not np.allclose(-z.T, wrong.floats()[:, :width], rtol=1e-3)
 
 
@@ -292,7 +297,7 @@ def test_every_accuracy_level_multiplies(bits: int, level: int) -> None:
     rng = np.random.default_rng(4)
     rows, x = gaussian(rng, 24, 96), gaussian(rng, 9, 96)
     (z,) = run(product(rows, Scheme(bits=bits, block_size=32, accuracy_level=level)), x=x)
-    exact = -(x.astype(np.float64) @ in_blocks(rows, bits, 32).floats().T.astype(np.float64))
+    exact = -(x.astype(np.float64) @ quantize_blocks(rows, bits, 32).floats().T.astype(np.float64))
     off = np.abs(z - exact).max() / exact.std()
     assert off < (0.05 if level == 4 else 0.01 if level in (2, 3) else 1e-5), "of 8 bits where that is asked for"
 
@@ -307,11 +312,11 @@ def test_products_of_integers(method: str, options: dict[str, bool], shift: floa
     y = graph.op("MatMul", graph.input("x", "float32", ["N", 96]), graph.weight("lm_head.weight.T", rows.T))
     graph.output(graph.op("Neg", y, output="z"), "float32", ["N", 24])
     ranges = {"decoder": {"x": (float(x.min()), float(x.max()))}}
-    Integers(Recipe("head", head=Scheme(method, **options)), ranges).rewrite(graph, "decoder")
+    IntegerRewriter(Recipe("head", head=Scheme(method, **options)), ranges).rewrite(graph, "decoder")
     integer = {"dynamic": "MatMulInteger", "static": "QuantizeLinear"}[method]
     assert integer in operators(graph) and graph.opsets == {"": 20}, "the standard has them all"
     (z,) = run(graph, x=x)
-    channels = in_channels(rows.T, **options)
+    channels = quantize_channels(rows.T, **options)
     scale = max(x.max(), 0) - min(x.min(), 0)
     zero = np.rint(-min(x.min(), 0) / (scale / 255))
     near_x = (np.rint(x / (scale / 255)) + zero).clip(0, 255) - zero
@@ -328,7 +333,7 @@ def test_a_weight_of_two_graphs_by_two_schemes() -> None:
     both += [Scheme("dynamic", per_channel=False), Scheme(bits=4, block_size=16), Scheme(), Scheme(block_size=16)]
     for encoder in both:
         for decoder in both:
-            rewriting, found = Integers(Recipe("two", encoder=encoder, decoder=decoder)), []
+            rewriting, found = IntegerRewriter(Recipe("two", encoder=encoder, decoder=decoder)), []
             for stack in ("encoder", "decoder"):
                 graph = GraphBuilder(stack)
                 y = graph.op("MatMul", graph.input("x", "float32", ["N", 32]), graph.weight(f"{name}.T", weight))
@@ -341,8 +346,10 @@ def test_a_weight_of_two_graphs_by_two_schemes() -> None:
 
 def test_what_both_graphs_read_is_rounded_once(monkeypatch) -> None:
     rounded: list[Any] = []
-    monkeypatch.setattr(integer_graphs, "in_blocks", lambda *args: (rounded.append(args), in_blocks(*args))[1])
-    rewriting = Integers(Recipe("one", embedding=Scheme(), head=Scheme()))
+    monkeypatch.setattr(
+        integer_graphs, "quantize_blocks", lambda *args: (rounded.append(args), quantize_blocks(*args))[1]
+    )
+    rewriting = IntegerRewriter(Recipe("one", embedding=Scheme(), head=Scheme()))
     for stack in ("encoder", "decoder"):
         graph = GraphBuilder(stack)
         table = graph.weight("shared.weight", np.eye(64, dtype=np.float32))
@@ -366,7 +373,7 @@ def look_up(table: np.ndarray, scheme: Scheme, tied: bool = False) -> GraphBuild
         logits = graph.op("MatMul", hidden, graph.op("Transpose", "shared.weight", perm=[1, 0]), output="logits")
         graph.output(logits, "float32", ["B", "T", len(table)])
     recipe = Recipe("rows", head=scheme if tied else None, embedding=scheme)
-    assert Integers(recipe).rewrite(graph, "decoder") == {"shared.weight": "lm_head" if tied else "embedding"}
+    assert IntegerRewriter(recipe).rewrite(graph, "decoder") == {"shared.weight": "lm_head" if tied else "embedding"}
     return graph
 
 
@@ -379,7 +386,7 @@ def test_rows_are_looked_up_as_they_are_stored(width: int, size: int, bits: int)
     assert "GatherBlockQuantized" in operators(graph) and "shared.weight" not in graph.weights
     ids = np.array([[0, 49, 7], [7, 8, 31]])
     np.testing.assert_allclose(
-        -run(graph, ids=ids)[0], in_blocks(table, bits, size).floats()[ids][..., :width], rtol=1e-6, atol=0
+        -run(graph, ids=ids)[0], quantize_blocks(table, bits, size).floats()[ids][..., :width], rtol=1e-6, atol=0
     )
 
 
@@ -390,7 +397,7 @@ def test_of_tied_weights_one_copy_serves_twice(bits: int) -> None:
     large = {name: array for name, array in graph.weights.items() if array.nbytes > 100}
     assert sorted(array.dtype.name for array in large.values()) == ["float32", "uint8"]
     assert sum(array.nbytes for array in large.values()) == 50 * (64 * bits // 8 + 2 * 4)
-    ids, near = np.array([[3, 4]]), in_blocks(table, bits, 32).floats()
+    ids, near = np.array([[3, 4]]), quantize_blocks(table, bits, 32).floats()
     hidden, logits = run(graph, ids=ids)
     np.testing.assert_allclose(-hidden, near[ids], rtol=1e-6)
     np.testing.assert_allclose(logits, -near[ids] @ near.T, rtol=1e-4, atol=1e-4)
@@ -402,5 +409,5 @@ def test_other_tables_are_left_alone() -> None:
     ids = graph.input("ids", "int64", ["B"])
     for name in ("bias.by_distance", "decoder.embed_tokens.weight"):
         graph.output(graph.op("Gather", graph.weight(name, table), ids, output=f"of {name}"), "float32", ["B", 64])
-    changed = Integers(Recipe("rows", embedding=Scheme())).rewrite(graph, "decoder")
+    changed = IntegerRewriter(Recipe("rows", embedding=Scheme())).rewrite(graph, "decoder")
     assert changed == {"decoder.embed_tokens.weight": "embedding"} and "bias.by_distance" in graph.weights

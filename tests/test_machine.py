@@ -208,12 +208,12 @@ def test_bandwidth_is_that_of_the_best_pass_and_every_byte_is_read(monkeypatch):
 def test_bad_values_say_what_was_given():
     refused(machine.bandwidth_bytes_per_s, "size_bytes", 100)
     refused(partial(machine.read_rates, 1 << 20), "passes", 0)
-    refused(machine.gemm_flops_per_s, "n", 0, match="n is 0")
-    refused(partial(machine.gemm_flops_per_s, 8), "dtype", "int8", match="dtype is 'int8'; choose from float32")
+    refused(machine.gemm_flops_per_s, "n", 0, match="^n must")
+    refused(partial(machine.gemm_flops_per_s, 8), "dtype", "int8", match="dtype .*float32")
     call = partial(step_roofline, dims(), bandwidth=1, gemm=1)
-    refused(call, "precision", "fp8", match="precision is 'fp8'; choose from fp32")
+    refused(call, "precision", "fp8", match="precision .*fp32")
     for name, value in (("batch", 0), ("position", 1.5), ("bandwidth", 0), ("gemm", math.nan)):
-        refused(call, name, value, match=f"{name} is {value}")
+        refused(call, name, value, match=f"{name} .* got {value}")
     refused(partial(step_roofline, bandwidth=1, gemm=1), "dims", dims(cross_heads=(8,)), match="one value per layer")
 
 

@@ -44,7 +44,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.ort_levels import LEVELS, require_runnable_here, this_machine
-from t5accel.graphs.rewriting import contrib_operators, count_nodes, reread
+from t5accel.graphs.rewriting import contrib_operators, count_nodes, load_graphs
 
 ONE_THREAD = SessionSettings(threads=1)
 NORM, TRANSPOSED, SKIP = (
@@ -298,7 +298,7 @@ def test_made_up_names_are_told_apart(tmp_path: Path) -> None:
         tensors = [numpy_helper.from_array(array, "folded"), numpy_helper.from_array(np.float32(len(paths)), "small")]
         nodes = [helper.make_node("Add", ["x", "folded"], ["sum"]), helper.make_node("Mul", ["sum", "small"], ["y"])]
         paths.append(save(tmp_path / f"{name}.onnx", nodes, {"": 20, "ai.onnx.ml": 5, "com.microsoft": 1}, tensors))
-    graphs = reread(paths)
+    graphs = load_graphs(paths)
     assert [list(graph.weights) for graph in graphs.values()] == [
         ["folded", "small"], ["b.folded", "small"], ["folded", "small"],
     ]  # fmt: skip

@@ -31,12 +31,18 @@ from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, enc
 from t5accel.graphs.export import export_model
 from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.manifest import read_manifest
-from t5accel.graphs.rewriting import reread
+from t5accel.graphs.rewriting import load_graphs
 from t5accel.parity import ParityError, assert_varied, token_agreement
 from t5accel.precision import calibration as probe_module
-from t5accel.precision.calibration import Example, Seen, largest, probe, ranges
-from t5accel.precision.fp16 import LARGEST, MARGIN, half_export, nodes_in_fp32, to_half
-from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_of
+from t5accel.precision.calibration import (
+    CalibrationSample,
+    TensorRange,
+    collect_ranges,
+    max_magnitudes,
+    ranges_by_graph,
+)
+from t5accel.precision.fp16 import LARGEST, MARGIN, convert_graph_fp16, export_fp16, nodes_in_fp32
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_from_json
 from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -61,7 +67,7 @@ def square_root_of_square() -> GraphBuilder:
 
 def test_two_nodes_in_fp16() -> None:
     graph = square_root_of_square()
-    to_half(graph)
+    convert_graph_fp16(graph)
     assert operators(graph) == ["Mul", "Sqrt"]
     types = {value.name: value.type.tensor_type.elem_type for value in (*graph.inputs, *graph.outputs)}
     assert types == {"x": onnx.TensorProto.FLOAT16, "y": onnx.TensorProto.FLOAT16}
@@ -73,7 +79,7 @@ def test_two_nodes_in_fp16() -> None:
 
 def test_two_nodes_that_stay_in_fp32() -> None:
     graph = square_root_of_square()
-    to_half(graph, ["Mul:square", "Sqrt:y"])
+    convert_graph_fp16(graph, ["Mul:square", "Sqrt:y"])
     assert operators(graph) == ["Cast", "Mul", "Sqrt", "Cast"], "one cast for both operands, none in between"
     onnx.checker.check_model(graph.proto(), full_check=True)
     x = np.array([3, -200, 300, 1e-5], dtype=np.float16)
@@ -87,7 +93,7 @@ def test_two_nodes_that_stay_in_fp32() -> None:
 ])  # fmt: skip
 def test_casts_stand_where_numbers_change(in_fp32: list[str], expected: list[str]) -> None:
     graph = square_root_of_square()
-    to_half(graph, in_fp32)
+    convert_graph_fp16(graph, in_fp32)
     assert operators(graph) == expected
     onnx.checker.check_model(graph.proto(), full_check=True)
     assert by_numpy(graph, x=np.array([-7], dtype=np.float16))[0].tolist() == [7]
@@ -99,7 +105,7 @@ def test_weights_are_stored_in_fp16_whoever_reads_them() -> None:
     one = graph.op("MatMul", x, graph.weight("w", weight), output="one")
     graph.output(graph.op("MatMul", one, "w", output="two"), "float32", ["N", 2])
     graph.output(graph.op("Add", one, graph.constant(np.float32(2)), output="three"), "float32", ["N", 2])
-    to_half(graph, ["MatMul:two"])
+    convert_graph_fp16(graph, ["MatMul:two"])
     assert {name: array.dtype.name for name, array in graph.weights.items()} == {
         "w.fp16": "float16", "constant_0.fp16": "float16"}  # fmt: skip
     np.testing.assert_array_equal(
@@ -115,7 +121,7 @@ def test_logits_leave_in_fp32_and_integers_stay() -> None:
     masked = graph.op("Mul", padded, graph.constant(LOWEST), output="masked")
     graph.output(graph.op("Neg", masked, output="logits"), "float32", ["N"])
     graph.output(graph.op("Shape", masked, output="shape"), "int64", [1])
-    to_half(graph)
+    convert_graph_fp16(graph)
     types = {value.name: value.type.tensor_type.elem_type for value in (*graph.inputs, *graph.outputs)}
     assert types == {"ids": onnx.TensorProto.INT64, "logits": onnx.TensorProto.FLOAT, "shape": onnx.TensorProto.INT64}
     assert operators(graph).count("Cast") == 2, "that of the mask, to fp16 now, and one of the logits"
@@ -129,7 +135,7 @@ def test_an_output_that_others_read_is_there_in_both() -> None:
     x = graph.input("x", "float32", ["N"])
     graph.output(graph.op("Mul", x, x, output="present"), "float32", ["N"])
     graph.output(graph.op("Sqrt", "present", output="logits"), "float32", ["N"])
-    to_half(graph, ["Mul:present", "Sqrt:logits"])
+    convert_graph_fp16(graph, ["Mul:present", "Sqrt:logits"])
     assert Counter(operators(graph)) == {"Mul": 1, "Sqrt": 1, "Cast": 2}, "of x, and of what leaves in fp16"
     present, logits = by_numpy(graph, x=np.array([300], dtype=np.float16))
     assert np.isinf(present) and present.dtype == np.float16 and logits.tolist() == [300]
@@ -163,8 +169,8 @@ def test_what_is_known_of_t5_stays_in_fp32() -> None:
     assert {"Add:sum", "Add:safe", "MatMul:wo"} <= set(kept) and not {"MatMul:wi", "Mul:normed", "Add:y"} & set(kept)
     before = by_numpy(graph, x=np.full((1, 8), 500, dtype=np.float32))[0]
     naive, half = norm_and_product(), norm_and_product()
-    to_half(naive)
-    to_half(half, kept)
+    convert_graph_fp16(naive)
+    convert_graph_fp16(half, kept)
     x = np.full((1, 8), 500, dtype=np.float16)
     np.testing.assert_allclose(by_numpy(half, x=x)[0], before, rtol=2e-3, atol=1)
     assert np.abs(by_numpy(naive, x=x)[0].astype(float) - before).max() > 1, "squares of 1,000 are beyond the end"
@@ -184,7 +190,7 @@ def test_what_a_probe_has_seen_stays_in_fp32() -> None:
 def test_every_wo_and_norm_of_a_model_stays(exported, model: str) -> None:
     kind, sizes = MODELS[model]
     folder = exported(kind, **sizes)
-    for name, graph in reread([folder / ENCODER, folder / DECODER]).items():
+    for name, graph in load_graphs([folder / ENCODER, folder / DECODER]).items():
         kept = set(nodes_in_fp32(graph))
         by_name = {node.name: node for node in graph.nodes}
         assert kept <= by_name.keys()
@@ -211,7 +217,7 @@ def half(exported, tmp_path_factory) -> Callable[..., Path]:
     def convert(model: str = "deeper-decoder") -> Path:
         kind, sizes = MODELS[model]
         folder = tmp_path_factory.mktemp("half") / "fp16"
-        half_export(exported(kind, **sizes), folder)
+        export_fp16(exported(kind, **sizes), folder)
         return folder
 
     return convert
@@ -286,9 +292,9 @@ def test_keys_and_values_are_of_fp16(exported, half) -> None:
 
 def test_the_manifest_names_what_stayed(exported, half) -> None:
     manifest = read_manifest(half())
-    assert recipe_of(manifest.recipe) == RECIPES["fp16"] and manifest.recipe["gated"] is False
+    assert recipe_from_json(manifest.recipe) == RECIPES["fp16"] and manifest.recipe["gated"] is False
     assert manifest.recipe["probed"] is False
-    graphs = reread([exported() / ENCODER, exported() / DECODER])
+    graphs = load_graphs([exported() / ENCODER, exported() / DECODER])
     expected = [f"{stack} {name}" for stack, file in (("encoder", ENCODER), ("decoder", DECODER))
                 for name in sorted(nodes_in_fp32(graphs[file]))]  # fmt: skip
     assert manifest.recipe["in_fp32"] == expected and len(expected) > 60
@@ -298,12 +304,12 @@ def test_the_manifest_names_what_stayed(exported, half) -> None:
 
 def test_bytes_halve(tiny_t5, tmp_path: Path) -> None:
     export_model(tiny_t5(vocab_size=3000), tmp_path / "fp32", external_threshold_bytes=0)
-    half_export(tmp_path / "fp32", tmp_path / "fp16")
+    export_fp16(tmp_path / "fp32", tmp_path / "fp16")
     before, after = (read_manifest(tmp_path / name) for name in ("fp32", "fp16"))
     assert after.files[WEIGHTS]["size_bytes"] < 0.55 * before.files[WEIGHTS]["size_bytes"], "in whole pages"
     assert after.shared.keys() == {"shared.weight.fp16"} and after.shared["shared.weight.fp16"]["dtype"] == "float16"
     for name in (ENCODER, DECODER):
-        weights = [reread([tmp_path / folder / name])[name].weights for folder in ("fp32", "fp16")]
+        weights = [load_graphs([tmp_path / folder / name])[name].weights for folder in ("fp32", "fp16")]
         floats = [sum(array.nbytes for array in of.values() if array.dtype.kind == "f") for of in weights]
         assert floats[0] == 2 * floats[1], "those of nodes in fp32 too"
         assert not [name for name, array in weights[1].items() if array.dtype == np.float32]
@@ -314,7 +320,7 @@ def test_bytes_halve(tiny_t5, tmp_path: Path) -> None:
 
 def test_groups_that_are_kept(exported, padded_batch, tmp_path: Path) -> None:
     kept = Recipe("kept", dtype="float16", kept=("decoder.1.attention", "lm_head"))
-    listed = [set(half_export(exported(), tmp_path / recipe.name, recipe).recipe["in_fp32"])
+    listed = [set(export_fp16(exported(), tmp_path / recipe.name, recipe).recipe["in_fp32"])
               for recipe in (RECIPES["fp16"], kept)]  # fmt: skip
     more = listed[1] - listed[0]
     # Queries, keys, values and the output of its self-attention, query and output of the other, whose keys and values
@@ -326,7 +332,7 @@ def test_groups_that_are_kept(exported, padded_batch, tmp_path: Path) -> None:
 
 
 def test_recipes_that_are_not_of_fp16(exported, tmp_path: Path) -> None:
-    call, mixed = partial(half_export, exported(), tmp_path / "new"), Recipe("mixed", dtype="float16", decoder=Scheme())
+    call, mixed = partial(export_fp16, exported(), tmp_path / "new"), Recipe("mixed", dtype="float16", decoder=Scheme())
     refused(call, "recipe", "fp32", "bf16", "int8", mixed, Recipe("other"), match="is not one of fp16 alone")
     refused(call, "recipe", "float16", None, 16, match="precision is")
     assert not list(tmp_path.iterdir())
@@ -392,11 +398,11 @@ def test_the_probe_sees_what_torch_computes(tiny_t5, exported, padded_batch, mod
     kind, sizes = MODELS[model]
     own, (ids, mask) = tiny_t5(kind, **sizes), padded_batch
     new = histories(6, 1, 7)[:, 0]
-    examples = [Example(ids, mask, new), Example(ids[:2, :3], mask[:2, :3], new[2:4])]
+    examples = [CalibrationSample(ids, mask, new), CalibrationSample(ids[:2, :3], mask[:2, :3], new[2:4])]
     with watching(own) as expected:
         for one in examples:
             teacher_forced(own, *one[:2], one.decoder_input_ids[:, None])
-    seen = probe(exported(kind, **sizes), iter(examples))
+    seen = collect_ranges(exported(kind, **sizes), iter(examples))
     by_weight = {one.weight: one for one in seen if one.weight}
     head = "shared.weight" if "shared.weight" in by_weight else "lm_head.weight.T"
     assert by_weight.keys() == {head if name == "lm_head" else f"{name}.weight.T" for name in expected}
@@ -404,12 +410,12 @@ def test_the_probe_sees_what_torch_computes(tiny_t5, exported, padded_batch, mod
         one = by_weight[head if name == "lm_head" else f"{name}.weight.T"]
         assert one.operator == "MatMul" and low < 0 < high
         assert (one.low, one.high) == (pytest.approx(low, rel=1e-3, abs=1e-4), pytest.approx(high, rel=1e-3, abs=1e-4))
-        assert one.largest == max(-one.low, one.high)
+        assert one.max_abs == max(-one.low, one.high)
     assert all(one.low > -1e6 for one in seen), "masks are left aside"
 
 
 def test_where_the_probe_saw_it(exported, padded_batch) -> None:
-    seen = probe(exported(), [Example(*padded_batch, histories(6, 1, 4)[:, 0])])
+    seen = collect_ranges(exported(), [CalibrationSample(*padded_batch, histories(6, 1, 4)[:, 0])])
     assert [one.graph for one in seen] == sorted((one.graph for one in seen), reverse=True), "the encoder comes first"
     assert len({(one.graph, one.value) for one in seen}) == len(seen) > 200
     assert seen[0].place == "embedding" and seen[0].operator == "Gather" and seen[0].weight is None
@@ -427,46 +433,50 @@ def test_where_the_probe_saw_it(exported, padded_batch) -> None:
 def test_more_examples_see_no_less(exported, padded_batch) -> None:
     ids, mask = padded_batch
     new = histories(6, 1, 6)[:, 0]
-    single = [Example(ids[row : row + 1], mask[row : row + 1], new[row : row + 1]) for row in range(3)]
-    alone = [{(one.graph, one.value): one for one in probe(exported(), [example])} for example in single]
-    for key, one in {(one.graph, one.value): one for one in probe(exported(), single)}.items():
+    single = [CalibrationSample(ids[row : row + 1], mask[row : row + 1], new[row : row + 1]) for row in range(3)]
+    alone = [{(one.graph, one.value): one for one in collect_ranges(exported(), [example])} for example in single]
+    for key, one in {(one.graph, one.value): one for one in collect_ranges(exported(), single)}.items():
         assert one.low == min(of[key].low for of in alone) and one.high == max(of[key].high for of in alone)
     assert len({of["decoder", "logits"].high for of in alone}) == 3, "they should differ"
 
 
 def test_what_a_probe_is_for() -> None:
     seen = [
-        Seen("encoder", "a", "Add", "embedding", None, -7.0, 3.0),
-        Seen("decoder", "a", "Add", "lm_head", None, 0.0, 9.0),
-        Seen("encoder", "b", "Mul", "encoder.0.wo", "w", 1.0, 2.0),
+        TensorRange("encoder", "a", "Add", "embedding", None, -7.0, 3.0),
+        TensorRange("decoder", "a", "Add", "lm_head", None, 0.0, 9.0),
+        TensorRange("encoder", "b", "Mul", "encoder.0.wo", "w", 1.0, 2.0),
     ]
-    assert largest(seen, "encoder") == {"a": 7.0, "b": 2.0} and largest(iter(seen), "decoder") == {"a": 9.0}
-    assert ranges(iter(seen)) == {"encoder": {"a": (-7.0, 3.0), "b": (1.0, 2.0)}, "decoder": {"a": (0.0, 9.0)}}
-    assert ranges([]) == {"encoder": {}, "decoder": {}} and largest([], "decoder") == {}
+    assert max_magnitudes(seen, "encoder") == {"a": 7.0, "b": 2.0} and max_magnitudes(iter(seen), "decoder") == {
+        "a": 9.0
+    }
+    assert ranges_by_graph(iter(seen)) == {"encoder": {"a": (-7.0, 3.0), "b": (1.0, 2.0)}, "decoder": {"a": (0.0, 9.0)}}
+    assert ranges_by_graph([]) == {"encoder": {}, "decoder": {}} and max_magnitudes([], "decoder") == {}
 
 
 def test_plain_tuples_are_examples_too(exported, padded_batch) -> None:
-    example = Example(*padded_batch, histories(6, 1, 4)[:, 0])
-    assert probe(exported(), [tuple(example)]) == probe(exported(), [example])
+    example = CalibrationSample(*padded_batch, histories(6, 1, 4)[:, 0])
+    assert collect_ranges(exported(), [tuple(example)]) == collect_ranges(exported(), [example])
 
 
 def test_what_cannot_be_probed(exported, half, padded_batch, tmp_path: Path) -> None:
-    one = Example(*padded_batch, histories(6, 1, 4)[:, 0])
+    one = CalibrationSample(*padded_batch, histories(6, 1, 4)[:, 0])
     ids, mask, tokens = one
 
     def convert(example: Any) -> Any:
-        return half_export(exported(), tmp_path / "new", examples=[example])
+        return export_fp16(exported(), tmp_path / "new", examples=[example])
 
     for wrong in (tokens[:, :0], tokens[:5], tokens[None], tokens * 0.5, None, tokens + 300, -1 - tokens):
         refused(convert, "example", one._replace(decoder_input_ids=wrong), match="decoder_input_ids")
     refused(convert, "example", one._replace(input_ids=ids + 300), one._replace(input_ids=ids * 0.5), match="input_ids")
     masks = (one._replace(attention_mask=mask[:, :3]), one._replace(attention_mask=mask * 0))
     refused(convert, "example", *masks, match="attention_mask")
-    refused(convert, "example", 5, tuple(one[:2]), match="Example")
+    refused(convert, "example", 5, tuple(one[:2]), match="CalibrationSample")
     assert not list(tmp_path.iterdir())
-    refused(partial(probe, exported()), "examples", [])
-    refused(lambda folder: probe(folder, [one]), "folder", half(), match="is in fp16 already")
-    refused(lambda folder: probe(folder, [one]), "folder", tmp_path, match="holds no manifest", error=ExportError)
+    refused(partial(collect_ranges, exported()), "examples", [])
+    refused(lambda folder: collect_ranges(folder, [one]), "folder", half(), match="is in fp16 already")
+    refused(
+        lambda folder: collect_ranges(folder, [one]), "folder", tmp_path, match="holds no manifest", error=ExportError
+    )
 
 
 # A model whose numbers are too large
@@ -520,16 +530,16 @@ def test_the_list_of_a_probe_mends_what_a_general_converter_breaks(
     enormous, exported, padded_batch, tmp_path: Path, kind: str
 ) -> None:
     new = histories(6, 1, 9)
-    example = Example(*padded_batch, new[:, 0])
-    seen = probe(enormous(kind), [example])
-    assert max(one.largest for one in seen) > LARGEST > max(
-        one.largest for one in probe(exported(kind), [example]) if one.operator != "Pow")  # fmt: skip
+    example = CalibrationSample(*padded_batch, new[:, 0])
+    seen = collect_ranges(enormous(kind), [example])
+    assert max(one.max_abs for one in seen) > LARGEST > max(
+        one.max_abs for one in collect_ranges(exported(kind), [example]) if one.operator != "Pow")  # fmt: skip
     expected = forced(exported(kind), padded_batch, new)
     assert lost(forced(enormous(kind), padded_batch, new), expected)[0] < 1e-4, "in fp32 it is the same model"
-    naive = half_export(enormous(kind), tmp_path / "naive", naive=True)
-    mended = half_export(enormous(kind), tmp_path / "mended", examples=[example])
+    naive = export_fp16(enormous(kind), tmp_path / "naive", naive=True)
+    mended = export_fp16(enormous(kind), tmp_path / "mended", examples=[example])
     assert naive.recipe["in_fp32"] == [] and mended.recipe["probed"] is True
-    listed, known = set(mended.recipe["in_fp32"]), half_export(enormous(kind), tmp_path / "known").recipe["in_fp32"]
+    listed, known = set(mended.recipe["in_fp32"]), export_fp16(enormous(kind), tmp_path / "known").recipe["in_fp32"]
     assert set(known) < listed, "the probe finds more than what is known of T5"
     for actual in (in_fp16(tmp_path / "mended", padded_batch, new), forced(tmp_path / "mended", padded_batch, new)):
         error, other = lost(actual, expected)
@@ -550,8 +560,8 @@ def test_a_text_that_fp16_loses_and_gets_back(mini, tmp_path: Path) -> None:
     assert_varied(expected)
     assert tokens.batch_decode(expected, skip_special_tokens=True)[1] == "Je suis fatigué."
     new = np.concatenate([np.zeros((4, 1), dtype=np.int64), expected[:, :-1]], axis=1)
-    half_export(tmp_path / "fp32", tmp_path / "fp16", examples=[Example(ids, mask, new)])
-    half_export(tmp_path / "fp32", tmp_path / "naive", naive=True)
+    export_fp16(tmp_path / "fp32", tmp_path / "fp16", examples=[CalibrationSample(ids, mask, new)])
+    export_fp16(tmp_path / "fp32", tmp_path / "naive", naive=True)
     wrong, mended = (in_fp16(tmp_path / name, (ids, mask), new[:, None])[:, 0] for name in ("naive", "fp16"))
     said = expected != 0
     assert (mended.argmax(-1) == expected)[said].mean() > 0.95

@@ -145,8 +145,8 @@ def test_answer_scores_are_bounded_and_ordered(rows) -> None:
 @pytest.mark.parametrize("score", TEXT_SCORES)
 def test_bad_texts(score) -> None:
     for predictions, references, match in (
-        ([], [], "at least one"), (["a"], [], "1 predictions, 0 references"), (None, [["a"]], "lists"),
-        (["a"], [["a"], ["b"]], "1 predictions, 2 references"), (["a"], ["a"], r"references\[0\]"),
+        ([], [], "at least one"), (["a"], [], "got 1 and 0"), (None, [["a"]], "lists"),
+        (["a"], [["a"], ["b"]], "got 1 and 2"), (["a"], ["a"], r"references\[0\]"),
         (["a"], [[None]], r"references\[0\]"), ("a", [["a"]], "predictions"), ([3], [["a"]], "predictions"),
         ([None], [["a"]], "predictions"),
     ):  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from t5accel.errors import InputError
-from t5accel.precision.integers import in_blocks, in_channels
+from t5accel.precision.integers import quantize_blocks, quantize_channels
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme
 from training.quantization_aware import Rounded, fine_tune, rounded_weights
 
@@ -26,7 +26,7 @@ def test_blocks_are_rounded_as_the_export_rounds_them(bits: int, inputs: int):
     weight[2] = 0
     scheme = Scheme(bits=bits, block_size=32)
     found = Rounded(torch.from_numpy(weight), scheme)(torch.from_numpy(weight)).numpy()
-    expected = in_blocks(weight, bits, 32).floats()[:, :inputs]
+    expected = quantize_blocks(weight, bits, 32).floats()[:, :inputs]
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert np.abs(found - weight).max() > 1e-3
 
@@ -35,7 +35,7 @@ def test_blocks_are_rounded_as_the_export_rounds_them(bits: int, inputs: int):
 def test_channels_are_rounded_as_the_export_rounds_them(options: dict[str, bool]):
     weight = np.random.default_rng(0).normal(size=(7, 40)).astype(np.float32)
     found = Rounded(torch.from_numpy(weight), Scheme("dynamic", **options))(torch.from_numpy(weight)).numpy()
-    channels = in_channels(weight.T, **options)  # there as a product takes it, (K, N)
+    channels = quantize_channels(weight.T, **options)  # there as a product takes it, (K, N)
     np.testing.assert_allclose(found, (channels.integers * channels.scales).T, atol=1e-6)
 
 

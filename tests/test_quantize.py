@@ -39,12 +39,12 @@ from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.rewriting import check_external_data, contrib_operators, count_nodes
 from t5accel.parity import ParityError, assert_close, token_agreement
 from t5accel.precision import integer_graphs
-from t5accel.precision.calibration import Example, probe, ranges
+from t5accel.precision.calibration import CalibrationSample, collect_ranges, ranges_by_graph
 from t5accel.precision.convert import convert_export
-from t5accel.precision.fp16 import half_export
+from t5accel.precision.fp16 import export_fp16
 from t5accel.precision.gate import quantize, quantize_export
-from t5accel.precision.integers import Blocks, in_blocks
-from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_of
+from t5accel.precision.integers import QuantizedBlocks, quantize_blocks
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_from_json
 from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -108,9 +108,9 @@ def lost(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 
 @pytest.fixture(scope="module")
-def examples(padded_batch) -> list[Example]:
+def examples(padded_batch) -> list[CalibrationSample]:
     """The padded batch with tokens for the decoder."""
-    return [Example(*padded_batch, histories(6, 1, 9)[:, 0])]
+    return [CalibrationSample(*padded_batch, histories(6, 1, 9)[:, 0])]
 
 
 # As near as the recipe allows
@@ -132,11 +132,11 @@ def test_logits_and_tokens_are_near_those_of_fp32(quantized, fp32, padded_batch,
 def test_wrongly_packed_weights_are_noticed(exported, fp32, padded_batch, tmp_path, monkeypatch, name: str) -> None:
     recipe, most, _ = LADDER[name]
 
-    def shifted(weight: np.ndarray, bits: int, block_size: int) -> Blocks:
-        blocks = in_blocks(weight, bits, block_size)
-        return Blocks(np.roll(blocks.integers, 1, axis=2), blocks.scales, bits, block_size)
+    def shifted(weight: np.ndarray, bits: int, block_size: int) -> QuantizedBlocks:
+        blocks = quantize_blocks(weight, bits, block_size)
+        return QuantizedBlocks(np.roll(blocks.integers, 1, axis=2), blocks.scales, bits, block_size)
 
-    monkeypatch.setattr(integer_graphs, "in_blocks", shifted)
+    monkeypatch.setattr(integer_graphs, "quantize_blocks", shifted)
     quantize_export(fp32(), tmp_path / "wrong", recipe)
     new = histories(6, 2, 9)
     error, _ = lost(forced(tmp_path / "wrong", padded_batch, new), forced(fp32(), padded_batch, new))
@@ -224,7 +224,7 @@ def test_the_bundled_model_says_the_same(exported_mini, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def calibrated(fp32, examples) -> dict[str, dict[str, tuple[float, float]]]:
-    return ranges(probe(fp32(), examples))
+    return ranges_by_graph(collect_ranges(fp32(), examples))
 
 
 def test_static_scales_from_a_probe(fp32, padded_batch, calibrated, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_the_way_by_examples(fp32, examples, calibrated, padded_batch, tmp_path:
 def test_the_manifest_says_what_was_done(quantized, fp32, name: str) -> None:
     recipe = LADDER[name][0]
     before, after = read_manifest(fp32()), read_manifest(quantized(recipe))
-    assert recipe_of(after.recipe) == recipe and after.recipe["hash"] == recipe.hash
+    assert recipe_from_json(after.recipe) == recipe and after.recipe["hash"] == recipe.hash
     assert after.recipe["gated"] is False and after.recipe["gate"] == {} and after.shortlist == {} == after.optimized
     assert after.graphs == before.graphs and after.files.keys() == before.files.keys()
     assert (after.source, after.dims, after.tokens, after.opset) == (
@@ -485,7 +485,7 @@ def test_nothing_is_said_unasked(fp32, calibrated, examples, tmp_path: Path, cap
     with quiet():
         for recipe in (RECIPES["int8"], RECIPES["int4"], STATIC):
             quantize_export(fp32(), tmp_path / recipe.name, recipe, ranges=calibrated)
-        half_export(fp32(), tmp_path / "fp16", examples=examples)
+        export_fp16(fp32(), tmp_path / "fp16", examples=examples)
         optimize_export(fp32(), tmp_path / "optimized")
         for folder in tmp_path.glob("[!.]*"):
             OrtNumpy(folder, settings=ONE_THREAD)
@@ -513,7 +513,7 @@ class Sensitive:
 
     def __call__(self, folder: Path) -> dict[str, float]:
         manifest = read_manifest(folder)
-        recipe = recipe_of(manifest.recipe)
+        recipe = recipe_from_json(manifest.recipe)
         self.asked.append(recipe.name)
         stack = {group: "encoder" if group.startswith("encoder") else "decoder" for group in self.groups}
         rounded = [group for group in self.groups if recipe.scheme(group, stack[group]) is not None]
@@ -523,11 +523,11 @@ class Sensitive:
 def test_what_passes_is_written(fp32, temporary: Path, tmp_path: Path) -> None:
     score = Sensitive()
     report = quantize(fp32(), tmp_path / "int8", "int8", score=score, max_loss={"bleu": 0})
-    assert score.asked == ["fp32", "int8"] and len(report.tried) == 1
+    assert score.asked == ["fp32", "int8"] and len(report.attempts) == 1
     assert report.chosen.recipe == RECIPES["int8"] and report.chosen.losses == {"bleu": 0}
     assert report.baseline["bleu"] == 30 and report.max_loss == {"bleu": 0}
     assert report.manifest == read_manifest(tmp_path / "int8")
-    assert report.manifest.recipe["gated"] is True and recipe_of(report.manifest.recipe) == RECIPES["int8"]
+    assert report.manifest.recipe["gated"] is True and recipe_from_json(report.manifest.recipe) == RECIPES["int8"]
     gate = report.manifest.recipe["gate"]
     assert gate["max_loss"] == {"bleu": 0} and gate["baseline"] == report.baseline and gate["scores"]["bleu"] == 30
     assert gate["scores"]["size"] < gate["baseline"]["size"], "what was scored was in integers"
@@ -540,11 +540,11 @@ def test_as_few_groups_as_pass_stay_in_floats(fp32, temporary: Path, tmp_path: P
     score = Sensitive(*order[:sensitive])
     report = quantize(fp32(), tmp_path / "out", "int8", score=score, max_loss={"bleu": 0.5}, groups=iter(order))
     expected = RECIPES["int8"].without(order[:sensitive]) if sensitive else RECIPES["int8"]
-    assert report.chosen.recipe == expected == recipe_of(report.manifest.recipe)
+    assert report.chosen.recipe == expected == recipe_from_json(report.manifest.recipe)
     assert report.manifest.recipe["name"] == (f"int8+{sensitive}" if sensitive else "int8")
     assert score.asked[0] == "fp32" and len(score.asked) == len(set(score.asked)) <= 8, "each once"
-    assert sorted(one.recipe.name for one in report.tried) == sorted(score.asked[1:])
-    assert all(one.losses["bleu"] > 0.5 for one in report.tried if len(one.recipe.overrides) < sensitive)
+    assert sorted(one.recipe.name for one in report.attempts) == sorted(score.asked[1:])
+    assert all(one.losses["bleu"] > 0.5 for one in report.attempts if len(one.recipe.overrides) < sensitive)
     graphs = [onnx.load(tmp_path / "out" / name).graph for name in (ENCODER, DECODER)]
     names = {tensor.name for graph in graphs for tensor in graph.initializer}
     assert ("shared.weight" in names) == (sensitive > 0), "the embedding is the first of the order"
@@ -556,7 +556,7 @@ def test_groups_that_are_taken_out_may_take_more_bits_instead(fp32, temporary: P
 
     def score(folder: Path) -> dict[str, float]:
         recipe = read_manifest(folder).recipe
-        four_bits = [recipe_of(recipe).scheme(group, "encoder") == everywhere.encoder for group in order]
+        four_bits = [recipe_from_json(recipe).scheme(group, "encoder") == everywhere.encoder for group in order]
         return {"bleu": 30.0 - (recipe["name"] != "fp32") * sum(four_bits)}
 
     everywhere = Recipe("four", encoder=Scheme(bits=4), decoder=Scheme(bits=4), embedding=Scheme(bits=4))
@@ -656,7 +656,7 @@ def test_kept_and_found_again(cache_of_its_own, tiny_t5, padded_batch) -> None:
     written = {name: (folder / DECODER).stat().st_mtime_ns for name, folder in folders.items()}
     assert len(set(folders.values())) == 4 and len({folder.parent for folder in folders.values()}) == 1
     for name, folder in folders.items():
-        assert f"-{name}-" in folder.name and recipe_of(read_manifest(folder).recipe) == RECIPES[name]
+        assert f"-{name}-" in folder.name and recipe_from_json(read_manifest(folder).recipe) == RECIPES[name]
         assert cached_export(copy.deepcopy(model), precision=RECIPES[name]) == folder
         assert (folder / DECODER).stat().st_mtime_ns == written[name]
     assert set(folders.values()) <= {entry.folder for entry in list_exports()}

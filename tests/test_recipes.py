@@ -20,9 +20,9 @@ from test_export import MODELS
 from t5accel.errors import InputError
 from t5accel.graphs.export import t5_weights
 from t5accel.graphs.layers import decoder_graph, encoder_graph
-from t5accel.graphs.rewriting import products
+from t5accel.graphs.rewriting import find_matmuls
 from t5accel.models.sizes import T5Dims
-from t5accel.precision.recipes import DTYPES, METHODS, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_of
+from t5accel.precision.recipes import DTYPES, METHODS, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_from_json
 
 INT8, INT4, DYNAMIC = Scheme(), Scheme(bits=4, block_size=32), Scheme("dynamic")
 
@@ -56,7 +56,7 @@ def test_four_bits_are_for_weights_alone(method: str) -> None:
 def test_numbers_of_numpy_are_written_down_all_the_same() -> None:
     """As a loop over ``np.array([16, 32])`` gives them."""
     recipe = Recipe("numpy", decoder=Scheme(block_size=np.int64(32), bits=np.int32(4)))
-    assert recipe.hash == Recipe("numpy", decoder=INT4).hash and recipe_of(recipe.to_json()) == recipe
+    assert recipe.hash == Recipe("numpy", decoder=INT4).hash and recipe_from_json(recipe.to_json()) == recipe
 
 
 # Recipes
@@ -163,7 +163,7 @@ def test_what_is_written_is_read_again(recipe: Recipe) -> None:
     content = recipe.to_json()
     on_disk = json.loads(json.dumps(content))
     assert on_disk == content, "plain values, which compare as those of a file"
-    again = recipe_of(on_disk)
+    again = recipe_from_json(on_disk)
     assert again == recipe and again.hash == recipe.hash == content["hash"] and hash(again) == hash(recipe)
     assert re.fullmatch("[0-9a-f]{16}", recipe.hash)
 
@@ -190,8 +190,8 @@ def test_every_difference_is_in_the_hash() -> None:
 def test_what_a_later_release_adds_is_left_aside() -> None:
     recipe = RECIPES["int4"].without(["lm_head"])
     content = {**recipe.to_json(), "gated": False, "in_fp32": ["x"], "of_tomorrow": {"a": 1}}
-    assert recipe_of(content) == recipe
-    assert recipe_of({"name": "fp32"}) == RECIPES["fp32"], "as the manifests of exports in fp32 have it"
+    assert recipe_from_json(content) == recipe
+    assert recipe_from_json({"name": "fp32"}) == RECIPES["fp32"], "as the manifests of exports in fp32 have it"
 
 
 # Groups
@@ -229,7 +229,7 @@ def test_every_product_of_the_graphs_belongs_to_a_group(tiny_t5, name: str) -> N
     model = tiny_t5(kind, **sizes)
     weights, dims = t5_weights(model), T5Dims.of(model)
     counted = {
-        stack: Counter(group_of(product.weight) for product in products(graph))
+        stack: Counter(group_of(product.weight) for product in find_matmuls(graph))
         for stack, graph in (("encoder", encoder_graph(weights)), ("decoder", decoder_graph(weights)))
     }
     expected = {"encoder": Counter(), "decoder": Counter({"lm_head": 1})}

@@ -24,7 +24,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import Sampling, sample
-from t5accel.decoding.token_constraints import NONE, TokenConstraints, truncate_at_eos
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.errors import EngineError, InputError
 from t5accel.serve import scheduler as scheduler_module
 from t5accel.serve.limits import KeyValueBytes, Limits
@@ -35,7 +35,7 @@ from t5accel.serve.scheduler import Scheduler
 SMALL = (4, 8, 16, 32)
 ENDING = TokenConstraints(eos_token_ids=tuple(range(1, 40)))  # an answer of a tiny model ends after some eight tokens
 RULES = {
-    "none": NONE,
+    "none": NO_CONSTRAINTS,
     "ends": ENDING,
     "suppresses": replace(ENDING, suppress_tokens=(50, 60, *range(100, 130)), min_new_tokens=3),
     "forces": replace(ENDING, forced_bos_token_id=250, forced_eos_token_id=1),

@@ -215,5 +215,5 @@ def test_no_options() -> None:
     refused(partial(call, top_k=3), "sampling", Sampling(), match="beside a Sampling")
     refused(call, "temperature", 0, match="greedy")
     refused(call, "max_new_tokens", 0)
-    refused(call, "min_new_tokens", 70, match="more than max_new_tokens")
+    refused(call, "min_new_tokens", 70, match="min_new_tokens")
     refused(call, "decoder_input_ids", [[1], [2]], match="for each of 1")

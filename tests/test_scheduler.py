@@ -161,7 +161,10 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[Ticket], set[i
 @settings(max_examples=60, deadline=None)
 @given(
     events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone]), cache=st.sampled_from([0, 10**6]),
-    rules=st.sampled_from([NO_CONSTRAINTS, NO_CONSTRAINTS, TokenConstraints(4, 1, (5, 6)), TokenConstraints(forced_eos_token_id=1), TokenConstraints(suppress_tokens=(3,))]),
+    rules=st.sampled_from([
+        NO_CONSTRAINTS, NO_CONSTRAINTS, TokenConstraints(4, 1, (5, 6)), TokenConstraints(forced_eos_token_id=1),
+        TokenConstraints(suppress_tokens=(3,)),
+    ]),
 )  # fmt: skip
 def test_everybody_gets_what_they_would_get_alone(
     events: list[Event], rows: int, kind: type[Machine], cache: int, rules: TokenConstraints
@@ -557,7 +560,7 @@ def test_what_happens_is_observed() -> None:
     ("options", "match"),
     [
         (dict(input_ids=[]), "input_ids has shape"),
-        (dict(input_ids=[[5]]), "input_ids is of shape"),
+        (dict(input_ids=[[5]]), "input_ids must have 2 dim"),
         (dict(input_ids=[12]), "0 … 11"),
         (dict(input_ids=[5] * 41), "41 input_ids; at most 40"),
         (dict(max_new_tokens=0), "max_new_tokens is 0"),

@@ -21,18 +21,18 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.metrics import ROW_SCORES
-from t5accel.precision.calibration import Example
+from t5accel.precision.calibration import CalibrationSample
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.text_score import text_score
 from t5accel.tokenization import text_to_text
 
 
 @pytest.fixture(scope="module")
-def examples(padded_batch) -> list[Example]:
+def examples(padded_batch) -> list[CalibrationSample]:
     """Two, of different sizes."""
     ids, mask = padded_batch
     new = histories(6, 1, 9)[:, 0]
-    return [Example(ids, mask, new), Example(ids[:2, :4], mask[:2, :4], new[2:4])]
+    return [CalibrationSample(ids, mask, new), CalibrationSample(ids[:2, :4], mask[:2, :4], new[2:4])]
 
 
 def changed(model: Any, change: Callable[[Any], Any]) -> Any:
@@ -42,7 +42,7 @@ def changed(model: Any, change: Callable[[Any], Any]) -> Any:
     return other
 
 
-def by_numpy(one: Any, other: Any, examples: list[Example]) -> dict[str, float]:
+def by_numpy(one: Any, other: Any, examples: list[CalibrationSample]) -> dict[str, float]:
     """The same from transformers' logits, in plain words."""
     equal, divergences = [], []
     for ids, mask, given in examples:
@@ -112,10 +112,10 @@ def test_agreement_needs_something_to_look_at(exported, padded_batch, tmp_path: 
     with pytest.raises(InputError, match="no examples"):
         agreement(exported(), [])
     with pytest.raises(ExportError, match="holds no manifest"):
-        agreement(tmp_path, [Example(*padded_batch, histories(6, 1, 3)[:, 0])])
+        agreement(tmp_path, [CalibrationSample(*padded_batch, histories(6, 1, 3)[:, 0])])
     for wrong in (histories(5, 1, 3)[:, 0], histories(6, 1, 3), np.full((6, 2), 300), np.full((6, 2), 0.5)):
         with pytest.raises(InputError):
-            agreement(exported(), [Example(*padded_batch, wrong)])
+            agreement(exported(), [CalibrationSample(*padded_batch, wrong)])
 
 
 # Texts

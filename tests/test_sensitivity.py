@@ -20,9 +20,9 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import DECODER, ENCODER
 from t5accel.graphs.manifest import read_manifest
-from t5accel.precision.calibration import Example
+from t5accel.precision.calibration import CalibrationSample
 from t5accel.precision.gate import quantize, quantize_export
-from t5accel.precision.recipes import RECIPES, Recipe, Scheme, group_of, recipe_of
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme, group_of, recipe_from_json
 
 TWO_AND_THREE = [
     "embedding",
@@ -74,7 +74,7 @@ def test_each_group_once_and_that_one_alone(exported, monkeypatch, tmp_path: Pat
         if folder != exported():
             after = weights_in(folder)
             missing = {name.split()[1] for name in before.keys() - after.keys()}
-            changed.append((recipe_of(read_manifest(folder).recipe).name, groups_in_integers(folder), missing))
+            changed.append((recipe_from_json(read_manifest(folder).recipe).name, groups_in_integers(folder), missing))
             assert all(np.array_equal(before[name], after[name]) for name in before.keys() & after.keys())
         return {"bleu": 30.0 - len(changed)}
 
@@ -161,7 +161,7 @@ def test_the_most_sensitive_comes_first() -> None:
 
 def test_by_real_scores_into_the_gate(exported, padded_batch, tmp_path: Path) -> None:
     """What four bits cost most is what the gate takes out first, and that is better than the other way round."""
-    examples = [Example(*padded_batch, histories(6, 1, 9)[:, 0])]
+    examples = [CalibrationSample(*padded_batch, histories(6, 1, 9)[:, 0])]
     score = agreement(exported(), examples, threads=1)
     order = ranked(sweep(exported(), "int4", score), "closeness")
     assert sorted(order) == sorted(TWO_AND_THREE)

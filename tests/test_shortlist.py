@@ -42,13 +42,22 @@ from t5accel.decoding.greedy_search import argmax_tokens, greedy
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs import shortlist_head as graphs_shortlist
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, NEAR, NEAR_ONLY, SHORTLIST, WEIGHTS, shortlist_spec
+from t5accel.graphs.contract import (
+    DECODER,
+    ENCODER,
+    MANIFEST,
+    SHORTLIST,
+    SHORTLIST_EXTRAS,
+    SHORTLIST_OUTPUTS,
+    WEIGHTS,
+    shortlist_spec,
+)
 from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.layers import T5Layers
 from t5accel.graphs.manifest import read_manifest, write_manifest
 from t5accel.graphs.rewriting import count_nodes
-from t5accel.graphs.shortlist_head import LEVELS, add_heads, head_for, quantized
+from t5accel.graphs.shortlist_head import LEVELS, add_heads, maybe_quantize_head, quantize_head
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
 
@@ -65,7 +74,7 @@ class Heads:
 
     def __init__(self, rows: np.ndarray, bias: np.ndarray | None = None):
         dims = T5Dims(*rows.shape, 2, (1,), (1,), (1,), (4,), (4,), gated=False, tied=False)
-        weights, head, graph = weights_of(rows, bias), quantized(rows), GraphBuilder("heads")
+        weights, head, graph = weights_of(rows, bias), quantize_head(rows), GraphBuilder("heads")
         graph.input("decoded", "float32", ["B", "K", "T", rows.shape[1]])
         graph.input("exact", "bool", [])
         add_heads(T5Layers(graph, weights, "decoder"), "decoded", shortlist_spec(weights.dims), head)
@@ -215,7 +224,9 @@ def test_more_candidates_than_are_looked_at_are_left_to_the_exact_head() -> None
             [gaussian(rng, 1, 64) + gaussian(rng, count, 64) * np.float32(1e-3), gaussian(rng, 99, 64)]
         )
         near = Heads(rows).near(rows[:1].copy())
-        assert (certify_argmax(OutputHead(rows, **quantized(rows).bounds), near) is None) == (count > MAX_CANDIDATES)
+        assert (certify_argmax(OutputHead(rows, **quantize_head(rows).bounds), near) is None) == (
+            count > MAX_CANDIDATES
+        )
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2])
@@ -342,7 +353,7 @@ def test_the_bounds_of_a_quantised_head_hold(seed: int, maker: Any, count: int, 
     rows = np.ascontiguousarray(maker(np.random.default_rng(seed), count, 24), dtype=np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs_shortlist, "ROWS_AT_ONCE", at_once)
-        head = quantized(rows)
+        head = quantize_head(rows)
     assert head.integers.shape == (24, count) and head.integers.dtype == np.int8 and head.scales.dtype == np.float32
     assert np.abs(head.integers.astype(int)).max() <= LEVELS and (head.scales > 0).all()
     copied = head.integers.T * head.scales[:, None].astype(np.float64)
@@ -360,26 +371,28 @@ def test_sums_of_two_products_fit_into_16_bits() -> None:
 def test_a_head_that_is_not_finite(value: float) -> None:
     rows = np.ones((300, 8), dtype=np.float32)
     rows[299, 7] = value
-    refused(quantized, "rows", rows, match="infinity or NaN")
-    refused(partial(head_for, weights_of(rows)), "wanted", True, match="infinity or NaN")
-    assert head_for(weights_of(rows), None) is None and head_for(weights_of(rows), False) is None
+    refused(quantize_head, "rows", rows, match="infinity or NaN")
+    refused(partial(maybe_quantize_head, weights_of(rows)), "wanted", True, match="infinity or NaN")
+    assert maybe_quantize_head(weights_of(rows), None) is None and maybe_quantize_head(weights_of(rows), False) is None
 
 
 def test_which_heads_get_a_shortlist(monkeypatch) -> None:
     rows = np.ones((300, 8), dtype=np.float32)
-    assert head_for(weights_of(rows), None) is None
+    assert maybe_quantize_head(weights_of(rows), None) is None
     monkeypatch.setattr(graphs_shortlist, "SMALLEST_BYTES", rows.nbytes)
-    assert head_for(weights_of(rows), None) is not None and head_for(weights_of(rows), False) is None
+    assert (
+        maybe_quantize_head(weights_of(rows), None) is not None and maybe_quantize_head(weights_of(rows), False) is None
+    )
     monkeypatch.setattr(graphs_shortlist, "WIDEST", 7)
-    assert head_for(weights_of(rows), None) is None
-    refused(partial(head_for, weights_of(rows)), "wanted", True, match="d_model of at most 7")
-    refused(partial(head_for, weights_of(rows[:3])), "wanted", True, match="A head of 96 bytes")
-    refused(partial(head_for, weights_of(rows)), "wanted", "yes", 2, [], np.ones(3), match="shortlist is")
+    assert maybe_quantize_head(weights_of(rows), None) is None
+    refused(partial(maybe_quantize_head, weights_of(rows)), "wanted", True, match="d_model of at most 7")
+    refused(partial(maybe_quantize_head, weights_of(rows[:3])), "wanted", True, match="A head of 96 bytes")
+    refused(partial(maybe_quantize_head, weights_of(rows)), "wanted", "yes", 2, [], np.ones(3), match="shortlist is")
     monkeypatch.setattr(graphs_shortlist, "WIDEST", 8)
-    refused(partial(head_for, weights_of(rows, rows[:, 0])), "wanted", True, match="A bias of 1200 bytes")
+    refused(partial(maybe_quantize_head, weights_of(rows, rows[:, 0])), "wanted", True, match="A bias of 1200 bytes")
     many = np.ones((1024, 8), dtype=np.float32)
-    assert head_for(weights_of(many, many[:, 0]), None) is not None
-    assert head_for(weights_of(many, many[:, 0] * np.float32(np.inf)), None) is None
+    assert maybe_quantize_head(weights_of(many, many[:, 0]), None) is not None
+    assert maybe_quantize_head(weights_of(many, many[:, 0] * np.float32(np.inf)), None) is None
 
 
 # In an export
@@ -584,14 +597,14 @@ def test_both_ways_leave_the_same_past(own, padded_batch) -> None:
     state = own.start(own.encode(*padded_batch), 2)
     own.step(state, np.full((6, 2, 3), 5))
     new, mask = np.full((6, 2, 2), 9), state.rows.mask()
-    results, near = own._run_step(state, new, mask, NEAR, exact=False)
+    results, near = own._run_step(state, new, mask, SHORTLIST_OUTPUTS, exact=False)
     logits, exact = own._run_decoder(state, new, mask)
     for one, other in zip(near, exact, strict=True):
         np.testing.assert_array_equal(one, other)
     assert [array.shape for array in results] == [(6, 2, 1, 300), (6, 2, 1, 32), (6, 2, 1), (6, 2, 1)]
     assert 0 < np.abs(results[0][:, :, 0] - logits[:, :, -1]).max() < 0.5
-    (_, *nothing), _ = own._run_step(state, new, mask, NEAR)
-    assert len(nothing) == len(NEAR_ONLY) and not any(array.size for array in nothing), "exact logits come alone"
+    (_, *nothing), _ = own._run_step(state, new, mask, SHORTLIST_OUTPUTS)
+    assert len(nothing) == len(SHORTLIST_EXTRAS) and not any(array.size for array in nothing), "exact logits come alone"
 
 
 # When it is used

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from t5accel.errors import ExportError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.rewriting import Product, check, drop_unused, products, rebuild, sort
+from t5accel.graphs.rewriting import WeightMatMul, check_graph, drop_unused, find_matmuls, rewrite_nodes, sort_nodes
 
 WEIGHT = np.array([[1, 2], [3, 4], [5, 7]], dtype=np.float32)  # (K, N) = (3, 2)
 X = np.array([[1, -2, 0.5], [0, 3, 4]], dtype=np.float32)
@@ -55,7 +55,7 @@ def branches() -> GraphBuilder:
     then, otherwise = graph.branch("then"), graph.branch("otherwise")
     then.output(then.op("Add", "a", then.weight("w", WEIGHT[:, 0]), output="z_then"), "float32", [3])
     otherwise.output(otherwise.op("Neg", "b", output="z_otherwise"), "float32", [3])
-    graph.choose(yes, then, otherwise, ["z"])
+    graph.if_else(yes, then, otherwise, ["z"])
     graph.output("z", "float32", [3])
     graph.weight("nobody's", WEIGHT)
     return graph
@@ -67,8 +67,8 @@ def branches() -> GraphBuilder:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_product_is_found(transposed: bool) -> None:
     graph = two_nodes(transposed)
-    (found,) = products(graph)
-    assert found == Product(graph.nodes[-2], ("w",), transposed)
+    (found,) = find_matmuls(graph)
+    assert found == WeightMatMul(graph.nodes[-2], ("w",), transposed)
     np.testing.assert_array_equal(run(graph, x=X)[0], -X @ WEIGHT)
 
 
@@ -82,11 +82,11 @@ def test_what_is_no_product_with_a_weight() -> None:
     graph.op("MatMul", x, graph.op("Transpose", x, perm=[1, 0]))
     graph.op("MatMul", x, graph.op("Neg", graph.weight("w", WEIGHT)))
     graph.op("Add", x, graph.weight("same", np.eye(3, dtype=np.float32)))
-    assert products(graph) == []
+    assert find_matmuls(graph) == []
     graph.op("MatMul", x, "w")
     graph.op("MatMul", x, graph.op("Transpose", graph.weight("flipped", WEIGHT.T), perm=[1, 0]))
     graph.op("MatMul", x, "w")
-    assert [(product.weight, product.transposed) for product in products(graph)] == [
+    assert [(product.weight, product.transposed) for product in find_matmuls(graph)] == [
         ("w", False), ("flipped", True), ("w", False)
     ]  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_nodes_are_put_in_the_place_of_one() -> None:
         graph.op("Add", *halves, output=node.output[0])
         return True
 
-    rebuild(graph, in_two_halves)
+    rewrite_nodes(graph, in_two_halves)
     assert operators(graph) == ["MatMul", "MatMul", "Add", "Neg"] and graph.weights.keys() == {"half.3", "half.-1"}
     np.testing.assert_allclose(run(graph, x=X), before)
 
@@ -115,7 +115,7 @@ def test_nodes_are_put_in_the_place_of_one() -> None:
 def test_nothing_changed_is_the_same_graph() -> None:
     graph = branches()
     nodes = list(graph.nodes)
-    rebuild(graph, lambda *_: False)
+    rewrite_nodes(graph, lambda *_: False)
     assert graph.nodes == [node for node in nodes if "c" not in node.output]
 
 
@@ -152,7 +152,7 @@ def test_a_change_that_breaks_the_graph_is_refused(how: str) -> None:
         graph.output("y" if "weight" in how else "x", "float32", ["N", 3])  # so that it is read
         graph.output("w", "float32", ["N", 3])
     with pytest.raises(ExportError, match=message):
-        rebuild(graph, replace)
+        rewrite_nodes(graph, replace)
 
 
 # What nobody reads
@@ -167,7 +167,7 @@ def test_what_nobody_reads_is_dropped() -> None:
     before = run(two_nodes(), x=X)
     drop_unused(graph)
     assert operators(graph) == ["MatMul", "Neg"] and list(graph.weights) == ["w"] and graph.opsets == {"": 20}
-    check(graph)
+    check_graph(graph)
     np.testing.assert_array_equal(run(graph, x=X), before)
 
 
@@ -176,7 +176,7 @@ def test_sets_of_operators_that_are_used_stay() -> None:
     graph.output(graph.op("QuickGelu", "z", domain="com.microsoft", output="u"), "float32", ["N", 2])
     drop_unused(graph)
     assert graph.opsets == {"": 20, "com.microsoft": 1}
-    check(graph)
+    check_graph(graph)
     assert len(run(graph, x=X)) == 2
 
 
@@ -184,7 +184,7 @@ def test_what_a_branch_reads_stays() -> None:
     graph = branches()
     drop_unused(graph)
     assert operators(graph) == ["Add", "Mul", "If"] and list(graph.weights) == ["w"]
-    check(graph)
+    check_graph(graph)
     x = X[0]
     np.testing.assert_array_equal(run(graph, x=x, yes=np.array(True))[0], 2 * x + WEIGHT[:, 0])
     np.testing.assert_array_equal(run(graph, x=x, yes=np.array(False))[0], -(x**2))
@@ -192,12 +192,12 @@ def test_what_a_branch_reads_stays() -> None:
 
 def test_of_several_outputs_one_is_enough() -> None:
     graph = GraphBuilder("split")
-    graph.op_of_many("Split", [graph.input("x", "float32", [4]), graph.constant([1, 3])], ["first", "rest"])
+    graph.multi_output_op("Split", [graph.input("x", "float32", [4]), graph.constant([1, 3])], ["first", "rest"])
     graph.op("Abs", "first")
     graph.output(graph.op("Neg", "rest", output="z"), "float32", [3])
     drop_unused(graph)
     assert operators(graph) == ["Split", "Neg"]
-    check(graph)
+    check_graph(graph)
 
 
 # What is checked
@@ -205,7 +205,7 @@ def test_of_several_outputs_one_is_enough() -> None:
 
 def test_good_graphs_pass() -> None:
     for graph in (two_nodes(), two_nodes(transposed=True), branches()):
-        check(graph)
+        check_graph(graph)
         onnx.checker.check_model(graph.proto(), full_check=True)
 
 
@@ -216,7 +216,7 @@ def test_an_optional_input_may_be_left_out() -> None:
         "float32",
         [3],
     )
-    check(graph)
+    check_graph(graph)
     assert run(graph, x=X[0])[0].tolist() == [1, -2, 0.5]
 
 
@@ -228,21 +228,21 @@ def test_outputs_that_nothing_makes(name: str) -> None:
     with pytest.raises(
         ExportError, match="Neg:z reads y, which is made nowhere" if name == "y" else "makes its output"
     ):
-        check(graph)
+        check_graph(graph)
 
 
 def test_branches_are_looked_into() -> None:
     graph = branches()
     graph.nodes = [*graph.nodes[1:], graph.nodes[0]]
     with pytest.raises(ExportError, match="If:z reads a, which is made after it"):
-        check(graph)
+        check_graph(graph)
     graph.nodes.pop()
     with pytest.raises(ExportError, match="If:z reads a, which is made nowhere"):
-        check(graph)
+        check_graph(graph)
     graph = branches()
     del graph.weights["w"]
     with pytest.raises(ExportError, match="If:z reads w, which is made nowhere"):
-        check(graph)
+        check_graph(graph)
 
 
 def test_weights_of_any_size_are_checked_without_being_copied() -> None:
@@ -251,10 +251,10 @@ def test_weights_of_any_size_are_checked_without_being_copied() -> None:
     huge = np.broadcast_to(np.float32(0), (40_000, 20_000))  # 3.2 GB, if anyone looked
     y = graph.op("MatMul", graph.input("x", "float32", ["N", 40_000]), graph.weight("w", huge))
     graph.output(y, "float32", ["N", 20_000])
-    check(graph)
+    check_graph(graph)
     graph.output("nothing", "float32", ["N"])
     with pytest.raises(ExportError, match="nothing makes its output nothing"):
-        check(graph)
+        check_graph(graph)
 
 
 # The order
@@ -266,8 +266,8 @@ def test_any_order_is_put_right(order: list[int]) -> None:
     graph, feeds = branches(), dict(x=X[0], yes=np.array(True))
     expected, nodes = run(graph, **feeds), list(graph.nodes)
     graph.nodes = [nodes[number] for number in order]
-    sort(graph)
-    check(graph)
+    sort_nodes(graph)
+    check_graph(graph)
     assert sorted(map(str, graph.nodes)) == sorted(map(str, nodes))
     np.testing.assert_array_equal(run(graph, **feeds), expected)
 
@@ -280,14 +280,14 @@ def test_circles_are_named() -> None:
     graph.op("Abs", "b", output="c")
     graph.output(graph.op("Neg", x, output="y"), "float32", [3])
     with pytest.raises(ExportError, match="Graph circle: .* wait for each other") as caught:
-        sort(graph)
+        sort_nodes(graph)
     assert all(name in str(caught.value) for name in ("Add:a", "Neg:b", "Abs:c")) and "Neg:y" not in str(caught.value)
     with pytest.raises(ExportError, match="Add:a reads c, which is made after it"):
-        check(graph)
+        check_graph(graph)
 
 
 def test_a_circle_through_a_branch() -> None:
     graph = branches()
     graph.nodes[0].input[1] = "z"  # of a, which the If reads
     with pytest.raises(ExportError, match="wait for each other"):
-        sort(graph)
+        sort_nodes(graph)

@@ -181,5 +181,6 @@ def test_a_gpu_draws_the_same(tiny_t5, padded_batch, name: str) -> None:
     logits = np.random.default_rng(0).normal(size=(8, 32128)).astype(np.float32)
     history = np.arange(80).reshape(8, 10)
     expected_odds = distribution.probabilities(logits, history, sampling)
-    assert_close(on_device(logits, history if sampling.repetition_penalty != 1 else None, sampling, "cuda"), expected_odds,
+    seen = history if sampling.repetition_penalty != 1 else None
+    assert_close(on_device(logits, seen, sampling, "cuda"), expected_odds,
            atol=1e-6)  # fmt: skip

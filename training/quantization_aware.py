@@ -26,7 +26,7 @@ from t5accel.errors import InputError
 from t5accel.graphs.export import export_model
 from t5accel.models.load import load_model
 from t5accel.precision.gate import quantize_export
-from t5accel.precision.integers import in_blocks
+from t5accel.precision.integers import quantize_blocks
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
 from training.curriculum import FOURTH_CURRICULUM, mini_mixture
 from training.pairs import read_pairs, split_pairs
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Rounded(torch.nn.Module):
     """A weight (N, K) as a recipe stores it, with the gradient of the weight itself.
 
-    In blocks, each block keeps the share of its largest weight that it had at first (`integers.in_blocks` looks for the
+    In blocks, each block keeps the share of its largest weight that it had at first (`integers.quantize_blocks` looks for the
     best one of several): searching again at every step would take longer than the step.
 
     >>> weight = torch.tensor([[-8.0, 7.0, 0.6, 0.0]], requires_grad=True)
@@ -53,7 +53,7 @@ class Rounded(torch.nn.Module):
         super().__init__()
         self.scheme = scheme
         if scheme.method == "weight-only":
-            scales = in_blocks(weight.detach().float().cpu().numpy(), scheme.bits, scheme.block_size).scales
+            scales = quantize_blocks(weight.detach().float().cpu().numpy(), scheme.bits, scheme.block_size).scales
             reached = self._reaching(self._in_blocks(weight.detach()))
             share = torch.from_numpy(scales)[:, :, None].to(reached) / torch.where(reached == 0, 1, reached)
             self.register_buffer("share", share, persistent=False)

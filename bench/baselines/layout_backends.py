@@ -23,7 +23,7 @@ from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.decoding.backend import Histories
 from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
-from t5accel.graphs.contract import DECODER, ENCODER, as_folder, names
+from t5accel.graphs.contract import DECODER, ENCODER, as_folder, kv_names
 from t5accel.graphs.export import source_hash, t5_weights
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ class RowBackend(ABC):
         """What a state holds after a step: ``source``, ``past``."""
         layers, source = self.dims.decoder_layers, dict(state.source)
         if not self._has_begun(state):
-            for cross, computed in zip(names("cross", layers), names("present_cross", layers), strict=True):
+            for cross, computed in zip(kv_names("cross", layers), kv_names("present_cross", layers), strict=True):
                 source[cross] = outputs[computed]
-        pairs = zip(names("past", layers), names("present", layers), strict=True)
+        pairs = zip(kv_names("past", layers), kv_names("present", layers), strict=True)
         return source, {past: outputs[present] for past, present in pairs}
 
     # The same for all

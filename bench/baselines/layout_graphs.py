@@ -15,7 +15,7 @@ import numpy as np
 from onnx import numpy_helper
 
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec, TensorSpec, names
+from t5accel.graphs.contract import DECODER, ENCODER, GraphSpec, TensorSpec, kv_names
 from t5accel.graphs.layers import T5Layers
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
@@ -96,11 +96,11 @@ def merged_decoder_graph(weights: T5Weights) -> GraphBuilder:
     _first_step(first, weights, "first_step_")
     _later_step(later, weights, "later_step_")
     for name, heads in zip(
-        names("later_step_present_cross", dims.decoder_layers), _twice(dims.cross_heads), strict=True
+        kv_names("later_step_present_cross", dims.decoder_layers), _twice(dims.cross_heads), strict=True
     ):
         none = np.zeros((0, heads, 1, dims.d_kv), dtype=np.float32)
         later.op("Constant", output=name, value=numpy_helper.from_array(none))
-    graph.choose("use_cache_branch", later, first, [tensor.name for tensor in outputs])
+    graph.if_else("use_cache_branch", later, first, [tensor.name for tensor in outputs])
     return graph
 
 
@@ -119,8 +119,8 @@ def whole_graph(weights: T5Weights) -> GraphBuilder:
     layers = T5Layers(graph, weights, "decoder")
     layers.cross_keys_and_values(T5Layers(graph, weights, "encoder").encoder(), "cross")
     hidden = layers.embed("decoder_input_ids")
-    bias_of = layers.biases.among("decoder_input_ids", "decoder_attention_mask")
-    hidden = layers.decoder(hidden, bias_of, layers.biases.of_mask("attention_mask"), cross="cross")
+    bias_of = layers.biases.full("decoder_input_ids", "decoder_attention_mask")
+    hidden = layers.decoder(hidden, bias_of, layers.biases.mask_bias("attention_mask"), cross="cross")
     layers.head(hidden, output="logits")
     return graph
 
@@ -139,7 +139,7 @@ def _first_step(graph: GraphBuilder, weights: T5Weights, prefix: str = "") -> No
     layers = T5Layers(graph, weights, "decoder")
     layers.cross_keys_and_values("encoder_hidden_states", f"{prefix}present_cross")
     hidden = layers.decoder(
-        layers.embed(), layers.biases.among("input_ids"), layers.biases.of_mask("attention_mask"),
+        layers.embed(), layers.biases.full("input_ids"), layers.biases.mask_bias("attention_mask"),
         cross=f"{prefix}present_cross", present=f"{prefix}present",
     )  # fmt: skip
     layers.head(hidden, output=f"{prefix}logits")
@@ -148,7 +148,7 @@ def _first_step(graph: GraphBuilder, weights: T5Weights, prefix: str = "") -> No
 def _later_step(graph: GraphBuilder, weights: T5Weights, prefix: str = "") -> None:
     layers = T5Layers(graph, weights, "decoder")
     hidden = layers.decoder(
-        layers.embed(), layers.biases.on_past(), layers.biases.of_mask("attention_mask"),
+        layers.embed(), layers.biases.with_past(), layers.biases.mask_bias("attention_mask"),
         cross="cross", past="past", present=f"{prefix}present",
     )  # fmt: skip
     layers.head(hidden, output=f"{prefix}logits")
@@ -192,7 +192,7 @@ def _step_outputs(dims: T5Dims, length: str, *, cross: bool = False) -> tuple[Te
 
 
 def _keys_and_values(dims: T5Dims, prefix: str, heads: Sequence[int], length: str) -> tuple[TensorSpec, ...]:
-    by_name = zip(names(prefix, len(heads)), _twice(heads), strict=True)
+    by_name = zip(kv_names(prefix, len(heads)), _twice(heads), strict=True)
     return tuple(_floats(name, "R", count, length, dims.d_kv) for name, count in by_name)
 
 

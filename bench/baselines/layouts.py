@@ -31,7 +31,7 @@ from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import as_folder
 from t5accel.graphs.export import source_hash, t5_weights
-from t5accel.graphs.export_folder import LARGEST_INSIDE, WeightsFile, as_target, is_occupied
+from t5accel.graphs.export_folder import LARGEST_INSIDE, WeightsLayout, is_occupied, resolve_target
 from t5accel.models.load import load_model
 from t5accel.models.sizes import T5Dims
 
@@ -96,7 +96,7 @@ def export_layout(
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
     if threshold > LARGEST_INSIDE:
         raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
-    target = as_target(folder)
+    target = resolve_target(folder)
     name = type(model).__name__
     if isinstance(model, str | os.PathLike):
         name = os.fspath(model)
@@ -151,7 +151,7 @@ def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
 def _write(path: Path, graph: GraphBuilder, threshold: int) -> None:
     from tqdm import tqdm
 
-    plan, beside = WeightsFile.plan({path.name: graph}, threshold), f"{path.name}.data"
+    plan, beside = WeightsLayout.plan({path.name: graph}, threshold), f"{path.name}.data"
     if plan.places:
         plan.write(path.with_name(beside), tqdm(disable=True))
     places = {name: (beside, offset, length) for name, (_, offset, length) in plan.references().items()}

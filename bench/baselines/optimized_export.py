@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 from t5accel import machine
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder
-from t5accel.graphs.export_folder import ALIGNMENT, ExportPlan, as_target, write_export
+from t5accel.graphs.export_folder import ALIGNMENT, ExportPlan, resolve_target, write_export
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.ort_levels import as_level, import_onnxruntime, optimization_level, this_machine
-from t5accel.graphs.rewriting import as_graph_path, check_external_data, contrib_operators, reread
+from t5accel.graphs.rewriting import as_graph_path, check_external_data, contrib_operators, load_graphs
 
 TOOLS = ("onnxruntime", "transformers")
 PACKAGE_LEVELS = {"disable": 0, "basic": 1, "extended": 2, "all": 99}  # as onnxruntime.transformers calls ours
@@ -91,7 +91,7 @@ def optimize_export(
 
     Args:
         folder: an export of two graphs that is not optimised.
-        out, overwrite: as of `numbers.fp16.half_export`.
+        out, overwrite: as of `numbers.fp16.export_fp16`.
         level: one of `portability.LEVELS`.
         tool: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX
             Runtime optimise at ``level`` (it knows no "layout"). Below "extended" it looks for the norms by itself, and
@@ -109,7 +109,7 @@ def optimize_export(
     ...     optimize_export(f"{folder}/mini", f"{folder}/fused").optimized["contrib_operators"]
     ['SimplifiedLayerNormalization', 'com.microsoft.FusedMatMul']
     """
-    source, target, level = as_folder(folder), as_target(out), as_level(level, "level")
+    source, target, level = as_folder(folder), resolve_target(out), as_level(level, "level")
     if not isinstance(tool, str) or tool not in TOOLS:
         raise InputError(f"tool is {tool!r}; give one of {', '.join(TOOLS)}.")
     manifest = read_manifest(source)
@@ -129,7 +129,7 @@ def optimize_export(
             "contrib_operators": sorted({name for graph in pairs.values() for name in contrib_operators(graph)}),
         }  # fmt: skip
         copy = replace(manifest, optimized=optimized, versions=machine.versions())
-        plan = ExportPlan.derived(source, copy, reread(pairs.values()))
+        plan = ExportPlan.derived(source, copy, load_graphs(pairs.values()))
         return write_export(target, plan, overwrite=overwrite)
 
 

@@ -34,7 +34,7 @@ from bench.harness import Way, measured
 from bench.results import Row, here, rows_so_far, write_rows
 from t5accel import machine
 from t5accel.api import open_backend
-from t5accel.graphs.export_cache import checked_export
+from t5accel.graphs.export_cache import cached_export_and_manifest
 from t5accel.precision.recipes import RECIPES
 from t5accel.serve.batch.generate import Answerer
 from t5accel.timing import Work
@@ -160,7 +160,7 @@ def job(python: Path, texts: list[str], model: Path, engine: str, threads: int) 
 
 def engine_rows(limit: int | None, rounds: int, python: Path = RAY, copies: tuple[int, ...] = COPIES) -> Iterator[Row]:
     """Jobs of the local engine and of Ray, in fp32."""
-    threads, model = machine.cpu_threads(), checked_export(MODEL)[0]
+    threads, model = machine.cpu_threads(), cached_export_and_manifest(MODEL)[0]
     given = {"local engine": ("local", threads), "Ray, one actor": ("ray", threads)}
     given |= {"Ray, an actor for each core": ("ray", 1)} if threads > 1 else {}
     mixed = [texts for order, texts in files(limit) if order == "mixed"][0]

@@ -29,7 +29,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
 from t5accel.models.load import load_model
-from t5accel.precision.calibration import Example
+from t5accel.precision.calibration import CalibrationSample
 from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme
 from t5accel.timing import Work
@@ -79,7 +79,7 @@ LADDER = (
 )
 
 
-def examples(folder: Path, rows: int = 24) -> list[Example]:
+def examples(folder: Path, rows: int = 24) -> list[CalibrationSample]:
     """Sentences of all three tasks with a reference each, for calibration and for agreement."""
     tokenizer, found = TokenizerFile(folder), []
     for name in tasks.NAMES:
@@ -87,7 +87,7 @@ def examples(folder: Path, rows: int = 24) -> list[Example]:
         sources = tokenizer([tasks.source_text(name, row) for row in chosen])
         answers = tokenizer([(tasks.references(name, row) or ["unanswerable"])[0] for row in chosen])["input_ids"]
         given = np.concatenate([np.zeros((len(chosen), 1), dtype=np.int64), answers[:, :-1]], axis=1)
-        found.append(Example(sources["input_ids"], sources["attention_mask"], given))
+        found.append(CalibrationSample(sources["input_ids"], sources["attention_mask"], given))
     return found
 
 
@@ -133,7 +133,7 @@ def speed_rows(rounds: int) -> Iterator[Row]:
     torch.set_num_threads(threads)
     model, folder = load_model(SIZE)[0], cached_export(SIZE)
     ids = np.random.default_rng(0).integers(3, 32_000, (max(BATCHES), 64))
-    given = [Example(ids[:4], np.ones_like(ids[:4]), ids[:4, :16])]
+    given = [CalibrationSample(ids[:4], np.ones_like(ids[:4]), ids[:4, :16])]
     int8 = torch.ao.quantization.quantize_dynamic(load_model(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
     runs = {
         "transformers with cache": (partial(theirs, model), {}),

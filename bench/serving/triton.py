@@ -23,7 +23,7 @@ from bench.serving.servers import ROOT, Server
 from t5accel import machine
 from t5accel.checks import as_count
 from t5accel.errors import InputError, MissingPackageError
-from t5accel.graphs.export_cache import checked_export
+from t5accel.graphs.export_cache import cached_export_and_manifest
 from t5accel.models.load import require_tokenizer
 
 IN_FLIGHT = "-in-flight"
@@ -98,7 +98,7 @@ def write_repository(
     if not name.replace("-", "").replace("_", "").isalnum():
         raise InputError(f"name is {name!r}: Triton takes letters, digits, - and _; give another one.")
     require_tokenizer(model)
-    export, manifest = checked_export(model, precision=precision, progress=progress)
+    export, manifest = cached_export_and_manifest(model, precision=precision, progress=progress)
     if "tokenizer.json" not in manifest.files:
         raise InputError(f"{model} has no tokenizer.json: a server of texts needs one beside the model.")
     values = dict(rows=rows, threads=threads, window_us=round(window_ms * 1e3), export_of=name)

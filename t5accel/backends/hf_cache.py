@@ -1,9 +1,7 @@
-"""What `generate` passes from step to step, around a backend's own objects: encoder outputs and past key/values.
+"""Encoder outputs and past key/values as transformers' ``generate`` passes them, around a backend's objects."""
 
-`generate` repeats, reorders and cuts what it holds as if it were tensors with a row for each hypothesis. A backend
-keeps one source for its K rows. So `generate` is given row numbers to repeat, which `hf` does for it, and a cache with
-the backend's methods.
-"""
+# `generate` repeats, reorders and crops them as if they were tensors with a row for each hypothesis. A backend keeps
+# one source for its K rows. So `generate` gets row numbers to repeat, and a cache with the backend's methods.
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _V5 = int(transformers.__version__.split(".")[0]) >= 5
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """A backend's source, the ids and the mask (B, S) that it was encoded from, and the backend that did."""
+    """A backend's source, and the ids and the mask (B, S) that it was encoded from."""
 
     backend: Backend
     source: Any
@@ -43,19 +41,11 @@ def _stays_in_the_backend(*_: Any, **__: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class EncodedBatch:
-    """What `AcceleratedEncoder` returns: usable as ``encoder_outputs`` as often as one likes.
-
-    It holds no hidden states, and asking for them as of transformers' own outputs raises ``InputError``.
-
-    Attributes:
-        encoded: the sources.
-        rows: (R,) int64, which of the sources each row of a batch belongs to: 0 … B - 1, repeated for K beams.
-        device: of the input ids, and so of what `generate` makes of them.
-    """
+    """The reusable ``encoder_outputs`` of `AcceleratedEncoder`; access to hidden states raises ``InputError``."""
 
     encoded: EncodedSource
-    rows: np.ndarray
-    device: torch.device
+    rows: np.ndarray  # (R,) int64, the source 0 … B - 1 of each row of a batch, repeated for K beams
+    device: torch.device  # of the input ids, and so of the tokens that `generate` returns
 
     last_hidden_state = hidden_states = attentions = property(_stays_in_the_backend)
     __getitem__ = __iter__ = get = keys = values = items = to_tuple = _stays_in_the_backend
@@ -63,38 +53,36 @@ class EncodedBatch:
     def start(self, backend: Backend, attention_mask: torch.Tensor | None = None) -> DecoderCache:
         """An empty cache for these rows.
 
-        Raises:
-            InputError: encoded by another backend or with another mask, or the rows are not one block of equally many
-                for each source.
+        Raises ``InputError`` for another backend or mask, or rows that are not K consecutive ones for each source.
         """
         encoded, rows = self.encoded, as_integers(self.rows, "rows", rank=1)
         if encoded.backend is not backend:
             raise InputError("These encoder_outputs are of another model: encode with get_encoder() of this one.")
         if not rows.size or rows.min() < 0 or rows.max() >= len(encoded.mask):
             raise InputError(
-                f"encoder_outputs have the rows {rows.tolist()}; give some of 0 … {len(encoded.mask) - 1}."
+                f"The rows of encoder_outputs must lie in 0 … {len(encoded.mask) - 1}, got {rows.tolist()}."
             )
         different = len(np.unique(rows))
         rows_per_source = len(rows) // different
         sources = rows[::rows_per_source]
         if len(sources) != different or not np.array_equal(rows, sources.repeat(rows_per_source)):
             raise InputError(
-                f"The rows of encoder_outputs belong to the sources {rows.tolist()}: each source may stand there once, "
-                "in equally many rows that follow each other (repeat_interleave). Encode the batch that is wanted."
+                "Each source of encoder_outputs must have equally many consecutive rows (repeat_interleave), got "
+                f"{rows.tolist()}. Encode the batch that is wanted."
             )
         if attention_mask is not None:
             mask = as_mask(attention_mask, "attention_mask")
             if not np.array_equal(mask, encoded.mask[rows]):
-                raise InputError("attention_mask is not that of the encoder_outputs: give the same, or none.")
+                raise InputError("attention_mask must be that of the encoder_outputs. Give the same, or none.")
         return DecoderCache(encoded, sources, rows_per_source)
 
     def repeated(self, count: int) -> EncodedBatch:
-        """Every row ``count`` times in place, as ``torch.repeat_interleave``."""
+        """Repeat every row ``count`` times, as ``torch.repeat_interleave``."""
         return replace(self, rows=np.repeat(self.rows, count))
 
 
 class AcceleratedEncoder:
-    """The encoder's half of a backend, called as transformers calls an encoder."""
+    """A backend's encoder, called as transformers calls an encoder."""
 
     main_input_name = "input_ids"
 
@@ -121,7 +109,7 @@ class AcceleratedEncoder:
     __call__ = forward
 
     def _hides_whole_rows(self) -> bool:
-        """Whether a row without a single token gets what transformers gives it: attention to all positions alike."""
+        """Whether a row without tokens attends to all positions alike, as in transformers; else it is refused."""
         is_own = hasattr(self.backend, "model")  # transformers' own, in torch
         # Without tokens a cache has nothing to keep. On 5.x models with absolute positions attend to nothing there.
         return not isinstance(self.backend, EncoderCache) and (
@@ -130,32 +118,27 @@ class AcceleratedEncoder:
 
 
 class DecoderCache:
-    """A backend's decoder state under the names by which `generate` calls its ``past_key_values``.
-
-    Attributes:
-        length: P, how many positions it holds; `generate` gives whole sequences, and those from P on are new.
-        state: the backend's.
-        encoded, sources, shape: what was encoded, which of its rows these are (B,), and B and K.
-        is_private: `generate` made it for itself, and nobody reads it afterwards.
-        history: (R, >= P) the sequences so far, where they are known. It is needed only to go back by more than the
-            last step, which a backend cannot: then a new state reads them again.
-    """
+    """A backend's decoder state with the methods of transformers' ``past_key_values``."""
 
     is_compileable = False
 
     def __init__(self, encoded: EncodedSource, sources: np.ndarray, rows_per_source: int):
-        self.backend, self.length = encoded.backend, 0
+        self.backend = encoded.backend
+        self.encoded, self.sources = encoded, sources  # (B,), rows of what was encoded
+        self.shape = (len(sources), rows_per_source)  # B and K
+        self.length = (
+            0  # P, the positions it holds: of the whole sequences that `generate` gives, those from P on are new
+        )
+        self.is_private = False  # whether `generate` made it for itself, and nobody reads it afterwards
+        # (R, >= P), the sequences so far, if known. Needed only to roll back more than the last step, which a backend
+        # cannot: then a new state reads them again.
         self.history: torch.Tensor | None = None
-        self.shape, self.is_private = (len(sources), rows_per_source), False
-        self.encoded, self.sources = encoded, sources
         self._restart()
 
     def append(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Read T new tokens per row: (R, T) -> logits (R, T, V).
+        """Read T new tokens per row: (R, T) integers -> logits (R, T, V).
 
-        Args:
-            input_ids: (R, T) integers.
-            mask: (R, P + T), 0 for padding, which may only stand on the left of the first tokens.
+        ``mask`` (R, P + T) is 0 for padding, which is allowed only to the left of the first tokens.
         """
         new = as_integers(input_ids, "decoder_input_ids", rank=2)
         (batch, per_source), (rows, count) = self.shape, new.shape
@@ -167,7 +150,7 @@ class DecoderCache:
         check_vocabulary(new, self.backend.vocab_size, "decoder_input_ids")
         check_positions(self.backend, self.length + count)
         padding = None if mask is None else self._padding(mask, count)
-        if padding is not None:  # read the tokens first, then the padding, and forget that: so histories end together
+        if padding is not None:  # read the tokens first, then the padding, and roll that back: so pasts end together
             new = np.take_along_axis(new, (np.arange(count) + padding) % count, axis=1)
         unread = 0
         if self._unread is not None:
@@ -186,38 +169,37 @@ class DecoderCache:
         return self.length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row r goes on from the history of row ``beam_idx[r]``, which has the same source. (R,) integers."""
+        """Continue row r from the past of row ``beam_idx[r]``, which has the same source. (R,) integers."""
         batch, per_source = self.shape
         flat = as_integers(beam_idx, "beam_idx", rank=1)
         if len(flat) != batch * per_source:
-            raise InputError(f"beam_idx has {len(flat)} rows; this cache has {batch * per_source}.")
+            raise InputError(f"beam_idx must have {batch * per_source} rows, got {len(flat)}.")
         rows = flat.reshape(batch, per_source) - np.arange(batch)[:, None] * per_source
         if rows.min() < 0 or rows.max() >= per_source:
-            raise InputError(f"beam_idx is {flat.tolist()}: a row goes on from one of the {per_source} of its source.")
+            raise InputError(f"beam_idx must stay within the {per_source} rows of each source, got {flat.tolist()}.")
         self._read()
         self.backend.reorder(self.state, rows)
         self.history = None
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows stay, in this order: all K of a source together. (n,) integers, n >= 1."""
+        """Keep only these rows, in this order, all K of a source together. (n,) integers, n >= 1."""
         per_source = self.shape[1]
         flat = as_integers(indices, "indices", rank=1)
         kept = flat[::per_source] // per_source
         whole = (kept[:, None] * per_source + np.arange(per_source)).reshape(-1)
         if not np.array_equal(flat, whole) or len(np.unique(kept)) < len(kept):
-            raise InputError(f"indices is {flat.tolist()}: all {per_source} rows of a source stay, in order, or none.")
+            raise InputError(f"indices must name all {per_source} rows of a source, in order, got {flat.tolist()}.")
         self._read()
         self.backend.keep(self.state, kept)
         self.sources, self.shape, self.history = self.sources[kept], (len(kept), per_source), None
 
     def activate_past_recording(self) -> None:
-        """Called by transformers 5.x before it crops; nothing is thrown away here that a crop would need."""
+        """Do nothing: transformers 5.x calls this before it crops, and a crop needs nothing recorded."""
 
     def crop(self, length: int) -> None:
-        """Keep the first ``length`` positions, or drop the last ``-length``; 0 keeps none, but all on transformers 5.x.
+        """Keep the first ``length`` positions, or drop the last ``-length``; 0 keeps none (on transformers 5.x: all).
 
-        Raises:
-            InputError: more than the last step has to go, and the tokens before are unknown.
+        Raises ``InputError`` beyond the last step if the earlier tokens are unknown.
         """
         if length == 0 and _V5:  # where it drops nothing; on 4.57 all
             return
@@ -240,7 +222,7 @@ class DecoderCache:
         self.length = length
 
     def _restart(self, unread: np.ndarray | None = None) -> None:
-        """A new state. Its next step reads these tokens (R, T) before its own."""
+        """Start a new state, whose next step reads these tokens (R, T) before its own."""
         state = self.backend.start(self.encoded.source, self.shape[1])
         if not np.array_equal(self.sources, np.arange(len(self.encoded.mask))):
             self.backend.keep(state, self.sources)
@@ -252,13 +234,13 @@ class DecoderCache:
             self._last, self._unread = self._unread.shape[1], None
 
     def _padding(self, mask: torch.Tensor, count: int) -> np.ndarray | None:
-        """(R, 1): how many of the new positions are padding; ``None`` where none is."""
+        """The number of padding positions among the new ones, (R, 1); ``None`` without any."""
         checked = as_mask(mask, "decoder_attention_mask")
         rows = self.shape[0] * self.shape[1]
         if checked.shape != (rows, self.length + count):
             raise InputError(
-                f"decoder_attention_mask has shape {checked.shape}; there are {rows} rows of {self.length} known and "
-                f"{count} new tokens."
+                f"decoder_attention_mask must have shape {(rows, self.length + count)}, for {self.length} known and "
+                f"{count} new tokens, got {checked.shape}."
             )
         new = checked[:, self.length :]
         if new.all():
@@ -266,32 +248,32 @@ class DecoderCache:
         lengths = new.sum(axis=1)
         if self.length or not lengths.all() or not np.array_equal(new, right_aligned(lengths, count)):
             raise InputError(
-                "decoder_attention_mask may hide padding on the left of the first tokens, and leaves one in each row. "
-                "Padding on the right needs no mask: no token looks to its right."
+                "decoder_attention_mask may hide padding on the left of the first tokens only, and leaves one in each "
+                "row. Padding on the right needs no mask: no token looks to its right."
             )
         if hasattr(self.backend, "positions"):
             raise InputError(
-                "decoder_attention_mask hides padding, of which this model's absolute positions leave open whether it "
-                "counts: give prefixes of one length."
+                "decoder_attention_mask must not hide padding for this model: absolute positions leave open whether it "
+                "counts. Give prefixes of one length."
             )
         return count - lengths[:, None]
 
 
 def as_encoded(encoder_outputs: Any) -> EncodedBatch:
-    """``encoder_outputs`` if a backend can use them, else an `InputError`."""
+    """Check that ``encoder_outputs`` are a backend's."""
     if not isinstance(encoder_outputs, EncodedBatch):
         raise InputError(
-            f"encoder_outputs is a {type(encoder_outputs).__name__}; give what this model's get_encoder() returned."
+            f"encoder_outputs must be what this model's get_encoder() returned, got {type(encoder_outputs).__name__}."
         )
     return encoder_outputs
 
 
 def as_cache(past_key_values: Any, backend: Backend) -> DecoderCache:
-    """``past_key_values`` if this backend can use them, else an `InputError`."""
+    """Check that ``past_key_values`` are this backend's."""
     if not isinstance(past_key_values, DecoderCache):
         raise InputError(
-            f"past_key_values is a {type(past_key_values).__name__}; leave it out: the backend has a cache of its own, "
-            "also where the decoder is deeper than the encoder."
+            f"past_key_values must be what this model returned, got {type(past_key_values).__name__}. Leave it out: "
+            "the backend has a cache of its own, also where the decoder is deeper than the encoder."
         )
     if past_key_values.backend is not backend:
         raise InputError("These past_key_values are of another model: give what this one returned.")
@@ -299,7 +281,7 @@ def as_cache(past_key_values: Any, backend: Backend) -> DecoderCache:
 
 
 def as_mask(mask: Any, name: str) -> np.ndarray:
-    """A mask as int64 (R, n); floats of 0 and 1 are taken as transformers does. Raises ``InputError``.
+    """Convert a mask to int64 (R, n); like transformers, accept floats of 0 and 1.
 
     >>> as_mask(torch.tensor([[1.0, 0.0]]), "attention_mask")
     array([[1, 0]])
@@ -312,10 +294,7 @@ def as_mask(mask: Any, name: str) -> np.ndarray:
 
 
 def reject_text(input_ids: Any) -> None:
-    """Raise an `InputError` for text, or a tokenizer's whole answer, in place of token ids.
-
-    >>> reject_text(torch.tensor([[5, 6, 1]]))
-    """
+    """Raise ``InputError`` for text, or a tokenizer's whole output, in place of token ids."""
     first = input_ids[0] if isinstance(input_ids, list | tuple) and input_ids else input_ids
     if isinstance(input_ids, Mapping):
         raise InputError(f"input_ids must be token ids, got a {type(input_ids).__name__}: unpack it, as in (**batch).")
@@ -328,13 +307,10 @@ def reject_text(input_ids: Any) -> None:
 
 
 def reject_unsupported(arguments: dict[str, Any]) -> None:
-    """Raise an `InputError` if one of these arguments asks for something: is neither ``None`` nor ``False``.
-
-    >>> reject_unsupported({"output_attentions": False, "head_mask": None})
-    """
+    """Raise ``InputError`` if one of these arguments is neither ``None`` nor ``False``."""
     given = [name for name, value in arguments.items() if value is not None and value is not False]
     if given:
         raise InputError(
-            f"{', '.join(given)}: not to be had from a backend, which takes token ids and masks and gives logits. "
-            "Leave it out, or use transformers' own model."
+            f"{', '.join(given)} must be left out: a backend takes token ids and masks, and returns logits. Use "
+            "transformers' own model for it."
         )

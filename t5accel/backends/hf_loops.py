@@ -27,7 +27,7 @@ from transformers.generation import (
 
 from t5accel.backends.hf_cache import DecoderCache
 from t5accel.decoding.beam import Beams
-from t5accel.decoding.request import Steps
+from t5accel.decoding.request import StepStream
 from t5accel.decoding.sampling import Sampling, generators, run_steps
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
@@ -92,7 +92,7 @@ class DeviceLoops:
                 seed, given = int(torch.randint(2**62, ())), np.repeat(request.prefix, rows, axis=0)
                 draws = generators(seed, len(request.ids), rows)
                 steps = run_steps(self.backend, replace(request, rules=rules), given, sampling, draws, cache.state)
-                tokens = Steps(given, self.backend.pad_token_id, steps).generated().sequences
+                tokens = StepStream(given, self.backend.pad_token_id, steps).generated().sequences
                 return torch.from_numpy(tokens).to(input_ids.device)
         return super()._sample(
             input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,

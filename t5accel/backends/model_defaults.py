@@ -25,8 +25,8 @@ def by_defaults(
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A function that answers sources as the model's ``generation_config`` asks: what ``run`` and ``batch`` call.
 
-    It is our own greedy or beam search. Where the model asks for more than these apply (`TokenConstraints.unsupported`), it
-    is transformers' ``generate()`` on the same backend, which imports torch. A model with ``do_sample`` then draws,
+    It is our own greedy or beam search. Where the model asks for more than these (`TokenConstraints.unsupported`),
+    it is transformers' ``generate()`` on the same backend, which imports torch. A model with ``do_sample`` then draws,
     by torch's random state, unless ``num_beams`` names a search.
 
     Args:

@@ -27,11 +27,11 @@ from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import (
     DECODER,
     ENCODER,
-    NEAR,
     SHORTLIST,
+    SHORTLIST_OUTPUTS,
     STEP,
     as_folder,
-    names,
+    kv_names,
     shortlist_spec,
     step_spec,
 )
@@ -144,12 +144,12 @@ class OrtNumpy:
         self.encoder = self._open(ENCODER)
         self.openvino = self._open_openvino() if self.settings.openvino else None
         layers = self.dims.decoder_layers
-        self.cross_names, self.past_names = names("cross", layers), names("past", layers)
+        self.cross_names, self.past_names = kv_names("cross", layers), kv_names("past", layers)
         self.cross_heads, self.past_heads = (
             [heads for heads in by_layer for _ in range(2)]
             for by_layer in (self.dims.cross_heads, self.dims.decoder_heads)
         )
-        self.outputs = ["logits", *names("present", layers)]
+        self.outputs = ["logits", *kv_names("present", layers)]
         self._spare = Pool()
         self.dtype = np.dtype(self.manifest.graphs[DECODER].outputs[-1].dtype)  # of keys and values
 
@@ -179,7 +179,7 @@ class OrtNumpy:
         """By the shortlist, if there is one and it pays; else, or where that is not certain, by all exact logits."""
         new, mask, tokens = np.ascontiguousarray(input_ids), state.rows.mask(), None
         if self.shortlist and self.shortlist.is_worthwhile(new.shape[0] * new.shape[1]):
-            results, past = self._run_step(state, new, mask, NEAR, exact=False)
+            results, past = self._run_step(state, new, mask, SHORTLIST_OUTPUTS, exact=False)
             tokens = self.shortlist.choose(results, forbidden)
         if tokens is None:
             logits, past = self._run_decoder(state, new, mask)

@@ -23,7 +23,7 @@ from t5accel.backends.ort_memory import Pool
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, OrtState
 from t5accel.decoding.backend import Forbidden, Histories, right_aligned
 from t5accel.decoding.greedy_search import argmax_tokens
-from t5accel.graphs.contract import NEAR, STEP
+from t5accel.graphs.contract import SHORTLIST_OUTPUTS, STEP
 from t5accel.graphs.ort_levels import import_onnxruntime
 
 COLUMNS, MOST_COLUMNS = 64, 512  # of the first buffers: at least, and at most where spare memory has place for more
@@ -276,7 +276,7 @@ class OrtStatic(OrtNumpy):
         tokens, results = None, self._fed(state, new).results
         if self.shortlist and self.shortlist.is_worthwhile(len(results["logits"])):
             self._run_fused(state, "near")
-            tokens = self.shortlist.choose([results[name] for name in NEAR], forbidden)
+            tokens = self.shortlist.choose([results[name] for name in SHORTLIST_OUTPUTS], forbidden)
         if tokens is None:
             self._run_fused(state, "exact")
             if forbidden is not None:
@@ -343,7 +343,7 @@ class OrtStatic(OrtNumpy):
             }  # fmt: skip
             if self.manifest.shortlist:
                 inputs["exact"] = np.array(kind != "near")
-            wanted = {"near": NEAR, "exact": NEAR[:1]}.get(kind, ())
+            wanted = {"near": SHORTLIST_OUTPUTS, "exact": SHORTLIST_OUTPUTS[:1]}.get(kind, ())
             outputs = {name: buffers.results[name] for name in wanted}
             outputs.update(zip(self.outputs[1:], arrays, strict=True))
             binding, kept = self.fused.io_binding(), []
@@ -388,7 +388,7 @@ class OrtStatic(OrtNumpy):
         groups = {heads: group[:, :rows] for heads, group in room.items()}
         columns = next(iter(groups.values())).shape[3]
         shapes = [(rows, 1, self.vocab_size), (rows, 1, self.dims.d_model), (rows, 1), (rows, 1)]
-        results = dict(zip(NEAR, self._results.arrays(shapes, np.float32), strict=True))
+        results = dict(zip(SHORTLIST_OUTPUTS, self._results.arrays(shapes, np.float32), strict=True))
         tokens, length = np.zeros((rows, 1), dtype=np.int64), np.zeros(1, dtype=np.int32)
         return Buffers(groups, room, np.ones((rows, columns), dtype=np.int32), tokens, length, results)
 

@@ -23,7 +23,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, GraphSpec, as_fol
 from t5accel.graphs.export_cache import ENGINES, cache_folder
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.rewriting import check_external_data
-from t5accel.precision.recipes import recipe_of
+from t5accel.precision.recipes import recipe_from_json
 
 # For which sizes and in which numbers TensorRT shall build an export's two graphs: a plan, in plain Python.
 # An engine is built for a range of sizes of every input that varies, and it is tuned for one of them (a *profile*).
@@ -169,7 +169,7 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
     if not isinstance(sizes, Sizes):
         raise InputError(f"sizes is {sizes!r}; give tensorrt_plan.Sizes.")
     recipe = manifest.recipe
-    if recipe_of(recipe).integers:
+    if recipe_from_json(recipe).integers:
         raise InputError(f"This export is in {recipe['name']}: give one whose weights are floats, in fp32 or fp16.")
     if manifest.optimized:
         raise InputError("This export was optimised for ONNX Runtime: give the one that it was made from.")

@@ -78,6 +78,10 @@ class TorchEager:
     (1, 5)
     """
 
+    pad_token_id: int
+    eos_token_id: int
+    decoder_start_token_id: int
+
     def __init__(self, model: PreTrainedModel, *, use_cache: bool = True):
         self._family = family_of_model(model)
         self.model, self.use_cache, self.rules = model.eval(), use_cache, constraints_from_config(model)

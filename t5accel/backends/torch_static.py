@@ -101,6 +101,9 @@ class TorchStatic:
     """
 
     runs: type[StaticT5] = StaticT5
+    pad_token_id: int
+    eos_token_id: int
+    decoder_start_token_id: int
 
     def __init__(
         self, model: PreTrainedModel, *, buckets: Sequence[int] = BUCKETS, graphs: bool | None = None,

@@ -28,9 +28,9 @@ class Backend(Protocol):
 
     Its methods **trust their arguments**: types and shapes as below, tokens in the vocabulary, rows, positions and
     sources that exist, sources and states of this very backend. What comes from outside is checked once, by those
-    who call them: the decoding algorithms (`request.GenerationInputs`) and `hf`. Whoever calls a backend directly answers for
-    that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way, for want of
-    memory or by an interrupt, leaves the state as it was.
+    who call them: the decoding algorithms (`request.GenerationInputs`) and `hf`. Whoever calls a backend directly
+    answers for that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way,
+    for want of memory or by an interrupt, leaves the state as it was.
 
     A backend may also offer ``run_greedy(state, k, *, forbidden=None) -> (B, K, n)``, n <= k greedy steps without
     returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
@@ -44,8 +44,8 @@ class Backend(Protocol):
     - ``source_bytes(source) -> int``: the memory that it takes, on whichever device.
     - ``fingerprint() -> Hashable``: compares unequal to an earlier one if the encoder's weights were changed since.
 
-    And it may know more about its model: ``rules``, what is asked of every answer (`TokenConstraints`); ``positions``, how
-    many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
+    And it may know more about its model: ``rules``, what is asked of every answer (`TokenConstraints`); ``positions``,
+    how many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
 
     ``run_beams(state, input_ids, scores, k, *, ends, forbidden=None, renormalized=False)`` takes n <= k steps of beam
     search. First every row reads its tokens (B, K, T), which stand behind histories of one length. A step ranks the

@@ -128,7 +128,7 @@ class Answers:
 
 
 DEFAULT_BEAMS = 4
-# StepStream between two looks at which sources have ended, where a backend takes several without the host: few at first, for
+# Steps between two looks at which sources have ended, where a backend takes several without the host: few at first, for
 # short answers, then twice as many each time.
 FIRST_RUN, LONGEST_RUN = 8, 32
 _LARGEST_EXPONENT = 70.0  # scores times or over exp(70) are still far from the ends of float32

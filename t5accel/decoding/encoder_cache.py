@@ -1,8 +1,7 @@
-"""Encode each text once: a backend around any backend that keeps encoder outputs, row by row.
+"""A backend that encodes each text once: a cache of encoder outputs around another backend."""
 
-The idea is that of the ``CachedT5`` wrappers, whose caller hands a text's encoder output back to skip the encoder.
-Here the cache finds it: by what the row says, whichever batch it comes in, and only while the weights are the same.
-"""
+# The idea is that of the ``CachedT5`` wrappers, whose caller passes a text's encoder output back to skip the encoder.
+# Here the cache finds it by the row's content, whichever batch it comes in, as long as the weights are unchanged.
 
 from __future__ import annotations
 
@@ -20,20 +19,18 @@ from t5accel.errors import InputError
 
 _NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 _NEEDED = ("encode", "split", "join", "source_bytes", "fingerprint", *_NUMBERS)
-_HOLE = -1  # stands for a masked position between two tokens; no token has this id
+_HOLE = -1  # for a masked position between two tokens; no token has this id
 
 
 def row_keys(input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bytes]:
-    """What decides each row's encoder output: its tokens and their distances. Two (B, S) int64 -> B keys.
-
-    Padding at either end is dropped, because T5 knows distances only. What a masked position holds does not matter;
-    between two tokens it is kept as a hole, because it moves them apart.
+    """Cache keys of the rows, which determine their encoder output: two (B, S) int64 -> B keys.
 
     >>> ids = np.array([[0, 5, 6], [5, 6, 0], [5, 0, 6]])
     >>> left, right, hole = row_keys(ids, (ids != 0).astype(np.int64))
     >>> left == right, left == hole
     (True, False)
     """
+    # Padding at either end is dropped, because T5 knows distances only; between two tokens it moves them apart.
     marked = np.where(attention_mask, input_ids, _HOLE)
     first = attention_mask.argmax(axis=1)
     end = attention_mask.shape[1] - attention_mask[:, ::-1].argmax(axis=1)
@@ -41,60 +38,40 @@ def row_keys(input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bytes]:
 
 
 class EncoderCache:
-    """A `Backend` that encodes only rows whose encoder output it does not hold; the wrapped one does everything else.
+    """A `Backend` that keeps encoder outputs of rows; the wrapped backend does everything else.
 
-    Each row is looked up by `row_keys`, the missing ones are encoded in one batch, each once, and the batch's source is
-    joined from the rows. The least recently used rows leave when ``max_bytes`` is exceeded; a single row larger than
-    that is not kept. If the backend's ``fingerprint`` changed, all rows are dropped before the lookup; for changes of
-    weights that it cannot see (`TorchEager.fingerprint` lists them) there is `clear`.
-
-    Threads may share it: a hit does not wait for the encoder, and two threads that miss the same row both encode it.
-    Encoded in another batch, a row's numbers differ by rounding, as they do without a cache.
+    Missing rows are encoded in one batch, each once. The least recently used rows are dropped beyond ``max_bytes``, and
+    all rows when the backend's ``fingerprint`` changes; `TorchEager.fingerprint` lists the changes of weights that it
+    cannot see, for which there is `clear`. Encoded in another batch, a row's numbers differ by rounding, as they do
+    without a cache. Threads may share it: a hit does not wait for the encoder, and two threads that miss the same row
+    both encode it.
 
     Args:
-        backend: any backend with the optional methods ``split``, ``join``, ``source_bytes`` and ``fingerprint``.
-        max_bytes: memory for encoder outputs and keys, on the device that holds them; 0 keeps nothing.
-
-    Attributes:
-        hits: rows so far that needed no encoding, twins of a row in the same batch included.
-        misses: rows that were encoded; one that raised counts as neither.
-        size_bytes: memory of the rows that are kept.
+        backend: with the optional methods ``split``, ``join``, ``source_bytes`` and ``fingerprint``.
+        max_bytes: memory for encoder outputs and keys, on their device; 0 keeps nothing.
 
     Raises:
-        InputError: the backend lacks methods, or ``max_bytes`` is not an integer of at least 0. Where the backend's
-            ``encode`` raises, the cache is as before.
-
-    >>> class Toy:  # a toy backend whose source is a list of rows
-    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 1, 0
-    ...     def encode(self, input_ids, attention_mask):
-    ...         print("encodes", input_ids.tolist())
-    ...         return [ids[mask > 0] * 10 for ids, mask in zip(input_ids, attention_mask)]
-    ...     def split(self, source): return [[row] for row in source]
-    ...     def join(self, sources): return [row for source in sources for row in source]
-    ...     def source_bytes(self, source): return sum(row.nbytes for row in source)
-    ...     def fingerprint(self): return "these weights"
-    >>> cache = EncoderCache(Toy())
-    >>> source = cache.encode(np.array([[5, 6, 1]]), np.array([[1, 1, 1]]))
-    encodes [[5, 6, 1]]
-    >>> ids = np.array([[7, 1, 0, 0], [0, 5, 6, 1], [7, 1, 0, 0]])
-    >>> cache.encode(ids, (ids != 0).astype(np.int64))
-    encodes [[7, 1]]
-    [array([70, 10]), array([50, 60, 10]), array([70, 10])]
-    >>> cache.hits, cache.misses, cache.size_bytes
-    (2, 2, 80)
+        InputError: the backend lacks methods, or ``max_bytes`` is not an integer >= 0.
     """
+
+    vocab_size: int
+    pad_token_id: int
+    eos_token_id: int
+    decoder_start_token_id: int
 
     def __init__(self, backend: Backend, *, max_bytes: int = 256_000_000):
         missing = [name for name in _NEEDED if not hasattr(backend, name)]
         if missing:
             raise InputError(
-                f"{type(backend).__name__} cannot be cached, it lacks {', '.join(missing)}: give a backend that offers "
-                "them, such as TorchEager."
+                f"backend must offer split, join, source_bytes and fingerprint, as TorchEager does, got "
+                f"{type(backend).__name__}, which lacks {', '.join(missing)}."
             )
         self.backend, self.max_bytes = backend, as_count(max_bytes, "max_bytes", at_least=0)
         for name in _NUMBERS:  # set, because from Python 3.12 on isinstance(..., Backend) does not ask __getattr__
             setattr(self, name, getattr(backend, name))
-        self.hits = self.misses = self.size_bytes = 0
+        self.hits = 0  # rows that needed no encoding, duplicates of a row in the same batch included
+        self.misses = 0  # rows that were encoded; a row whose encoding raised counts as neither
+        self.size_bytes = 0
         self._rows: OrderedDict[bytes, tuple[Source, int]] = OrderedDict()  # with their bytes; the oldest use first
         self._fingerprint = backend.fingerprint()
         self._lock = threading.Lock()  # guards all of the above, and is not held while the backend encodes
@@ -120,16 +97,16 @@ class EncoderCache:
         return self.backend.join([found[key] for key in keys])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled and copied without what it keeps."""
+        """Pickle and copy without the kept rows."""
         return partial(EncoderCache, max_bytes=self.max_bytes), (self.backend,)
 
     def holds(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bool]:
-        """For each of B rows whether it is kept at the moment; asks for nothing and moves nothing."""
+        """Whether each of B rows is kept now; does not count as a use."""
         with self._lock:
             return [key in self._rows for key in row_keys(input_ids, attention_mask)]
 
     def clear(self) -> None:
-        """Forget all rows, also those being encoded at the moment; ``hits`` and ``misses`` count on."""
+        """Forget all rows, also those being encoded now; ``hits`` and ``misses`` count on."""
         with self._lock:
             self._drop()
 

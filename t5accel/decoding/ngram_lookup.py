@@ -1,9 +1,7 @@
-"""Lookup: what an answer copies from its source, or from itself, is guessed by looking it up there.
+"""Prompt-lookup decoding (Saxena 2023; LLMA, Yang et al. 2023) from an encoder's source."""
 
-A summary, an answer or a correction repeats much of what it was made from. Where the last tokens of an answer occur in
-the source, what follows there is a good guess at how the answer goes on, and it is free: no model makes it. The idea is
-that of prompt lookup decoding (Saxena 2023) and LLMA (Yang et al. 2023), here for an encoder's source.
-"""
+# A summary, an answer or a correction repeats much of its source. Where the last tokens of the output occur in the
+# source, the tokens after them are a good draft, and a free one: no model computes it.
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from t5accel.decoding.request import GenerationInputs, StepStream, collects_step
 from t5accel.errors import InputError
 
 MAX_MATCH = 16  # tokens: how far back a match is followed, and the longest n-gram
-# What a call takes, in units of what one more token of one row adds to it. Measured on two cores with the bundled model
-# in fp32 and int8; models that are bound by memory, or a GPU, have more fixed cost, and drafts could be longer there.
-FIXED, VERIFYING = 6.0, 1.0  # a call that reads nothing yet; what forgetting wrong guesses adds
-PRIOR_WEIGHT = 8.0  # how many guesses of a row weigh as much as what its match makes one expect
+# The cost of a call, in units of what one more token of one row adds to it. Measured on two cores with the bundled
+# model in fp32 and int8; memory-bound models and GPUs have more fixed cost, and drafts could be longer there.
+FIXED, VERIFYING = 6.0, 1.0  # a call that reads nothing yet; what rolling back wrong tokens adds
+PRIOR_WEIGHT = 8.0  # the number of a row's draft tokens that weigh as much as the probability that its match suggests
 
 
 @collects_steps
@@ -39,47 +37,22 @@ def prompt_lookup(
     forced_bos_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
 ) -> StepStream:
-    """Greedy search that guesses from the source and from what it has written itself.
+    """Greedy search with drafts copied from the source and from the output so far.
 
-    The last tokens of a row, the longest n-gram first, are searched in the row's source and in its output. What
-    followed there, the last time, is the draft; one call of the decoder verifies it.
-
-    How many tokens are guessed depends on what they promise. A guess is right with probability p, and the i-th guess of
-    a draft counts only if all before it are right: it brings p^i tokens. All rows read as many tokens as the longest
-    draft has, so the length m is chosen for the batch, as the one at which it gets the most tokens for its time:
-
-        (rows + sum of p + p^2 + … + p^m over the rows that have a match) / (time of a call that reads m + 1 tokens)
-
-    - p is (r - 1/2) / (r + 1) where a run of r tokens before the guess matches: 0.25 for one, 0.7 for four. It is
-      averaged with how many of this row's guesses were right so far. So drafts grow while text is copied and guesses
-      are right, and are not made at all where guesses keep failing; a longer match overcomes that.
-    - The time of a call has a fixed part and a part for each token of each row (`FIXED`, `VERIFYING`). One row alone is
-      worth a guess from p = 2/7 on; in a batch, where every token costs more, most rows have to be promising.
-
-    Looking takes time for every row, and in a batch a single row's match hardly pays. So after looks in vain as many
-    calls are made without one, one fewer than there are rows at most.
-
-    Nothing is timed: the same batch is always guessed the same.
-
-    The tokens are those of `greedy.greedy`, whatever is guessed, up to the rounding of floats: a call that reads
-    several tokens rounds otherwise than one that reads a single token, so nearly equal logits can change places.
-    Precisions that round activations, too, are not lossless: "int8-dynamic" rounds a whole call together, and for
-    "int8" and "int4" ONNX Runtime has another kernel for a single token, unless their ``accuracy_level`` is 1. Their
-    answers are as good, and mostly the same.
+    The last tokens of a row, the longest n-gram first, are searched in its source and output; what followed their last
+    occurrence is the draft. The tokens are those of `greedy`, up to rounding: a call that reads several tokens rounds
+    differently from one that reads a single token, so nearly equal logits may change places. Precisions that round
+    activations are not lossless either: "int8-dynamic" rounds a whole call together, and for "int8" and "int4" ONNX
+    Runtime has another kernel for a single token, unless their ``accuracy_level`` is 1. Their answers are as good, and
+    mostly the same.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: see `greedy.greedy`.
-        forced_bos_token_id, decoder_start_token_id: likewise.
-        max_ngram: the longest n-gram that is searched.
-        max_draft: upper bound on the guesses of a row for one call.
-        decoder_input_ids: as of `greedy.greedy`; also searched.
+        max_ngram: the longest n-gram to search, at most 16.
+        max_draft: the most draft tokens of a row for one call.
+        decoder_input_ids: see `greedy`, as for the other arguments; also searched.
 
     Returns:
-        ``sequences`` (B, L) int64, how many tokens were ``drafted``, and how many of them ``accepted``. Rows that end
-        leave the batch as soon as half of it is done.
-
-    Raises:
-        InputError: a shape, type or bound is wrong.
+        ``sequences`` (B, L) int64, and how many tokens were ``drafted`` and ``accepted``.
 
     >>> class Counter:  # a toy backend: the next token is the last one plus one, and 9 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 9, 0
@@ -94,25 +67,31 @@ def prompt_lookup(
     """
     longest = as_count(max_ngram, "max_ngram", at_least=1)
     if longest > MAX_MATCH:
-        raise InputError(f"max_ngram is {longest}; give 1 to {MAX_MATCH}: longer matches tell nothing more.")
+        raise InputError(f"max_ngram must be 1 to {MAX_MATCH}, got {longest}: longer matches tell nothing more.")
     most = as_count(max_draft, "max_draft", at_least=1)
     request = GenerationInputs.checked(
-        backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
-        decoder_start_token_id=decoder_start_token_id, methods=("trim", "keep"),
-    )  # fmt: skip
-    steps = verify_drafts(
-        backend, request, NgramDrafter(request, longest, most), GreedyVerifier(backend, request.rules)
+        backend,
+        input_ids,
+        attention_mask,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        decoder_input_ids=decoder_input_ids,
+        forced_bos_token_id=forced_bos_token_id,
+        decoder_start_token_id=decoder_start_token_id,
+        methods=("trim", "keep"),
     )
+    drafter = NgramDrafter(request, longest, most)
+    steps = verify_drafts(backend, request, drafter, GreedyVerifier(backend, request.rules))
     return StepStream(request.prefix[:, 1:], backend.pad_token_id, steps)
 
 
 class NgramDrafter:
-    """A `drafts.Drafter` that guesses that a row goes on as its source, or as it did before itself.
+    """A `Drafter` that continues each row as its source, or as the row's own earlier output.
 
-    Args:
-        request: whose sources are copied from.
-        max_ngram, max_draft: as of `prompt_lookup`.
+    The length of the drafts follows from their expected gain (`best_length`). A draft token is right with probability
+    p = (r - 1/2) / (r + 1) after a match of r tokens (0.25 for one, 0.7 for four), averaged with the share of the row's
+    draft tokens that were right so far. So drafts grow while text is copied, and stop where they keep failing, unless a
+    longer match overcomes that. No clock is read: the same batch always gets the same drafts.
     """
 
     def __init__(self, request: GenerationInputs, max_ngram: int, max_draft: int):
@@ -121,12 +100,12 @@ class NgramDrafter:
             NgramIndex([*source, *prefix], max_ngram)
             for source, prefix in zip(sources, request.prefix.tolist(), strict=True)
         ]
-        # By row of the result: of the guesses that were looked at (those after a wrong one were not), how many were
-        # right; both begin as if the match had been believed PRIOR_WEIGHT times, see _guess.
+        # By row of the result: of the draft tokens that were verified (those after a wrong one were not), how many were
+        # right. PRIOR_WEIGHT is added to both in _guess.
         self._right, self._tried = [0] * len(sources), [0] * len(sources)
         self._most = max_draft
-        self._news: Drafts = [[] for _ in sources]  # what the texts do not have yet
-        self._in_vain, self._rest = 0, 0  # looks since something was guessed; calls before the next look
+        self._unindexed: Drafts = [[] for _ in sources]
+        self._in_vain, self._rest = 0, 0  # searches since the last draft; calls before the next search
 
     def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
         if self._rest:
@@ -137,26 +116,28 @@ class NgramDrafter:
             for row, room in zip(rows, rooms, strict=True)
         ]
         length = best_length([(len(draft), odds) for draft, odds in found if draft], len(rows))
+        # A search takes time for every row, and in a batch a single row's match hardly pays. So each search in vain
+        # delays the next one by one call more, by at most rows - 1.
         self._in_vain = 0 if length else self._in_vain + 1
         self._rest = max(min(self._in_vain, len(rows)) - 1, 0)
         return [draft[:length] for draft, _ in found]
 
     def update(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
-        for row, draft, answer in zip(rows, drafts, found, strict=True):
-            self._news[row] += answer
+        for row, draft, new in zip(rows, drafts, found, strict=True):
+            self._unindexed[row] += new
             if draft:
-                self._right[row] += len(answer) - 1
-                self._tried[row] += min(len(answer), len(draft))
+                self._right[row] += len(new) - 1
+                self._tried[row] += min(len(new), len(draft))
 
     def keep(self, places: np.ndarray) -> None:
-        pass  # rows are known by their places in the result
+        pass  # everything is indexed by rows of the result
 
     def _guess(self, row: int, most: int) -> tuple[list[int], float]:
-        """What may follow, and how likely each of its tokens is right if those before it are."""
+        """Up to ``most`` next tokens, and the probability of each if those before it are right."""
         text = self._texts[row]
-        if self._news[row]:
-            text.extend(self._news[row])
-            self._news[row] = []
+        if self._unindexed[row]:
+            text.extend(self._unindexed[row])
+            self._unindexed[row] = []
         place, run = text.match()
         if not run:
             return [], 0.0
@@ -165,16 +146,16 @@ class NgramDrafter:
 
 
 def best_length(promises: Sequence[tuple[int, float]], rows: int) -> int:
-    """How many tokens to guess in a call, so that it brings the most tokens for its time; 0 for none.
+    """The draft length that brings the most tokens per unit of time; 0 for no draft.
 
-    Args:
-        promises: of each row that has a draft its length, and how likely each of its tokens is right.
-        rows: in the batch.
+    ``promises`` are, for each of the ``rows`` that has a draft, its length and the probability p of each of its tokens.
+    The i-th token counts only if all before it are right: it brings p^i tokens. All rows read as many tokens as the
+    longest draft has, so the length m is one for the batch: the one that maximises (rows + sum of p + … + p^m) / (time
+    of a call that reads m + 1 tokens). One row alone is worth a draft from p = 2/7 on; in a batch, where every token
+    costs more, most rows must be promising.
 
     >>> best_length([(9, 0.9)], 1), best_length([(9, 0.5)], 1), best_length([(9, 0.2)], 1)
     (9, 2, 0)
-    >>> best_length([(9, 0.9)], 8), best_length([(9, 0.9)] * 8, 8)
-    (0, 3)
     """
     if not promises:
         return 0
@@ -189,33 +170,26 @@ def best_length(promises: Sequence[tuple[int, float]], rows: int) -> int:
 
 
 class NgramIndex:
-    """A growing text that knows where each of its n-grams was last followed by something.
-
-    Args:
-        tokens: to begin with.
-        max_ngram: n of the longest.
+    """A growing text that knows the place after the last occurrence of each of its n-grams, n <= ``max_ngram``.
 
     >>> text = NgramIndex([5, 6, 7, 8, 5, 6], max_ngram=2)
     >>> text.match()  # 7 stands at 2; the two tokens before it match
     (2, 2)
-    >>> text.extend([9, 8])
-    >>> text.match()
-    (4, 1)
     """
 
     __slots__ = ("_after", "tokens")
 
     def __init__(self, tokens: list[int], max_ngram: int):
         self.tokens = tokens
-        # For each n: from an n-gram to the place after it. zip() ends with the shortest, so the last n-gram, which
-        # nothing follows yet, is not there.
+        # For each n: from an n-gram to the place after it. zip() stops at the shortest, so the last n-gram, which
+        # nothing follows yet, is not included.
         self._after = [
             dict(zip(zip(*(tokens[first:] for first in range(n)), strict=False), range(n, len(tokens)), strict=False))
             for n in range(1, max_ngram + 1)
         ]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens, each of which follows the n-grams before it."""
+        """Append tokens; each follows the n-grams before it."""
         for token in tokens:
             end = len(self.tokens)
             for n, after in enumerate(self._after, start=1):
@@ -223,7 +197,7 @@ class NgramIndex:
             self.tokens.append(token)
 
     def match(self) -> tuple[int, int]:
-        """Where what comes last has come before: the place after it, and how many tokens match; 0 if none does."""
+        """The place after an earlier occurrence of the last tokens, and how many match (0: none)."""
         tokens, end = self.tokens, len(self.tokens)
         place, run = end, 0
         for n, after in enumerate(self._after, start=1):  # where n tokens match, so do the last n - 1 of them

@@ -1,15 +1,11 @@
-"""What goes into a decoding algorithm, checked once before a backend does any work, and what comes out, step by step.
-
-An algorithm that never takes a token back is written as a generator of steps. Put together they are its `Generated`;
-handed out as they come they are a stream.
-"""
+"""Validated inputs of a decoding algorithm, and its output as a stream of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 
@@ -18,26 +14,27 @@ from t5accel.decoding.backend import Backend, Forbidden, Generated, check_backen
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 
+Options = ParamSpec("Options")
+
 
 @dataclass(frozen=True)
 class GenerationInputs:
-    """A batch of sources, what every answer starts with, and how long the answers may be.
+    """A batch of sources, the prefix of each output, length bounds and token constraints.
 
-    Attributes:
-        ids, mask: (B, S) int64, in memory of their own.
-        prefix: (B, T) int64, T >= 1, with the start token in front.
-        max_new_tokens, min_new_tokens: bounds on the number of tokens after the prefix.
-        ends: the tokens that end an answer.
-        rules: the model's, and what this call adds to them.
+    >>> class Toy:
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
+    ...     encode = start = step = None
+    >>> GenerationInputs.checked(Toy(), [[3, 4], [2, 0]], max_new_tokens=8).prefix.tolist()
+    [[0], [0]]
     """
 
-    ids: np.ndarray
-    mask: np.ndarray
-    prefix: np.ndarray
-    max_new_tokens: int
+    ids: np.ndarray  # (B, S) int64, own memory
+    mask: np.ndarray  # (B, S) int64
+    prefix: np.ndarray  # (B, T) int64, T >= 1, begins with the start token
+    max_new_tokens: int  # tokens after the prefix
     min_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    rules: TokenConstraints = NO_CONSTRAINTS
+    rules: TokenConstraints = NO_CONSTRAINTS  # the model's and this call's
 
     @classmethod
     def checked(
@@ -52,73 +49,57 @@ class GenerationInputs:
         forced_bos_token_id: int | None = None,
         decoder_start_token_id: int | None = None,
         methods: Collection[str] = (),
-        guesses: bool = False,
+        drafts_only: bool = False,
     ) -> GenerationInputs:
-        """The request, as `greedy.greedy` documents its arguments.
+        """Validate the arguments that all algorithms share (documented in `greedy`); raises ``InputError``.
 
-        Args:
-            methods: which of the backend's methods the algorithm uses beside ``encode``, ``start`` and ``step``.
-            guesses: the backend only guesses, and another model, which has rules of its own, decides.
-
-        Raises:
-            InputError: ``backend`` is no backend, a shape, type or bound is wrong, or the model's ``generation_config``
-                asks for what our own loops do not apply.
-
-        >>> class Toy:
-        ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
-        ...     encode = start = step = None
-        >>> GenerationInputs.checked(Toy(), [[3, 4], [2, 0]], max_new_tokens=8).prefix.tolist()
-        [[0], [0]]
+        ``methods`` of the backend are required besides ``encode``, ``start`` and ``step``. With ``drafts_only`` the
+        constraints of this backend's model do not matter: another model verifies its tokens.
         """
         check_backend(backend, methods)
         rules = getattr(backend, "rules", NO_CONSTRAINTS)
-        if not guesses:
+        if not drafts_only:
             rules.require_supported()
-        entries = getattr(backend, "source_vocab_size", backend.vocab_size)
-        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id, vocab_size=entries)
+        source_vocabulary = getattr(backend, "source_vocab_size", backend.vocab_size)
+        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id, vocab_size=source_vocabulary)
         longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
-            raise InputError(f"min_new_tokens is {min_new_tokens}, more than max_new_tokens, {longest}.")
-        start = _start(backend, decoder_start_token_id)
-        prefix, ends = _prefix(backend, decoder_input_ids, len(ids), start), rules.eos_tokens(backend.eos_token_id)
+            raise InputError(f"min_new_tokens must be at most max_new_tokens, {longest}, got {min_new_tokens}.")
+        start = _start_token(backend, decoder_start_token_id)
+        prefix = _prefix(backend, decoder_input_ids, len(ids), start)
+        eos_token_ids = rules.eos_tokens(backend.eos_token_id)
         shortest = rules.min_new(min_new_tokens, longest=longest, prefix=prefix.shape[1])
         check_positions(backend, prefix.shape[1] + longest - 1)
         if forced_bos_token_id is not None:
             first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
-            if first >= backend.vocab_size or first in ends:
+            if first >= backend.vocab_size or first in eos_token_ids:
                 raise InputError(
-                    f"forced_bos_token_id is {first}; give a token below {backend.vocab_size}, and none that ends "
-                    f"answers, {', '.join(map(str, ends))}."
+                    f"forced_bos_token_id must be a token below {backend.vocab_size} and no end token "
+                    f"({', '.join(map(str, eos_token_ids))}), got {first}. Give another token."
                 )
             rules = rules.with_bos(first)
-        return cls(ids, mask, prefix, longest, shortest, ends, rules)
+        return cls(ids, mask, prefix, longest, shortest, eos_token_ids, rules)
 
     def suppressed(self, length: int) -> Forbidden:
-        """What may not be chosen behind ``length`` new tokens."""
+        """The tokens that must not follow ``length`` new tokens."""
         return self.rules.suppressed(self.eos_token_ids if length < self.min_new_tokens else ())
 
     def forced_token(self, length: int) -> int | None:
-        """The token behind ``length`` new ones, where the model has no choice."""
+        """The token that must follow ``length`` new tokens, if the model has no choice."""
         return self.rules.forced_token(length, longest=self.max_new_tokens, has_prefix=self.prefix.shape[1] > 1)
 
 
 def check_positions(backend: Backend, decoder_tokens: int) -> None:
-    """Raise ``InputError`` if the decoder shall read more tokens than the model has positions for.
-
-    >>> from types import SimpleNamespace
-    >>> check_positions(SimpleNamespace(positions=8), 9)
-    Traceback (most recent call last):
-    t5accel.errors.InputError: The decoder may have to read 9 tokens, and this model has positions for 8: ...
-    """
-    there = getattr(backend, "positions", None)
-    if there is not None and decoder_tokens > there:
+    """Raise ``InputError`` if the decoder has fewer positions than the tokens it may read."""
+    positions = getattr(backend, "positions", None)
+    if positions is not None and decoder_tokens > positions:
         raise InputError(
-            f"The decoder may have to read {decoder_tokens} tokens, and this model has positions for {there}: give "
+            f"The decoder may have to read {decoder_tokens} tokens, and this model has positions for {positions}: give "
             "fewer max_new_tokens, or a shorter prefix."
         )
 
 
-def _start(backend: Backend, given: int | None) -> int:
+def _start_token(backend: Backend, given: int | None) -> int:
     if given is None:
         return backend.decoder_start_token_id
     if as_count(given, "decoder_start_token_id", at_least=0) >= backend.vocab_size:
@@ -127,14 +108,13 @@ def _start(backend: Backend, given: int | None) -> int:
 
 
 def _prefix(backend: Backend, decoder_input_ids: Any, batch: int, start_token: int) -> np.ndarray:
-    """(B, T) with the start token in front."""
     start = np.full((batch, 1), start_token, dtype=np.int64)
     if decoder_input_ids is None:
         return start
     given = as_integers(decoder_input_ids, "decoder_input_ids", rank=2)
     if len(given) != batch or not given.shape[1]:
         raise InputError(
-            f"decoder_input_ids has shape {given.shape}; give one non-empty row for each of {batch} sources."
+            f"decoder_input_ids must have one non-empty row for each of {batch} sources, got shape {given.shape}."
         )
     check_vocabulary(given, backend.vocab_size, "decoder_input_ids")
     has_start = (given[:, 0] == start_token).all()
@@ -142,43 +122,24 @@ def _prefix(backend: Backend, decoder_input_ids: Any, batch: int, start_token: i
 
 
 class Step(NamedTuple):
-    """What one call of the decoder added: ``tokens[i]`` goes to the end of row ``rows[i]`` of the result.
+    """What one decoder call added: ``tokens[i]`` is appended to row ``rows[i]`` of the result."""
 
-    Attributes:
-        rows: (n,) int64; a row that got several tokens stands there several times, in their order.
-        tokens: (n,) int64.
-        drafted: how many tokens were guessed beforehand.
-        accepted: how many of these turned out right, and are among the new ones.
-    """
-
-    rows: np.ndarray
-    tokens: np.ndarray
-    drafted: int = 0
-    accepted: int = 0
+    rows: np.ndarray  # (n,) int64; a row that got several tokens is repeated, in their order
+    tokens: np.ndarray  # (n,) int64
+    drafted: int = 0  # tokens proposed before this call
+    accepted: int = 0  # proposed tokens among the new ones
 
 
 @dataclass(frozen=True)
 class StepStream:
-    """An algorithm under way; it goes on when the next step is asked for.
+    """A running algorithm; it continues when the next step is requested."""
 
-    Attributes:
-        given: (N, T) int64, what every row of the result starts with; not among the steps.
-        pad_token_id: fills up shorter rows.
-        steps: one for each call of the decoder, at least one.
-    """
-
-    given: np.ndarray
+    given: np.ndarray  # (N, T) int64, the first tokens of each row of the result; not among the steps
     pad_token_id: int
-    steps: Iterator[Step]
+    steps: Iterator[Step]  # one for each decoder call, at least one
 
     def generated(self) -> Generated:
-        """All steps put together.
-
-        >>> first = Step(np.array([0, 1]), np.array([7, 9]))
-        >>> second = Step(np.array([1, 1]), np.array([5, 6]), drafted=3, accepted=1)
-        >>> StepStream(np.zeros((2, 0), dtype=np.int64), 0, iter([first, second])).generated().sequences.tolist()
-        [[7, 0, 0], [9, 5, 6]]
-        """
+        """Run to the end and assemble the sequences."""
         rows, tokens, drafted, accepted = zip(*self.steps, strict=True)
         flat_rows, flat_tokens = np.concatenate(rows), np.concatenate(tokens)
         counts = np.bincount(flat_rows, minlength=len(self.given))
@@ -190,24 +151,17 @@ class StepStream:
         return Generated(sequences, decoder_calls=len(rows), drafted=sum(drafted), accepted=sum(accepted))
 
     def chunks(self) -> Iterator[list[np.ndarray]]:
-        """For each step the new tokens of every row: N arrays (n,) int64, empty where a row got none."""
+        """For each step the new tokens of every row: N arrays (n,) int64, possibly empty."""
         for step in self.steps:
             yield [step.tokens[step.rows == row] for row in range(len(self.given))]
 
 
-def collects_steps(steps: Callable[..., StepStream]) -> Callable[..., Generated]:
-    """Decorate an algorithm that returns `StepStream`: it returns their `Generated`, and ``.steps`` is what it was.
-
-    >>> @collects_steps
-    ... def forty_two(backend):
-    ...     return StepStream(np.zeros((1, 0), dtype=np.int64), 0, iter([Step(np.array([0]), np.array([42]))]))
-    >>> forty_two(None).sequences.tolist(), forty_two.steps(None).pad_token_id
-    ([[42]], 0)
-    """
+def collects_steps(steps: Callable[Options, StepStream]) -> Callable[Options, Generated]:
+    """Decorate an algorithm that returns a `StepStream` to return `Generated`; ``.steps`` is the original."""
 
     @wraps(steps)
-    def generate(*arguments: Any, **options: Any) -> Generated:
+    def generate(*arguments: Options.args, **options: Options.kwargs) -> Generated:
         return steps(*arguments, **options).generated()
 
-    generate.steps = steps
+    generate.steps = steps  # type: ignore[attr-defined]
     return generate

@@ -262,7 +262,8 @@ def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.rando
 
 
 def run_steps(
-    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator],
+    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: Sampling,
+    draws: list[np.random.Generator],
     state: State | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """The steps of `sample` by ``run_samples``: several at a time, of which those after a row's end are dropped.

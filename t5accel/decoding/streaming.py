@@ -1,9 +1,9 @@
-"""Streams: new tokens as soon as they are certain, from every algorithm that never takes one back; and their text."""
+"""Streaming of tokens and text from every algorithm that never takes a token back."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,29 +16,31 @@ from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.errors import InputError
 
-_ALGORITHMS = {"greedy": greedy, "sample": sample, "prompt_lookup": prompt_lookup, "speculative": speculative}
+_ALGORITHMS: dict[str, Callable[..., Any]] = {
+    "greedy": greedy,
+    "sample": sample,
+    "prompt_lookup": prompt_lookup,
+    "speculative": speculative,
+}
 
 
 def stream(
     backend: Backend, input_ids: Any, attention_mask: Any = None, *, algorithm: str = "greedy", **options: Any
 ) -> Iterator[list[np.ndarray]]:
-    """Generate, and hand out the new tokens of each call of the decoder as they come.
+    """Generate, and yield the new tokens of each decoder call.
 
-    Arguments are checked at once. Nothing is computed before the first chunk is asked for, nor after the last one that
-    is; whoever stops asking stops the generation.
+    Arguments are checked at once; each chunk is computed when it is requested.
 
     Args:
-        backend, input_ids, attention_mask: as of `greedy.greedy`.
         algorithm: "greedy", "sample", "prompt_lookup" or "speculative".
-        options: of that algorithm, by name: ``stream(…, algorithm="speculative", draft=small, max_new_tokens=40)``.
+        options: of that algorithm: ``stream(…, algorithm="speculative", draft=small, max_new_tokens=40)``.
 
     Returns:
-        For each call of the decoder a list with the new tokens of every row of the result, 1-D int64 arrays, empty
-        where a row has ended. Put together row by row they are the algorithm's ``sequences`` without the padding, and
-        without ``decoder_input_ids``, if these were given. Drafts bring several tokens at once.
+        For each decoder call a list with the new tokens of every row: (n,) int64, empty after the row's end, several
+        where a draft was right. Joined row by row they are the algorithm's ``sequences`` without padding and prefix.
 
     Raises:
-        InputError: what the algorithm raises, an unknown algorithm or option, or beam search.
+        InputError: as the algorithm, and for an unknown algorithm or option, or beam search.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 5 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
@@ -54,7 +56,7 @@ def stream(
             f"the last step. Choose one of {', '.join(_ALGORITHMS)}."
         )
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-        raise InputError(f"algorithm is {algorithm!r}; choose one of {', '.join(_ALGORITHMS)}.")
+        raise InputError(f"algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}.")
     start = _ALGORITHMS[algorithm].steps
     signature = inspect.signature(start)
     try:
@@ -68,23 +70,14 @@ def stream(
 def stream_text(
     tokenizer: Any, chunks: Iterable[list[np.ndarray]], *, skip_special_tokens: bool = True, ends: Sequence[int] = ()
 ) -> Iterator[str]:
-    """The text of a stream of one source, in pieces that are not taken back.
-
-    A token's text may change with what comes after it: a space before a full stop goes away, half a character becomes a
-    whole one, and a word's first token says nothing of where the word ends. What stands before the last space does not
-    change. So a piece ends with a word, and starts with the space before the next one; what is left comes in the end.
+    """The text of a one-row `stream`, in final, non-empty pieces that join to the decoded whole.
 
     Args:
         tokenizer: with transformers' ``batch_decode``, such as `TokenizerFile`.
-        chunks: of `stream`, for one source and one answer.
-        skip_special_tokens: whether to leave out special tokens.
-        ends: the tokens that end an answer, which are no part of its text where special tokens are.
-
-    Returns:
-        Texts, none of them empty; joined they are the decoded whole.
+        ends: end tokens, which are left out of the text even where special tokens are not.
 
     Raises:
-        InputError: chunks of several rows, or of something else than tokens.
+        InputError: chunks of several rows, or of something other than tokens.
 
     >>> class Letters:  # a toy tokenizer
     ...     def batch_decode(self, ids, skip_special_tokens): return ["".join(map(chr, row)) for row in ids]
@@ -103,31 +96,23 @@ def stream_text(
 
 
 class IncrementalDetokenizer:
-    """The same for tokens that are handed over as they come, by whoever gets them.
+    """Decode tokens as they arrive, into text that later tokens do not change.
 
-    Args:
-        tokenizer, skip_special_tokens, ends: see `stream_text`.
-
-    Raises:
-        InputError: it cannot decode.
-
-    >>> class Letters:  # a toy tokenizer
-    ...     def batch_decode(self, ids, skip_special_tokens): return ["".join(map(chr, row)) for row in ids]
-    >>> pieces = IncrementalDetokenizer(Letters())
-    >>> pieces.add([ord("t"), ord("o")]), pieces.add([ord(" "), ord("b")]), pieces.flush()
-    ('', 'to', ' b')
+    A token's text may change with the next token: a space before a full stop goes away, half a character becomes a
+    whole one, and a word's first token says nothing of where the word ends. The text before the last space does not
+    change. So a piece ends with a word, and starts with the space before the next one.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, ends: Sequence[int] = ()):
         if not callable(getattr(tokenizer, "batch_decode", None)):
-            raise InputError(f"tokenizer is {tokenizer!r:.80}; give one with batch_decode, such as TokenizerFile.")
+            raise InputError(f"tokenizer must have batch_decode, as TokenizerFile has, got {tokenizer!r:.80}.")
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._ends = () if skip_special_tokens else ends
         self._tokens: list[int] = []
         self._done = self._text = ""
 
     def add(self, tokens: list[int]) -> str:
-        """What is certain now and was not before; often nothing."""
+        """The text that became final; often empty."""
         if not tokens:
             return ""
         self._tokens += [token for token in tokens if token not in self._ends]
@@ -139,6 +124,6 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """What is left when no more tokens come."""
+        """The remaining text, after the last token."""
         piece, self._done = self._text[len(self._done) :], self._text
         return piece

@@ -1,6 +1,6 @@
-"""Forced, suppressed and final tokens, and search defaults: what a model's ``generation_config`` asks of every answer.
+"""Forced, suppressed and final tokens, and search defaults, from a model's generation config.
 
-The rules are those of transformers' logits processors of these names.
+Each constraint works as the logits processor of transformers with its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from t5accel.checks import as_count
 from t5accel.errors import InputError
 
 # Fields that change no token of our loops: lengths that every caller gives, outputs beside the tokens, caches and
-# compilation, guesses that a model verifies, and what acts only on draws (``do_sample``) or groups of beams.
+# compilation, drafts that a model verifies, and options of sampling (``do_sample``) or of groups of beams alone.
 _HARMLESS = set(
     """
     max_length max_new_tokens use_cache cache_implementation cache_config max_cache_len return_legacy_cache
@@ -36,75 +36,60 @@ _APPLIED = set(
     renormalize_logits
     """.split()
 )
-# What changes nothing, where transformers has more than one such value, or none that it names.
-_NEUTRAL = dict(
-    repetition_penalty=1, encoder_repetition_penalty=1, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
-    num_beam_groups=1, guidance_scale=1, penalty_alpha=0,
-)  # fmt: skip
+# Values without effect, for fields where transformers has several of them or names no default.
+_NEUTRAL = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+}
 
 
 @dataclass(frozen=True)
 class TokenConstraints:
-    """What is asked of every answer of a model.
+    """A model's constraints on every sequence, and its search defaults.
 
-    Attributes:
-        forced_bos_token_id: the first token, unless a prefix is given: the target's language, in NLLB and mBART.
-        forced_eos_token_id: the last token of an answer that gets as long as it may.
-        suppress_tokens: never chosen. They keep their share of the probability.
-        eos_token_ids: all tokens that end an answer, where there are several; empty where the backend's one does.
-        min_length: no end before an answer has that many tokens, the start token and a prefix included.
-        min_new_tokens: the same without these, in place of ``min_length``; ``None`` where it says nothing.
-        num_beams, length_penalty, early_stopping: of the search, where a caller names no others.
-        renormalize_logits: beams score by a distribution over the tokens that may be chosen alone.
-        unsupported: as ``"no_repeat_ngram_size=3"``, what our own loops do not apply, and therefore refuse.
-
-    >>> TokenConstraints(forced_eos_token_id=2, suppress_tokens=(7,)).forced_token(4, longest=5)
-    2
+    >>> constraints = TokenConstraints(suppress_tokens=(7,), min_length=5)
+    >>> constraints.suppressed((1, 2)), constraints.min_new(None, longest=9)
+    ((7, 1, 2), 4)
     """
 
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | None = None
-    suppress_tokens: tuple[int, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-    min_length: int = 0
-    min_new_tokens: int | None = None
-    num_beams: int = 1
+    forced_bos_token_id: int | None = None  # the first token unless a prefix is given: NLLB's and mBART's language
+    forced_eos_token_id: int | None = None  # the last token of a sequence of maximal length
+    suppress_tokens: tuple[int, ...] = ()  # never chosen; they keep their share of the probability
+    eos_token_ids: tuple[int, ...] = ()  # all end tokens, if there are several; empty: the backend's one
+    min_length: int = 0  # tokens before an end token, the start token and the prefix included
+    min_new_tokens: int | None = None  # without start token and prefix, instead of min_length
+    num_beams: int = 1  # of the search, like the next two: defaults that a caller may override
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    renormalize_logits: bool = False
-    unsupported: tuple[str, ...] = ()
+    renormalize_logits: bool = False  # beams score by a distribution over the permitted tokens alone
+    unsupported: tuple[str, ...] = ()  # "no_repeat_ngram_size=3": not applied by our loops, and therefore refused
 
     def eos_tokens(self, eos_token_id: int) -> tuple[int, ...]:
-        """All tokens that end an answer, given the backend's one.
-
-        >>> TokenConstraints().eos_tokens(1), TokenConstraints(eos_token_ids=(1, 25)).eos_tokens(1)
-        ((1,), (1, 25))
-        """
+        """All end tokens, given the backend's one."""
         return self.eos_token_ids or (eos_token_id,)
 
     def with_bos(self, forced_bos_token_id: int | None) -> TokenConstraints:
-        """The same with another first token, if one is given."""
+        """A copy with another first token, if one is given."""
         return self if forced_bos_token_id is None else replace(self, forced_bos_token_id=forced_bos_token_id)
 
     def suppressed(self, ends: tuple[int, ...]) -> int | tuple[int, ...] | None:
-        """The tokens that may not be chosen, ``ends`` among them, as backends take them.
-
-        >>> TokenConstraints().suppressed(()), TokenConstraints().suppressed((1,)), TokenConstraints(suppress_tokens=(7,)).suppressed((1, 2))
-        (None, 1, (7, 1, 2))
-        """
+        """The suppressed tokens and ``ends``, in the form that backends take."""
         never = (*self.suppress_tokens, *ends)
         return never if len(never) > 1 else never[0] if never else None
 
-    def forced_token(self, length: int, *, longest: int, begun: bool = False) -> int | None:
-        """The token behind ``length`` new ones, of ``longest`` at most, if it is not for the model to choose.
+    def forced_token(self, length: int, *, longest: int, has_prefix: bool = False) -> int | None:
+        """The token that must follow ``length`` of at most ``longest`` new tokens, or ``None``.
 
-        Args:
-            length, longest: new tokens.
-            begun: a prefix beyond the start token was given.
+        ``has_prefix`` says that a prefix beyond the start token was given.
         """
         if length == longest - 1 and self.forced_eos_token_id is not None:
             return self.forced_eos_token_id
-        return self.forced_bos_token_id if not length and not begun else None
+        return self.forced_bos_token_id if not length and not has_prefix else None
 
     def steps_alike(self, length: int, *, shortest: int, longest: int) -> int:
         """From behind ``length`` new tokens on, how many steps are asked the same of, before that changes.
@@ -117,15 +102,9 @@ class TokenConstraints:
         return (min(shortest, last) if length < shortest else last) - length
 
     def min_new(self, given: int | None, *, longest: int, prefix: int = 1) -> int:
-        """How many new tokens an answer has at least: as given, or by the model, as far as ``longest`` allows.
+        """The minimum of new tokens: the caller's, else the model's, at most ``longest``.
 
-        Args:
-            given: by the caller, who thereby overrules the model; ``None`` leaves it to that.
-            longest: new tokens.
-            prefix: tokens in front of the new ones, with the start token.
-
-        >>> TokenConstraints(min_length=5).min_new(None, longest=9), TokenConstraints(min_length=5).min_new(0, longest=9)
-        (4, 0)
+        ``prefix`` counts the tokens in front of the new ones, the start token included.
         """
         if given is not None:
             return given
@@ -133,12 +112,7 @@ class TokenConstraints:
         return min(max(wanted, 0), longest)
 
     def require_supported(self) -> None:
-        """Raise ``InputError`` if the model asks for what our own loops do not apply.
-
-        >>> TokenConstraints(unsupported=("no_repeat_ngram_size=3",)).require_supported()
-        Traceback (most recent call last):
-        t5accel.errors.InputError: generation_config sets no_repeat_ngram_size=3, which t5accel's own ...
-        """
+        """Raise ``InputError`` if the model needs a constraint that our loops do not apply."""
         if self.unsupported:
             raise InputError(
                 f"generation_config sets {', '.join(self.unsupported)}, which t5accel's own decoding loops do not "
@@ -146,14 +120,17 @@ class TokenConstraints:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The values that differ from the defaults, as plain ones."""
-        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value
-                for name, (value, default) in given.items() if value != default}  # fmt: skip
+        """The values that differ from the defaults."""
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                changed[field.name] = list(value) if isinstance(value, tuple) else value
+        return changed
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> TokenConstraints:
-        """What `to_json` wrote."""
+        """Read what `to_json` wrote."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
 
 
@@ -161,13 +138,10 @@ NO_CONSTRAINTS = TokenConstraints()
 
 
 def constraints_from_config(model: Any) -> TokenConstraints:
-    """What a model of transformers asks of every answer, by its whole ``generation_config``.
+    """Read the constraints of a transformers model from its whole ``generation_config``.
 
-    Of ``bad_words_ids`` the words of one token are applied, if that is no end. Everything else that would change an
-    answer is named in ``unsupported``.
-
-    Raises:
-        InputError: a token, a length or a number of beams is none.
+    Every field that would change a token and that our loops do not apply is named in ``unsupported``. Raises
+    ``InputError`` for an invalid token, length or number of beams.
     """
     config = getattr(model, "generation_config", None)
 
@@ -177,9 +151,10 @@ def constraints_from_config(model: Any) -> TokenConstraints:
 
     ends = _ends(model)
     words = [[*word] for word in value("bad_words_ids", [])]
+    # Of bad_words_ids the words of one token are applied; as in transformers, not if that is an end token.
     never = {word[0] for word in words if len(word) == 1 and word[0] not in ends}
     never.update(value("suppress_tokens", []))
-    entries = getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size
+    entries = _vocab_size(model)
     forced, unsupported = {}, []
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         tokens = _tokens(value(name, []))
@@ -207,7 +182,7 @@ def constraints_from_config(model: Any) -> TokenConstraints:
 
 
 def _unsupported(config: Any) -> list[str]:
-    """Each field that is neither applied nor harmless and differs from its default; one that nobody knows, too."""
+    """Name each field that is neither applied nor harmless and differs from its default, unknown fields included."""
     if config is None:
         return []
     defaults = vars(type(config)()) if hasattr(config, "to_diff_dict") else {}
@@ -229,7 +204,7 @@ def _short(value: Any) -> str:
 
 
 def _tokens(value: Any) -> tuple[Any, ...]:
-    """A token or a list of tokens, or ``None`` -> a tuple without repetitions."""
+    """A token, a list of tokens or ``None`` as a tuple without repetitions."""
     if value is None:
         return ()
     given = value.tolist() if hasattr(value, "tolist") else value
@@ -237,11 +212,15 @@ def _tokens(value: Any) -> tuple[Any, ...]:
 
 
 def _ends(model: Any) -> tuple[int, ...]:
-    """All tokens that end an answer: by ``generation_config``, or where it names none, by the configuration."""
+    """All end tokens: those of ``generation_config``, else of the configuration."""
     found = _tokens(_first_given("eos_token_id", getattr(model, "generation_config", None), model.config))
     ends = tuple(as_count(end, "eos_token_id", at_least=0) for end in found)
-    entries = getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size
+    entries = _vocab_size(model)
     return tuple(end for end in ends if end < entries) or ends
+
+
+def _vocab_size(model: Any) -> int:
+    return getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size
 
 
 def _first_given(name: str, *configs: Any) -> Any:
@@ -249,52 +228,42 @@ def _first_given(name: str, *configs: Any) -> Any:
 
 
 def special_tokens(model: Any) -> dict[str, int]:
-    """The ids of its padding, end and start, as transformers' ``generate()`` finds them.
+    """The ids of padding, end and start, found as transformers' ``generate()`` finds them.
 
-    Of several ends it is that of the configuration, with which sources end, too, else the first. The start is
-    ``generation_config``'s, else the configuration's, else ``bos``, as in some of mBART's. Where nothing is named that
-    pads, the first end does.
-
-    Raises:
-        InputError: its configurations name no end or no start.
+    Raises ``InputError`` if the configurations name no end or no start.
     """
     config, generation = model.config, getattr(model, "generation_config", None)
     ends = _ends(model)
+    # Of several ends the configuration's own, which also ends sources, else the first.
+    own = [end for end in _tokens(getattr(config, "eos_token_id", None)) if end in ends]
     pad = _first_given("pad_token_id", config, generation)
     start = _first_given("decoder_start_token_id", generation, config)
-    own = [end for end in _tokens(getattr(config, "eos_token_id", None)) if end in ends]
-    found = {
-        "pad_token_id": pad if pad is not None or not ends else ends[0],
-        "eos_token_id": next(iter((*own, *ends)), None),
-        "decoder_start_token_id": _first_given("bos_token_id", generation, config) if start is None else start,
-    }
+    if pad is None and ends:
+        pad = ends[0]
+    if start is None:  # some mBARTs
+        start = _first_given("bos_token_id", generation, config)
+    found = {"pad_token_id": pad, "eos_token_id": next(iter((*own, *ends)), None), "decoder_start_token_id": start}
     return {key: as_count(value, f"model.config.{key}", at_least=0) for key, value in found.items()}
 
 
-def check_special_tokens(config: Any, generation_config: Any, found: Any) -> None:
-    """Raise ``InputError`` if a backend's special tokens are none of those that these configurations name.
+def check_special_tokens(config: Any, generation_config: Any, backend: Any) -> None:
+    """Raise ``InputError`` unless these configurations of transformers name the backend's special tokens.
 
-    Args:
-        config, generation_config: of transformers; the second may be ``None``.
-        found: the backend.
+    ``generation_config`` may be ``None``.
     """
     for name, fallback in (("pad_token_id", "eos_token_id"), ("eos_token_id", ""), ("decoder_start_token_id", "")):
         named = [*_tokens(getattr(config, name, None)), *_tokens(getattr(generation_config, name, None))]
         if not named and fallback:
             named = [*_ends(SimpleNamespace(config=config, generation_config=generation_config))]
-        if getattr(found, name) not in named and (named or name != "decoder_start_token_id"):
+        if getattr(backend, name) not in named and (named or name != "decoder_start_token_id"):
             raise InputError(
-                f"config.{name} is {getattr(config, name, None)!r} and the backend's {getattr(found, name)!r}: give "
-                "the configuration of the model that the backend runs."
+                f"config.{name} must be the backend's, {getattr(backend, name)!r}, got "
+                f"{getattr(config, name, None)!r}. Give the configuration of the model that the backend runs."
             )
 
 
 def is_eos(tokens: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
-    """Which tokens end an answer: (…) -> (…) bool.
-
-    >>> is_eos(np.array([[7, 1], [25, 3]]), (1, 25)).tolist()
-    [[False, True], [True, False]]
-    """
+    """Which tokens are end tokens: (…) -> (…) bool."""
     found = tokens == ends[0]
     for end in ends[1:]:
         found = found | (tokens == end)
@@ -302,9 +271,5 @@ def is_eos(tokens: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
 
 
 def truncate_at_eos(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
-    """The tokens up to the first end, which is the last of them; all where there is none.
-
-    >>> truncate_at_eos([7, 25, 1], (1, 25)), truncate_at_eos([7, 8], (1, 25))
-    ([7, 25], [7, 8])
-    """
+    """The tokens up to and including the first end token, or all of them."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # The newest operators used: Gelu (20). ONNX Runtime 1.17 and later, its web and mobile builds included, run them.
 OPSET = 20
-OWN = "com.microsoft"  # ONNX Runtime's own set of operators
+ORT_DOMAIN = "com.microsoft"  # ONNX Runtime's own set of operators
 _SMALL = 1024  # bytes: shapes, axes and the like
 IR_VERSION = 9  # what ONNX 1.15 wrote, the first with opset 20: older readers refuse newer ones
 
@@ -66,10 +66,10 @@ class GraphBuilder:
     def op(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
         """Add a node of one output and return that output's name, a fresh one unless ``output`` says another."""
         name = output or self.fresh(kind)
-        self.op_of_many(kind, inputs, [name], **attributes)
+        self.multi_output_op(kind, inputs, [name], **attributes)
         return name
 
-    def op_of_many(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
+    def multi_output_op(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
         """Add a node of several outputs, under these names; an empty one is an output that nobody wants."""
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}", **attributes))
         if domain := attributes.get("domain"):
@@ -97,7 +97,7 @@ class GraphBuilder:
         """One side of an ``If`` in this graph: it reads this graph's inputs, and adds its weights to this one's."""
         return GraphBuilder(name, self.weights, _constants=self._constants, _used=self._used)
 
-    def choose(self, condition: str, then: GraphBuilder, otherwise: GraphBuilder, outputs: Sequence[str]) -> None:
+    def if_else(self, condition: str, then: GraphBuilder, otherwise: GraphBuilder, outputs: Sequence[str]) -> None:
         """An ``If``: the outputs of the branch that the boolean ``condition`` decides for, under new names.
 
         No name may stand in a branch and in this graph, ``outputs`` included.

@@ -17,8 +17,8 @@ from t5accel.models.sizes import T5Dims
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
 SHORTLIST = "decoder_shortlist.onnx"  # an optional third graph: the decoder with a second, smaller head
 STEP = "decoder_step.onnx"  # another: one new token on buffers that stay, in ONNX Runtime's fused operators
-NEAR_ONLY = ("hidden", "norm", "error")  # its outputs that only near logits come with
-NEAR = ("logits", *NEAR_ONLY)
+SHORTLIST_EXTRAS = ("hidden", "norm", "error")  # its outputs that only near logits come with
+SHORTLIST_OUTPUTS = ("logits", *SHORTLIST_EXTRAS)
 WEIGHTS = "weights.data"  # both graphs' large weights, where they are not inside the graphs
 MANIFEST = "manifest.json"
 
@@ -40,10 +40,10 @@ class GraphSpec:
     outputs: tuple[TensorSpec, ...]
 
 
-def names(prefix: str, layers: int) -> list[str]:
+def kv_names(prefix: str, layers: int) -> list[str]:
     """The tensors of one kind, layer by layer.
 
-    >>> names("past", 2)
+    >>> kv_names("past", 2)
     ['past_key_0', 'past_value_0', 'past_key_1', 'past_value_1']
     """
     return [f"{prefix}_{part}_{layer}" for layer in range(layers) for part in ("key", "value")]
@@ -130,7 +130,7 @@ def step_spec(dims: T5Dims, *, shortlist: bool = False) -> GraphSpec:
     def buffers(prefix: str) -> tuple[TensorSpec, ...]:
         return tuple(replace(tensor, shape=("R", *tensor.shape[2:])) for tensor in _self(dims, prefix, "M", "float32"))
 
-    results = shortlist_spec(dims).outputs[: 1 + len(NEAR_ONLY)] if shortlist else decoder_spec(dims).outputs[:1]
+    results = shortlist_spec(dims).outputs[: 1 + len(SHORTLIST_EXTRAS)] if shortlist else decoder_spec(dims).outputs[:1]
     exact = (TensorSpec("exact", "bool", ()),) if shortlist else ()
     return GraphSpec(
         inputs=(
@@ -153,7 +153,7 @@ def _cross(dims: T5Dims, dtype: str) -> tuple[TensorSpec, ...]:
     heads = [heads for heads in dims.cross_heads for _ in range(2)]
     return tuple(
         TensorSpec(name, dtype, ("B", count, "S", dims.d_kv))
-        for name, count in zip(names("cross", dims.decoder_layers), heads, strict=True)
+        for name, count in zip(kv_names("cross", dims.decoder_layers), heads, strict=True)
     )
 
 
@@ -161,7 +161,7 @@ def _self(dims: T5Dims, prefix: str, length: str, dtype: str) -> tuple[TensorSpe
     heads = [heads for heads in dims.decoder_heads for _ in range(2)]
     return tuple(
         TensorSpec(name, dtype, ("B", "K", count, length, dims.d_kv))
-        for name, count in zip(names(prefix, dims.decoder_layers), heads, strict=True)
+        for name, count in zip(kv_names(prefix, dims.decoder_layers), heads, strict=True)
     )
 
 

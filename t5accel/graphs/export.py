@@ -19,12 +19,12 @@ from t5accel.decoding.token_constraints import constraints_from_config, special_
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import DECODER, ENCODER, SHORTLIST, STEP, shortlist_spec, step_spec
-from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, as_target, require_free, write_export
+from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, require_free, resolve_target, write_export
 from t5accel.graphs.fused_step import step_graph
 from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.logit_check import check_export
 from t5accel.graphs.manifest import Manifest
-from t5accel.graphs.shortlist_head import head_for, shortlist_graph
+from t5accel.graphs.shortlist_head import maybe_quantize_head, shortlist_graph
 from t5accel.graphs.weights import T5Weights, bart_like_weights, source_vocabulary
 from t5accel.models.families import Family
 from t5accel.models.load import load_model
@@ -94,7 +94,7 @@ def export_model(
         raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
     if not isinstance(step, bool):
         raise InputError(f"step is {step!r:.80}; give True or False.")
-    target = as_target(folder)
+    target = resolve_target(folder)
     if name is not None and not isinstance(name, str):
         raise InputError(f"name is {name!r}; give a text.")
     if isinstance(model, str | os.PathLike):
@@ -107,7 +107,7 @@ def export_model(
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers, which can be saved.")
     weights = model_weights(model)
     # What is no T5 is noticed here, before anything is written.
-    head = head_for(weights, shortlist)
+    head = maybe_quantize_head(weights, shortlist)
     graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights, head_by_rows=head is not None)}
     manifest = Manifest(
         source={"name": name, "sha256": source_hash(model, weights)}, dims=weights.dims, tokens=special_tokens(model),

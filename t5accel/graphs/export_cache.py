@@ -114,12 +114,12 @@ def cached_export(
         ExportError: the cache cannot be written, or the graphs compute something else than the model.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.
     """
-    return checked_export(
+    return cached_export_and_manifest(
         model, precision=precision, tokenizer=tokenizer, progress=progress, check_logits=check_logits
     )[0]
 
 
-def checked_export(
+def cached_export_and_manifest(
     model: PreTrainedModel | str | os.PathLike[str],
     *,
     precision: Recipe | str = "fp32",
@@ -133,7 +133,7 @@ def checked_export(
         raise InputError(f"tokenizer is {tokenizer!r:.80}; give one of transformers.")
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
-    with KnownHashes() as hashes:
+    with FileHashes() as hashes:
         weights = None if named else model_weights(model)
         key = _key_of_name(label, hashes) if named else source_hash(model, weights)
         place = None if key is None else partial(_folder_of, label, key, tokenizer_hash(tokenizer))
@@ -177,7 +177,7 @@ def checked_export(
         return folder, hashes.remember(folder, convert_export(in_fp32, folder, recipe, overwrite=True))
 
 
-def given_export(model: Any) -> Path | None:
+def find_export(model: Any) -> Path | None:
     """The folder of the export that a name stands for: that folder, or a hub repository's; else ``None``.
 
     An export on the hub is downloaded once, the files that its manifest names and no others. The hub is not asked about
@@ -186,7 +186,7 @@ def given_export(model: Any) -> Path | None:
     Raises:
         ModelUnavailableError: the hub does not send the whole export.
 
-    >>> given_export("mini") is None
+    >>> find_export("mini") is None
     True
     """
     if not isinstance(model, str | os.PathLike):
@@ -244,7 +244,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _clear_damaged(folder: Path, hashes: KnownHashes) -> None:
+def _clear_damaged(folder: Path, hashes: FileHashes) -> None:
     """Delete what is left of a cached export that is not whole; the folder's name says that it is ours."""
     if not os.path.lexists(folder):
         return
@@ -267,17 +267,17 @@ def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-def checked_manifest(folder: str | os.PathLike[str]) -> Manifest:
+def verified_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """`read_manifest`, with every file checked against it; what was hashed before and did not change is not read again.
 
     Raises:
         ExportError: as `read_manifest`.
     """
-    with KnownHashes() as hashes:
+    with FileHashes() as hashes:
         return hashes.checked(as_folder(folder))
 
 
-class KnownHashes:
+class FileHashes:
     """The sha256 of files, remembered beside size, times and inode: what has changed since is hashed again.
 
     A file that was written in the last two seconds is not remembered, for it may change again without a change of its
@@ -287,7 +287,7 @@ class KnownHashes:
     def __init__(self) -> None:
         self.file, self.new = cache_folder() / HASHES, {}
 
-    def __enter__(self) -> KnownHashes:
+    def __enter__(self) -> FileHashes:
         self.known = self._read()
         return self
 
@@ -388,7 +388,7 @@ def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
     return found
 
 
-def _key_of_name(name: str, hashes: KnownHashes) -> str | None:
+def _key_of_name(name: str, hashes: FileHashes) -> str | None:
     """What decides the export of a model by name, found without loading it; ``None`` where it has to be loaded.
 
     Of a published model the hub's cache knows the hashes: each file there is a link to one that is named by its hash.

@@ -60,14 +60,14 @@ class ExportPlan:
         return cls(manifest, graphs, threshold, "tokenizer_config.json" in kept, add_files)
 
 
-def as_target(folder: str | os.PathLike[str]) -> Path:
+def resolve_target(folder: str | os.PathLike[str]) -> Path:
     """Where links lead to, so that one folder has one lock, and it is the folder that is replaced and not a link.
 
     Raises:
         ExportError: it cannot be written to, or this process works in it.
         InputError: it is no path.
 
-    >>> as_target("an/../export").name
+    >>> resolve_target("an/../export").name
     'export'
     """
     try:
@@ -86,7 +86,7 @@ def write_export(target: Path, plan: ExportPlan, *, overwrite: bool, progress: b
     Raises:
         ExportError: the folder is taken, or cannot be written; nothing is left of the attempt.
     """
-    layout = WeightsFile.plan(plan.graphs, plan.threshold)
+    layout = WeightsLayout.plan(plan.graphs, plan.threshold)
     manifest = replace(plan.manifest, shared=layout.shared(plan.graphs))
     places = {part: layout.place(name) for part, name in plan.exact.items()}
     manifest = replace(manifest, shortlist={**manifest.shortlist, **places})
@@ -168,7 +168,7 @@ def _bar(progress: bool, description: str) -> Any:
     return machine.progress_bar(shown=progress, total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description)
 
 
-def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsFile, bar: Any) -> None:
+def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsLayout, bar: Any) -> None:
     sizes = {name: 0 if layout.places else graph.size_bytes for name, graph in graphs.items()}
     bar.reset(total=sum(sizes.values()) + sum(array.nbytes for array, _ in layout.places.values()))
     if layout.places:
@@ -179,14 +179,14 @@ def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: Weig
 
 
 @dataclass
-class WeightsFile:
+class WeightsLayout:
     """Where each weight of several graphs lies in the one file that they share; nowhere if all are in the graphs."""
 
     places: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)
     size_bytes: int = 0
 
     @classmethod
-    def plan(cls, graphs: Mapping[str, GraphBuilder], threshold: int) -> WeightsFile:
+    def plan(cls, graphs: Mapping[str, GraphBuilder], threshold: int) -> WeightsLayout:
         """One after the other, each name once. Small ones stay inside: shapes have to be known when a graph is read."""
         layout = cls()
         if max(graph.size_bytes for graph in graphs.values()) <= threshold:

@@ -15,7 +15,7 @@ The price: one new token at a time, the same column for all rows (a shorter hist
 
 from __future__ import annotations
 
-from t5accel.graphs.builder import OWN, GraphBuilder
+from t5accel.graphs.builder import ORT_DOMAIN, GraphBuilder
 from t5accel.graphs.contract import step_spec
 from t5accel.graphs.layers import LOWEST, T5Layers
 from t5accel.graphs.weights import T5Weights
@@ -45,14 +45,14 @@ def headless_step(weights: T5Weights, *, shortlist: bool = False) -> tuple[T5Lay
     graph, dims = GraphBuilder("decoder_step"), weights.dims
     graph.declare(step_spec(dims, shortlist=shortlist))
     layers = _StepLayers(graph, weights, "decoder")
-    residual = layers.embed(numbers=layers.positions.on_columns())  # (R, 1, d_model)
+    residual = layers.embed(numbers=layers.positions.one_step())  # (R, 1, d_model)
     norms = [f"decoder.block.{layer}.layer.{part}.layer_norm.weight"
              for layer in range(dims.decoder_layers) for part in range(3)]  # fmt: skip
     normed = residual
     if weights.family.norm_first:  # then what stands behind each sum is the norm of the part that follows
         normed = layers.norm(residual, norms.pop(0))
         norms.append("decoder.final_layer_norm.weight")
-    biases, mask, per_source = layers.biases.on_columns(), layers.positions.mask_so_far(), layers.rows_by_source()
+    biases, mask, per_source = layers.biases.one_step(), layers.positions.visible_mask(), layers.rows_by_source()
     for layer in range(dims.decoder_layers):
         found = layers.attend_to_columns(normed, layer, biases[layer], mask)
         normed, residual = layers.add_and_norm(residual, *found, norms[3 * layer])
@@ -84,9 +84,9 @@ class _StepLayers(T5Layers):
         if bias:
             weights.append(self.weight(bias))
         first = self.weights.family.norm_first
-        graph.op_of_many(
+        graph.multi_output_op(
             f"Skip{'' if is_layer else 'Simplified'}LayerNormalization", [residual, found, *weights],
-            [normed, "", "", total] if first else [normed], domain=OWN, epsilon=self.weights.norm_epsilon,
+            [normed, "", "", total] if first else [normed], domain=ORT_DOMAIN, epsilon=self.weights.norm_epsilon,
         )  # fmt: skip
         return normed, total if first else normed
 
@@ -105,11 +105,11 @@ class _StepLayers(T5Layers):
             self.require_heads(name, heads, axis=0)
         parts = self.at_once(normed, names)
         attended = graph.fresh("attended")
-        graph.op_of_many(
+        graph.multi_output_op(
             "DecoderMaskedMultiHeadAttention",
             [*parts, mask, bias, f"past_key_{layer}", f"past_value_{layer}", "past_length"],
             [attended, f"present_key_{layer}", f"present_value_{layer}"],
-            domain=OWN, num_heads=heads, scale=1.0, past_present_share_buffer=1, mask_filter_value=float(LOWEST),
+            domain=ORT_DOMAIN, num_heads=heads, scale=1.0, past_present_share_buffer=1, mask_filter_value=float(LOWEST),
         )  # fmt: skip
         return self.output(attended, f"{prefix}.o.weight", heads)
 
@@ -121,7 +121,7 @@ class _StepLayers(T5Layers):
         query = graph.op("Reshape", self.linear(normed, f"{prefix}.q.weight"), shape)  # (B, K, H * d)
         attended = graph.op(
             "MultiHeadAttention", query, f"cross_key_{layer}", f"cross_value_{layer}", "", "attention_mask",
-            domain=OWN, num_heads=heads, scale=1.0, mask_filter_value=float(LOWEST),
+            domain=ORT_DOMAIN, num_heads=heads, scale=1.0, mask_filter_value=float(LOWEST),
         )  # fmt: skip
         rows = graph.op("Reshape", attended, graph.constant([-1, 1, width]))
         return self.output(rows, f"{prefix}.o.weight", heads)
@@ -147,5 +147,5 @@ class _StepLayers(T5Layers):
         product = graph.op("MatMul", hidden, graph.op("Concat", *map(self.transposed, names), axis=1))
         if biases := [bias for name in names if (bias := self.weights.bias(name))]:
             product = graph.op("Add", product, graph.op("Concat", *map(self.weight, biases), axis=0))
-        graph.op_of_many("Split", [product], parts, axis=-1, num_outputs=len(parts))
+        graph.multi_output_op("Split", [product], parts, axis=-1, num_outputs=len(parts))
         return parts

@@ -87,7 +87,7 @@ class Positions:
         if self.family.is_relative:
             return None
         graph = self.graph
-        so_far = graph.op("ReduceSum", self.mask_so_far(), graph.constant([-1]), keepdims=1)
+        so_far = graph.op("ReduceSum", self.visible_mask(), graph.constant([-1]), keepdims=1)
         numbers = graph.op("Add", graph.op("Cast", so_far, to=TensorProto.INT64), graph.constant(self.first - 1))
         return self._of_decoder(numbers)
 
@@ -131,10 +131,10 @@ class AttentionBiases:
         Without a mask, (H, n, n).
         """
         if not self.weights.family.is_relative:
-            return [self.of_mask(mask)] * self.weights.dims.encoder_layers
+            return [self.mask_bias(mask)] * self.weights.dims.encoder_layers
         graph = self.graph
         positions = graph.op("Range", graph.constant(0), graph.size(tokens, 1), graph.constant(1))
-        masked = self.of_mask(mask) if mask else None
+        masked = self.mask_bias(mask) if mask else None
         return self._by_layer(positions, positions, lambda bias: graph.op("Add", bias, masked) if masked else bias)
 
     def on_past(self, *, rows: bool = False) -> list[str]:
@@ -147,7 +147,7 @@ class AttentionBiases:
         total, zero, one = graph.op("Add", past, new), graph.constant(0), graph.constant(1)
         queries, keys = graph.op("Range", past, total, one), graph.op("Range", zero, total, one)
         # Garbage in front of a shorter history is masked here, the future by the last entry of the tables of biases.
-        history_bias = self.of_mask(mask_with_new(graph, axis), axes=(axis, axis + 1))  # (R, 1, 1, P + T)
+        history_bias = self.mask_bias(mask_with_new(graph, axis), axes=(axis, axis + 1))  # (R, 1, 1, P + T)
         return self._by_layer(queries, keys, lambda bias: graph.op("Add", bias, history_bias))
 
     def on_columns(self) -> list[str]:
@@ -273,8 +273,8 @@ class T5Layers:
 
     def encoder(self, output: str | None = None) -> str:
         """``input_ids`` and ``attention_mask`` (B, S) -> the encoder's output (B, S, d_model), called ``output``."""
-        hidden = self.embed(numbers=self.positions.of_source())
-        bias_of = self.biases.among("input_ids", "attention_mask")
+        hidden = self.embed(numbers=self.positions.source())
+        bias_of = self.biases.full("input_ids", "attention_mask")
         for layer in range(self.weights.dims.encoder_layers):
             hidden = self.self_attention(hidden, layer, bias_of[layer])
             hidden = self.feed_forward(hidden, f"encoder.block.{layer}.layer.1")
@@ -520,8 +520,8 @@ def headless_decoder(name: str, weights: T5Weights, spec: GraphSpec) -> tuple[T5
     graph = GraphBuilder(name)
     graph.declare(spec)
     layers = T5Layers(graph, weights, "decoder")
-    hidden = layers.embed(numbers=layers.positions.on_past())  # (B, K, T, d_model)
-    bias_of = layers.biases.on_past(rows=True)
-    source_bias = layers.biases.of_mask("attention_mask")
+    hidden = layers.embed(numbers=layers.positions.with_past())  # (B, K, T, d_model)
+    bias_of = layers.biases.with_past(rows=True)
+    source_bias = layers.biases.mask_bias("attention_mask")
     hidden = layers.decoder(hidden, bias_of, source_bias, cross="cross", past="past", present="present", rows=True)
     return layers, hidden

@@ -16,7 +16,7 @@ import numpy as np
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.token_constraints import special_tokens
 from t5accel.errors import ExportError
-from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec, names
+from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec, kv_names
 from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights, source_vocabulary
 from t5accel.models.sizes import T5Dims
@@ -127,7 +127,7 @@ def _graph_logits(folder: Path, dims: T5Dims) -> Logits:
             path = str(folder / graph)
             return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]).run(wanted, feeds)
 
-        source, cross = {"input_ids": ids, "attention_mask": mask}, names("cross", dims.decoder_layers)
+        source, cross = {"input_ids": ids, "attention_mask": mask}, kv_names("cross", dims.decoder_layers)
         feeds: dict[str, Any] = dict(zip(cross, outputs(ENCODER, cross, source), strict=True))
         sizes = {"B": len(ids), "K": 1, "P": 0}
         for tensor in decoder_spec(dims).inputs:

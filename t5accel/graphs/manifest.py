@@ -39,7 +39,7 @@ FORMAT = 2  # of the manifest and of the graphs' contract; a change that older c
 LAYOUT = "two graphs"
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-# Of `decoding.token_constraints.TokenConstraints`: the fields with one token, those with several, and the others by their types.
+# Of `token_constraints.TokenConstraints`: the fields with one token, those with several, and the others by their types.
 RULE_TOKEN, RULE_TOKENS = {"forced_bos_token_id", "forced_eos_token_id"}, {"suppress_tokens", "eos_token_ids"}
 RULES = {"min_length": int, "min_new_tokens": int, "num_beams": int, "length_penalty": float, "unsupported": list,
          "renormalize_logits": bool}  # fmt: skip
@@ -72,7 +72,7 @@ class Manifest:
         step: what goes into ``decoder_step.onnx`` and out of it; empty likewise.
         family: of a model that is not T5-shaped, its ``"model_type"``, for how many ``"positions"`` it is made, and the
             ``"source_vocab_size"``, which may be another than that of the logits. Empty likewise.
-        rules: what the model asks of every answer, as `decoding.token_constraints.TokenConstraints.to_json` writes it: forced,
+        rules: what the model asks of every answer, as `TokenConstraints.to_json` writes it: forced,
             suppressed and further end tokens, lengths, beams, and what our own loops do not apply; empty if it asks
             nothing.
         graphs: by file name what goes into the two graphs and out of them.

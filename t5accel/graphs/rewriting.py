@@ -78,7 +78,7 @@ def check_external_data(path: str | os.PathLike[str], files: Container[str] | No
     _check_external_data(as_graph_path(path), _load(path), files)
 
 
-def reread(paths: Iterable[Path], files: Container[str] | None = None) -> dict[str, GraphBuilder]:
+def load_graphs(paths: Iterable[Path], files: Container[str] | None = None) -> dict[str, GraphBuilder]:
     """Saved graphs, by the names of their files, as `folder.write_export` takes them.
 
     What lies beside a graph is mapped into memory, and has to stay until the graphs are written. Sets of operators that
@@ -157,7 +157,7 @@ def _name(node: onnx.NodeProto) -> str:
 
 
 def _check_external_data(path: Path, model: onnx.ModelProto, files: Container[str] | None) -> None:
-    for tensor in _constants(model.graph):  # `reread` would not carry their content along
+    for tensor in _constants(model.graph):  # `load_graphs` would not carry their content along
         if tensor.data_location == TensorProto.EXTERNAL:
             raise ExportError(f"{path} has a constant, {tensor.name!r:.80}, in another file: keep it in the graph.")
     for tensor in model.graph.initializer:
@@ -206,7 +206,7 @@ def _array(tensor: TensorProto, path: Path) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Product:
+class WeightMatMul:
     """A node that multiplies by a weight, or by several side by side.
 
     Attributes:
@@ -225,14 +225,14 @@ class Product:
         return self.weights[0]
 
 
-def products(graph: GraphBuilder) -> list[Product]:
+def find_matmuls(graph: GraphBuilder) -> list[WeightMatMul]:
     """All MatMul nodes whose second operand is a weight, its transpose, or several joined, in order.
 
     >>> import numpy as np
     >>> graph = GraphBuilder("two")
     >>> hidden = graph.op("MatMul", graph.input("x", "float32", ["N", 2]), graph.weight("w", np.eye(2)))
     >>> _ = graph.op("MatMul", hidden, graph.op("Transpose", graph.weight("v", np.eye(2)), perm=[1, 0]))
-    >>> [(product.weight, product.transposed) for product in products(graph)]
+    >>> [(product.weight, product.transposed) for product in find_matmuls(graph)]
     [('w', False), ('v', True)]
     """
     made_by = {output: node for node in graph.nodes for output in node.output}
@@ -244,11 +244,11 @@ def products(graph: GraphBuilder) -> list[Product]:
         kind = maker.op_type if maker is not None else None
         weights = tuple(maker.input) if kind in ("Transpose", "Concat") else (node.input[1],)
         if all(name in graph.weights and graph.weights[name].ndim == 2 for name in weights):
-            found.append(Product(node, weights, transposed=kind == "Transpose"))
+            found.append(WeightMatMul(node, weights, transposed=kind == "Transpose"))
     return found
 
 
-def rebuild(graph: GraphBuilder, change: Callable[[GraphBuilder, onnx.NodeProto], bool]) -> None:
+def rewrite_nodes(graph: GraphBuilder, change: Callable[[GraphBuilder, onnx.NodeProto], bool]) -> None:
     """Go through a graph node by node; ``change`` may add others in the place of one.
 
     Args:
@@ -264,7 +264,7 @@ def rebuild(graph: GraphBuilder, change: Callable[[GraphBuilder, onnx.NodeProto]
         if not change(graph, node):
             graph.nodes.append(node)
     drop_unused(graph)
-    check(graph)
+    check_graph(graph)
 
 
 def drop_unused(graph: GraphBuilder) -> None:
@@ -280,7 +280,7 @@ def drop_unused(graph: GraphBuilder) -> None:
     graph.opsets = {domain: version for domain, version in graph.opsets.items() if not domain or _uses(graph, domain)}
 
 
-def check(graph: GraphBuilder) -> None:
+def check_graph(graph: GraphBuilder) -> None:
     """Raise ``ExportError`` unless every value is made once, before it is read, and each node is one of its set.
 
     Nodes of ONNX Runtime's own set are checked by ONNX Runtime alone, when it opens the graph.
@@ -289,11 +289,11 @@ def check(graph: GraphBuilder) -> None:
     >>> _ = graph.op("Neg", "y", output="z")
     >>> _ = graph.op("Neg", graph.input("x", "float32", ["N"]), output="y")
     >>> graph.output("z", "float32", ["N"])
-    >>> check(graph)
+    >>> check_graph(graph)
     Traceback (most recent call last):
     t5accel.errors.ExportError: Graph late: Neg:z reads y, which is made after it.
-    >>> sort(graph)
-    >>> check(graph)
+    >>> sort_nodes(graph)
+    >>> check_graph(graph)
     """
     made = {value.name for value in graph.inputs} | graph.weights.keys() | {""}
     times = Counter(output for node in graph.nodes for output in node.output)
@@ -315,7 +315,7 @@ def check(graph: GraphBuilder) -> None:
         raise ExportError(f"Graph {graph.name} is not valid: {error}") from error
 
 
-def sort(graph: GraphBuilder) -> None:
+def sort_nodes(graph: GraphBuilder) -> None:
     """Put the nodes in an order in which each stands after those that it reads; raises ``ExportError`` for a circle."""
     makers = {output: number for number, node in enumerate(graph.nodes) for output in node.output}
     needs = {

@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import NEAR_ONLY, GraphSpec, shortlist_spec, step_spec
+from t5accel.graphs.contract import SHORTLIST_EXTRAS, GraphSpec, shortlist_spec, step_spec
 from t5accel.graphs.export_folder import ALIGNMENT
 from t5accel.graphs.fused_step import headless_step
 from t5accel.graphs.layers import T5Layers, headless_decoder
@@ -51,7 +51,7 @@ class QuantizedHead:
         return {"largest_row": self.largest_row, "largest_error": self.largest_error}
 
 
-def quantized(rows: np.ndarray) -> QuantizedHead:
+def quantize_head(rows: np.ndarray) -> QuantizedHead:
     """Round each row of a head (V, d_model) float32 to integers of at most ``LEVELS``.
 
     The bounds are not those of ideal rounding. They are measured on what came out, in float64, and rounded up: so they
@@ -60,7 +60,7 @@ def quantized(rows: np.ndarray) -> QuantizedHead:
     Raises:
         InputError: the head is wider than sums in integers allow, or holds what is no finite number.
 
-    >>> head = quantized(np.array([[1, -0.5], [0, 0], [3, 4]], dtype=np.float32))
+    >>> head = quantize_head(np.array([[1, -0.5], [0, 0], [3, 4]], dtype=np.float32))
     >>> head.integers.T.tolist(), head.scales.tolist()
     ([[64, -32], [0, 0], [48, 64]], [0.015625, 1.0, 0.0625])
     >>> round(head.largest_row, 5), round(head.largest_error, 5)
@@ -94,7 +94,7 @@ def shortlist_graph(weights: T5Weights, head: QuantizedHead, *, step: bool = Fal
     >>> from t5accel.graphs.export import t5_weights
     >>> from t5accel.models.random_init import random_t5
     >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
-    >>> graph = shortlist_graph(weights, quantized(weights.array(weights.head)))
+    >>> graph = shortlist_graph(weights, quantize_head(weights.array(weights.head)))
     >>> [node.op_type for node in graph.proto().graph.node][-3:]
     ['Mul', 'Transpose', 'If']
     """
@@ -118,7 +118,7 @@ def add_heads(layers: T5Layers, hidden: str, spec: GraphSpec, head: QuantizedHea
         head: in integers.
     """
     graph = layers.graph
-    outputs = spec.outputs[: 1 + len(NEAR_ONLY)]
+    outputs = spec.outputs[: 1 + len(SHORTLIST_EXTRAS)]
     empty = {tensor.name: (0, 0, *tensor.shape[2:]) for tensor in outputs[1:]}
     positions = len(outputs[0].shape) - 2
     # Outside of its branch: in there ONNX Runtime would compute the transpose ahead, too, and never let go of it.
@@ -130,7 +130,7 @@ def add_heads(layers: T5Layers, hidden: str, spec: GraphSpec, head: QuantizedHea
 
     last = near.op("Gather", hidden, near.constant([-1]), axis=positions, output="near_hidden")
     integers, scale, zero = quantized_hidden = "integers", "scale", "zero"
-    near.op_of_many("DynamicQuantizeLinear", [last], quantized_hidden)
+    near.multi_output_op("DynamicQuantizeLinear", [last], quantized_hidden)
     lost = near.op("Sub", last, near.op("DequantizeLinear", *quantized_hidden))
     for value, name in ((last, "near_norm"), (lost, "near_error")):
         near.op("ReduceL2", value, near.constant([-1]), keepdims=0, output=name)
@@ -141,17 +141,17 @@ def add_heads(layers: T5Layers, hidden: str, spec: GraphSpec, head: QuantizedHea
     for tensor in outputs:
         near.output(f"near_{tensor.name}", tensor.dtype, tensor.shape)
         exact.output(f"exact_{tensor.name}", tensor.dtype, empty.get(tensor.name, tensor.shape))
-    graph.choose("exact", exact, near, [tensor.name for tensor in outputs])
+    graph.if_else("exact", exact, near, [tensor.name for tensor in outputs])
 
 
-def leave_one_head(graph: GraphBuilder) -> None:
+def drop_shortlist(graph: GraphBuilder) -> None:
     """Undo `add_heads`: only the exact logits are left, and what belongs to the others goes.
 
     >>> from t5accel.graphs.export import t5_weights
     >>> from t5accel.models.random_init import random_t5
     >>> weights = t5_weights(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
-    >>> graph = shortlist_graph(weights, quantized(weights.array(weights.head)), step=True)
-    >>> leave_one_head(graph)
+    >>> graph = shortlist_graph(weights, quantize_head(weights.array(weights.head)), step=True)
+    >>> drop_shortlist(graph)
     >>> graph.nodes[-1].op_type, graph.inputs[-1].name, [output.name for output in graph.outputs][:2]
     ('MatMul', 'cross_value_0', ['logits', 'present_key_0'])
     """
@@ -162,11 +162,11 @@ def leave_one_head(graph: GraphBuilder) -> None:
         if node.op_type != "Identity":  # the product, and its bias
             graph.op(node.op_type, *node.input, output=node.output[0].removeprefix("exact_"))
     graph.inputs = [tensor for tensor in graph.inputs if tensor.name != "exact"]
-    graph.outputs = [tensor for tensor in graph.outputs if tensor.name not in NEAR_ONLY]
+    graph.outputs = [tensor for tensor in graph.outputs if tensor.name not in SHORTLIST_EXTRAS]
     drop_unused(graph)
 
 
-def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
+def maybe_quantize_head(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
     """The quantised head of a model if it is ``wanted``; for ``None``, if it pays and can be had.
 
     Raises:
@@ -175,7 +175,7 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
 
     >>> from types import SimpleNamespace
     >>> rows = np.ones((300, 8), np.float32)
-    >>> head_for(SimpleNamespace(head="lm_head.weight", head_bias=None, array=lambda name: rows), None)
+    >>> maybe_quantize_head(SimpleNamespace(head="lm_head.weight", head_bias=None, array=lambda name: rows), None)
     """
     if wanted is not None and not isinstance(wanted, bool):
         raise InputError(f"shortlist is {wanted!r:.80}; give True, False, or None for where it pays.")
@@ -188,4 +188,4 @@ def head_for(weights: T5Weights, wanted: bool | None) -> QuantizedHead | None:
         raise InputError(f"A {what} of {size} bytes cannot be mapped from a file: leave the shortlist out.")
     if not wanted and (rows.nbytes < SMALLEST_BYTES or size < ALIGNMENT or rows.shape[1] > WIDEST):
         return None
-    return quantized(rows) if wanted or all(np.isfinite(part).all() for part in parts) else None
+    return quantize_head(rows) if wanted or all(np.isfinite(part).all() for part in parts) else None

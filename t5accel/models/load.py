@@ -173,7 +173,7 @@ def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         _refuse_instead(repository)
         raise ModelUnavailableError(
             f"{repository!r} is no folder here, and could not be had from the model hub (no network, or no such "
-            "model). Offline, load_model('mini') and load_model('random:t5-small') work, as does what was downloaded before."
+            "model). Offline, load_model('mini') and load_model('random:t5-small') work, as do cached models."
         ) from error
     except Exception as error:  # reached, and broken or too new for the installed transformers
         _refuse_instead(repository)

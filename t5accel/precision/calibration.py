@@ -20,17 +20,17 @@ from onnx import TensorProto
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import WEIGHTS, names
-from t5accel.graphs.export_folder import WeightsFile
+from t5accel.graphs.contract import WEIGHTS, kv_names
+from t5accel.graphs.export_folder import WeightsLayout
 from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.ort_levels import import_onnxruntime
-from t5accel.graphs.rewriting import products
+from t5accel.graphs.rewriting import find_matmuls
 from t5accel.precision.recipes import group_of
 from t5accel.precision.source_export import STACKS, Fp32Export
 
 
-class Example(NamedTuple):
+class CalibrationSample(NamedTuple):
     """A batch: ``input_ids`` and ``attention_mask`` (B, S), and what the decoder is given (B, T), start token first."""
 
     input_ids: np.ndarray
@@ -38,27 +38,29 @@ class Example(NamedTuple):
     decoder_input_ids: np.ndarray
 
 
-def checked_example(value: Any, *, vocab_size: int, pad_token_id: int = 0) -> Example:
+def as_calibration_sample(value: Any, *, vocab_size: int, pad_token_id: int = 0) -> CalibrationSample:
     """``value`` as an `Example` of int64 arrays, for what hands it to graphs or to a backend.
 
     Raises:
         InputError: it is no tuple of three, or one is of a wrong shape or type, or holds ids outside the vocabulary.
 
-    >>> checked_example(([[5, 1]], None, [[0]]), vocab_size=9).attention_mask.tolist()
+    >>> as_calibration_sample(([[5, 1]], None, [[0]]), vocab_size=9).attention_mask.tolist()
     [[1, 1]]
     """
     if not isinstance(value, tuple) or len(value) != 3:
-        raise InputError(f"{value!r:.80} is no Example: give input_ids, attention_mask and decoder_input_ids.")
+        raise InputError(
+            f"{value!r:.80} is no CalibrationSample: give input_ids, attention_mask and decoder_input_ids."
+        )
     ids, mask = as_batch(*value[:2], pad_token_id=pad_token_id, vocab_size=vocab_size)
     tokens = as_integers(value[2], "decoder_input_ids", rank=2)
     if len(tokens) != len(ids) or not tokens.shape[1]:
         raise InputError(f"decoder_input_ids has shape {tokens.shape}; give ({len(ids)}, at least 1).")
     check_vocabulary(tokens, vocab_size, "decoder_input_ids")
-    return Example(ids, mask, tokens)
+    return CalibrationSample(ids, mask, tokens)
 
 
 @dataclass(frozen=True)
-class Seen:
+class TensorRange:
     """One value of a graph.
 
     Attributes:
@@ -79,12 +81,12 @@ class Seen:
     high: float
 
     @property
-    def largest(self) -> float:
+    def max_abs(self) -> float:
         """The magnitude."""
         return max(-self.low, self.high)
 
 
-def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[Seen]:
+def collect_ranges(folder: str | os.PathLike[str], examples: Iterable[CalibrationSample]) -> list[TensorRange]:
     """What each float of an export in fp32 became at most, over all examples, in the order of the graphs.
 
     Raises:
@@ -97,8 +99,8 @@ def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[S
     >>> ids = np.array([[100, 200, 1]])
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_model("mini", f"{folder}/mini")
-    ...     seen = probe(f"{folder}/mini", [Example(ids, np.ones_like(ids), np.array([[0, 50]]))])
-    >>> max(seen, key=lambda one: one.largest).operator  # the squares in a norm
+    ...     seen = collect_ranges(f"{folder}/mini", [CalibrationSample(ids, np.ones_like(ids), np.array([[0, 50]]))])
+    >>> max(seen, key=lambda one: one.max_abs).operator  # the squares in a norm
     'Pow'
     """
     export = Fp32Export.read(folder)
@@ -107,7 +109,7 @@ def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[S
     limits: dict[tuple[str, str], tuple[float, float]] = {}
     with _sessions(graphs) as sessions:
         for given in examples:
-            example = checked_example(
+            example = as_calibration_sample(
                 given, vocab_size=manifest.dims.vocab_size, pad_token_id=manifest.tokens["pad_token_id"]
             )
             feeds = {"input_ids": example.input_ids, "attention_mask": example.attention_mask}
@@ -120,19 +122,19 @@ def probe(folder: str | os.PathLike[str], examples: Iterable[Example]) -> list[S
     if not limits:
         raise InputError("There are no examples: give at least one.")
     return [
-        Seen(stack, *about, *limits[stack, about[0]])
+        TensorRange(stack, *about, *limits[stack, about[0]])
         for stack, graph in graphs.items()
         for about in _about(graph)
         if (stack, about[0]) in limits
     ]
 
 
-def largest(seen: Iterable[Seen], graph: str) -> dict[str, float]:
+def max_magnitudes(seen: Iterable[TensorRange], graph: str) -> dict[str, float]:
     """The largest magnitude of each value of one graph, as `precision.nodes_in_fp32` takes it."""
-    return {one.value: one.largest for one in seen if one.graph == graph}
+    return {one.value: one.max_abs for one in seen if one.graph == graph}
 
 
-def ranges(seen: Iterable[Seen]) -> dict[str, dict[str, tuple[float, float]]]:
+def ranges_by_graph(seen: Iterable[TensorRange]) -> dict[str, dict[str, tuple[float, float]]]:
     """By graph and value the lowest and highest number, as `quantize.quantize_export` takes them."""
     found: dict[str, dict[str, tuple[float, float]]] = {stack: {} for stack in STACKS}
     for one in seen:
@@ -167,7 +169,7 @@ def _float_values(graph: GraphBuilder) -> list[str]:
 
 def _about(graph: GraphBuilder) -> Iterator[tuple[str, str, str, str | None]]:
     """Of each value its name, operator, place and weight."""
-    weights = {product.node.name: product.weight for product in products(graph)}
+    weights = {product.node.name: product.weight for product in find_matmuls(graph)}
     place = "embedding"
     for node in graph.nodes:
         weight = weights.get(node.name)
@@ -183,7 +185,7 @@ def _sessions(graphs: Mapping[str, GraphBuilder]) -> Iterator[dict[str, Any]]:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # every value is there
     options.log_severity_level = 3
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        layout = WeightsFile.plan(graphs, 0)
+        layout = WeightsLayout.plan(graphs, 0)
         layout.write(Path(folder) / WEIGHTS)
         sessions = {}
         for stack, graph in graphs.items():
@@ -194,11 +196,11 @@ def _sessions(graphs: Mapping[str, GraphBuilder]) -> Iterator[dict[str, Any]]:
 
 
 def _names(manifest: Manifest) -> list[str]:
-    return names("cross", manifest.dims.decoder_layers)
+    return kv_names("cross", manifest.dims.decoder_layers)
 
 
 def _decoder_feeds(
-    example: Example, source: Mapping[str, np.ndarray], cross: Mapping[str, np.ndarray], manifest: Manifest
+    example: CalibrationSample, source: Mapping[str, np.ndarray], cross: Mapping[str, np.ndarray], manifest: Manifest
 ) -> dict[str, np.ndarray]:
     batch, dims = len(example.input_ids), manifest.dims
     empty = {

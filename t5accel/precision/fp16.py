@@ -18,8 +18,8 @@ from onnx import TensorProto
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.manifest import Manifest
-from t5accel.graphs.rewriting import check, drop_unused, products
-from t5accel.precision.calibration import Example, largest, probe
+from t5accel.graphs.rewriting import check_graph, drop_unused, find_matmuls
+from t5accel.precision.calibration import CalibrationSample, collect_ranges, max_magnitudes
 from t5accel.precision.recipes import Recipe, as_recipe, group_of
 from t5accel.precision.source_export import Fp32Export
 
@@ -44,7 +44,7 @@ def nodes_in_fp32(graph: GraphBuilder, largest: Mapping[str, float] | None = Non
     ['MatMul:matmul_0', 'Relu:relu_0']
     """
     too_large = {name for name, value in (largest or {}).items() if not value * MARGIN < LARGEST}
-    wo = {p.node.name: p.node.output[0] for p in products(graph) if (group_of(p.weight) or "").endswith(".wo")}
+    wo = {p.node.name: p.node.output[0] for p in find_matmuls(graph) if (group_of(p.weight) or "").endswith(".wo")}
     normed = {name for node in graph.nodes if node.op_type in _BEFORE_NORM for name in (*node.input, *node.output)}
     always = {node.name for node in graph.nodes if node.op_type in _BEFORE_NORM} | wo.keys()
     always |= {node.name for node in graph.nodes if node.op_type == "Add" and normed.intersection(node.output)}
@@ -56,12 +56,12 @@ def nodes_in_fp32(graph: GraphBuilder, largest: Mapping[str, float] | None = Non
     ]
 
 
-def half_export(
+def export_fp16(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str],
     recipe: Recipe | str = "fp16",
     *,
-    examples: Iterable[Example] = (),
+    examples: Iterable[CalibrationSample] = (),
     naive: bool = False,
     overwrite: bool = False,
 ) -> Manifest:
@@ -87,7 +87,7 @@ def half_export(
     >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
     ...     before = export_model("mini", f"{folder}/fp32", external_threshold_bytes=0)
-    ...     after = half_export(f"{folder}/fp32", f"{folder}/fp16")
+    ...     after = export_fp16(f"{folder}/fp32", f"{folder}/fp16")
     >>> round(after.size_bytes / before.size_bytes, 1), len(after.recipe["in_fp32"]) > 100
     (0.5, True)
     """
@@ -95,19 +95,19 @@ def half_export(
     if recipe.dtype != "float16" or recipe.integers:
         raise InputError(f"Recipe {recipe.name} is not one of fp16 alone: give one with dtype='float16', no integers.")
     target, examples = source.target(out), list(examples)
-    seen = probe(folder, examples) if examples else []
+    seen = collect_ranges(folder, examples) if examples else []
     graphs, in_fp32 = source.graphs(), {}
     for stack, graph in graphs.items():
-        groups = {p.node.name for p in products(graph) if group_of(p.weight) in recipe.kept}
-        needed = [] if naive else nodes_in_fp32(graph, largest(seen, stack))
+        groups = {p.node.name for p in find_matmuls(graph) if group_of(p.weight) in recipe.kept}
+        needed = [] if naive else nodes_in_fp32(graph, max_magnitudes(seen, stack))
         in_fp32[stack] = sorted({*needed, *groups})
-        to_half(graph, in_fp32[stack])
+        convert_graph_fp16(graph, in_fp32[stack])
     nodes = [f"{stack} {name}" for stack, names in in_fp32.items() for name in names]
     notes = {"in_fp32": nodes, "probed": bool(examples), "gated": False}
     return source.write(target, graphs, recipe, notes, overwrite=overwrite)
 
 
-def to_half(graph: GraphBuilder, in_fp32: Iterable[str] = ()) -> None:
+def convert_graph_fp16(graph: GraphBuilder, in_fp32: Iterable[str] = ()) -> None:
     """Change a graph in place: floats become fp16, with casts around the nodes that stay.
 
     Weights are stored in fp16 everywhere, those of nodes in fp32 with a cast behind them, so that bytes halve. What
@@ -123,14 +123,14 @@ def to_half(graph: GraphBuilder, in_fp32: Iterable[str] = ()) -> None:
     >>> graph = GraphBuilder("one")
     >>> hidden = graph.op("Mul", graph.input("x", "float32", ["N"]), graph.constant(np.float32(3e38)))
     >>> graph.output(graph.op("Neg", hidden, output="y"), "float32", ["N"])
-    >>> to_half(graph, ["Neg:y"])
+    >>> convert_graph_fp16(graph, ["Neg:y"])
     >>> [node.op_type for node in graph.nodes], [array.tolist() for array in graph.weights.values()]
     (['Mul', 'Cast', 'Neg', 'Cast'], [65504.0])
     """
-    _Halving(graph, frozenset(in_fp32)).run()
+    _Fp16Converter(graph, frozenset(in_fp32)).run()
 
 
-class _Halving:
+class _Fp16Converter:
     """One graph while it changes: which float value there is in which type."""
 
     def __init__(self, graph: GraphBuilder, in_fp32: frozenset[str]):
@@ -157,7 +157,7 @@ class _Halving:
         for node in before:
             self._convert(node, {name: types[name] for name in node.output if name in outputs & self.floats})
         drop_unused(graph)
-        check(graph)
+        check_graph(graph)
 
     def _convert(self, node: onnx.NodeProto, declared: Mapping[str, int]) -> None:
         kind = TensorProto.FLOAT if node.name in self.in_fp32 else TensorProto.FLOAT16

@@ -18,7 +18,7 @@ from t5accel.errors import GateError, InputError
 from t5accel.graphs.export_folder import require_free
 from t5accel.graphs.manifest import Manifest
 from t5accel.metrics import floor_warning
-from t5accel.precision.integer_graphs import Integers, Ranges
+from t5accel.precision.integer_graphs import IntegerRewriter, Ranges
 from t5accel.precision.recipes import Recipe, Scheme, as_recipe
 from t5accel.precision.source_export import Fp32Export
 
@@ -26,7 +26,7 @@ Score = Callable[[Path], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Tried:
+class Attempt:
     """A recipe that was scored, and what it lost of each score against fp32."""
 
     recipe: Recipe
@@ -47,11 +47,11 @@ class GateReport:
 
     baseline: Mapping[str, float]
     max_loss: Mapping[str, float]
-    tried: tuple[Tried, ...]
+    tried: tuple[Attempt, ...]
     manifest: Manifest
 
     @property
-    def chosen(self) -> Tried:
+    def chosen(self) -> Attempt:
         return self.tried[-1]
 
     @property
@@ -74,12 +74,12 @@ def quantize_export(
     where the logits are of 8 bits.
 
     Args:
-        folder, out, overwrite: as of `fp16.half_export`.
+        folder, out, overwrite: as of `fp16.export_fp16`.
         recipe: one with integers.
         ranges: for "static" schemes, by graph (`probe.ranges`).
 
     Raises:
-        ExportError, InputError: as of `fp16.half_export`; or a weight holds infinity or NaN.
+        ExportError, InputError: as of `fp16.export_fp16`; or a weight holds infinity or NaN.
 
     >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
@@ -137,10 +137,10 @@ def quantize(
             _converted(source, Path(temporary) / "candidate", candidate, ranges, {})
             scores = _scores(score, Path(temporary) / "candidate", limits)
         losses = {name: baseline[name] - scores[name] for name in limits}
-        tried.append(Tried(candidate, scores, losses))
+        tried.append(Attempt(candidate, scores, losses))
         return all(losses[name] <= limits[name] for name in limits)
 
-    count = _fewest(passes, len(order))
+    count = _smallest_exclusion(passes, len(order))
     if count is None:
         closest = min(tried, key=lambda one: max(one.losses[name] - limits[name] for name in limits))
         lost = ", ".join(
@@ -166,7 +166,7 @@ def _converted(
 ) -> Manifest:  # fmt: skip
     # What calibration has seen are values of the other two graphs.
     graphs = source.graphs(step=all(scheme.method != "static" for scheme in recipe.schemes))
-    integers = Integers(recipe, ranges or {})
+    integers = IntegerRewriter(recipe, ranges or {})
     for part, graph in graphs.items():
         integers.rewrite(graph, "decoder" if part == "step" else part)
     return source.write(target, graphs, recipe, {"gated": bool(gate), "gate": dict(gate)}, overwrite=overwrite)
@@ -181,10 +181,10 @@ def _with_integers(recipe: Any) -> Recipe:
     return recipe
 
 
-def _fewest(passes: Callable[[int], bool], most: int) -> int | None:
+def _smallest_exclusion(passes: Callable[[int], bool], most: int) -> int | None:
     """The fewest groups with which it passes, if more of them never harm; ``None`` if not even all do.
 
-    >>> _fewest(lambda count: count >= 5, 20), _fewest(lambda count: False, 3), _fewest(lambda count: True, 0)
+    >>> _smallest_exclusion(lambda count: count >= 5, 20), _smallest_exclusion(lambda count: False, 3), _smallest_exclusion(lambda count: True, 0)
     (5, None, 0)
     """
     failed, count = -1, 0

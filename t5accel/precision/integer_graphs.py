@@ -13,9 +13,9 @@ import onnx
 from onnx import TensorProto
 
 from t5accel.errors import InputError
-from t5accel.graphs.builder import OWN, GraphBuilder
-from t5accel.graphs.rewriting import Product, products, rebuild
-from t5accel.precision.integers import in_blocks, in_channels
+from t5accel.graphs.builder import ORT_DOMAIN, GraphBuilder
+from t5accel.graphs.rewriting import WeightMatMul, find_matmuls, rewrite_nodes
+from t5accel.precision.integers import quantize_blocks, quantize_channels
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, group_of
 
 # By the name of what is multiplied: the lowest and the highest number that calibration has seen of it.
@@ -23,7 +23,7 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 @dataclass
-class Integers:
+class IntegerRewriter:
     """Rewrites the graphs of one export by a recipe. A weight that several nodes read is quantised and stored once.
 
     Args:
@@ -34,7 +34,7 @@ class Integers:
     >>> weight = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
     >>> product = graph.op("MatMul", graph.input("x", "float32", ["N", 32]), graph.weight("lm_head.weight.T", weight))
     >>> graph.output(product, "float32", ["N", 16])
-    >>> changed = Integers(Recipe("one", head=Scheme(block_size=32))).rewrite(graph, "decoder")
+    >>> changed = IntegerRewriter(Recipe("one", head=Scheme(block_size=32))).rewrite(graph, "decoder")
     >>> [node.op_type for node in graph.nodes], changed
     (['MatMulNBits'], {'lm_head.weight.T': 'lm_head'})
     """
@@ -57,7 +57,7 @@ class Integers:
             ExportError: what came out is no valid graph.
             InputError: a weight holds what is no finite number; a "static" product was not calibrated.
         """
-        by_node = {product.node.name: product for product in products(graph)}
+        by_node = {product.node.name: product for product in find_matmuls(graph)}
         changed: dict[str, str] = {}
         quantized: dict[str, tuple[str, ...]] = {}  # by the name of what is multiplied
 
@@ -80,11 +80,11 @@ class Integers:
                 return True
             return False
 
-        rebuild(graph, change)
+        rewrite_nodes(graph, change)
         return changed
 
     def _multiply(
-        self, graph: GraphBuilder, product: Product, scheme: Scheme, ranges: Ranges,
+        self, graph: GraphBuilder, product: WeightMatMul, scheme: Scheme, ranges: Ranges,
         quantized: dict[str, tuple[str, ...]],
     ) -> None:  # fmt: skip
         output = product.node.output[0]
@@ -99,7 +99,7 @@ class Integers:
             self._product(graph, product, output, scheme, ranges, quantized)
 
     def _product(
-        self, graph: GraphBuilder, product: Product, output: str, scheme: Scheme, ranges: Ranges,
+        self, graph: GraphBuilder, product: WeightMatMul, output: str, scheme: Scheme, ranges: Ranges,
         quantized: dict[str, tuple[str, ...]],
     ) -> None:  # fmt: skip
         hidden = product.node.input[0]
@@ -125,19 +125,19 @@ class Integers:
             return
         if hidden not in quantized:  # once for queries, keys and values
             quantized[hidden] = tuple(f"{hidden}.{part}" for part in ("integers", "scale", "zero"))
-            graph.op_of_many("DynamicQuantizeLinear", [hidden], quantized[hidden])
+            graph.multi_output_op("DynamicQuantizeLinear", [hidden], quantized[hidden])
         numbers, scale, zero = quantized[hidden]
         sums = graph.op("MatMulInteger", numbers, integers, zero)
         # ONNX Runtime makes one operator of these, and of the one above.
         graph.op("Mul", graph.op("Cast", sums, to=TensorProto.FLOAT), graph.op("Mul", scale, scales), output=output)
 
-    def _in_blocks(self, graph: GraphBuilder, product: Product, output: str, scheme: Scheme) -> None:
+    def _in_blocks(self, graph: GraphBuilder, product: WeightMatMul, output: str, scheme: Scheme) -> None:
         arrays = [graph.weights[name] for name in product.weights]
         rows = [array if product.transposed else array.T for array in arrays]  # (N, K)
         stored = [self._blocks(graph, *named, scheme) for named in zip(product.weights, rows, strict=True)]
         integers, scales = (_joined(graph, parts, 0) for parts in zip(*stored, strict=True))
         graph.op(
-            "MatMulNBits", product.node.input[0], integers, scales, output=output, domain=OWN,
+            "MatMulNBits", product.node.input[0], integers, scales, output=output, domain=ORT_DOMAIN,
             N=sum(map(len, rows)), K=rows[0].shape[1], bits=scheme.bits, block_size=scheme.block_size,
             accuracy_level=scheme.accuracy_level,
         )  # fmt: skip
@@ -148,7 +148,7 @@ class Integers:
         integers, scales = self._blocks(graph, node.input[0], table, scheme)
         blocks = graph.op(
             "GatherBlockQuantized", integers, node.input[1], graph.op("Unsqueeze", scales, graph.constant([2])),
-            domain=OWN, gather_axis=0, quantize_axis=2, block_size=scheme.block_size, bits=scheme.bits,
+            domain=ORT_DOMAIN, gather_axis=0, quantize_axis=2, block_size=scheme.block_size, bits=scheme.bits,
         )  # fmt: skip
         joined = graph.op("Concat", graph.op("Shape", node.input[1]), axis, axis=0)
         width = table.shape[1]
@@ -160,14 +160,14 @@ class Integers:
     def _blocks(self, graph: GraphBuilder, name: str, rows: np.ndarray, scheme: Scheme) -> tuple[str, str]:
         stem = f"{name}.{scheme.bits}bits.{scheme.block_size}"
         if f"{stem}.scales" not in self._arrays:
-            blocks = in_blocks(rows, scheme.bits, scheme.block_size)
+            blocks = quantize_blocks(rows, scheme.bits, scheme.block_size)
             self._arrays |= {f"{stem}.blocks": blocks.integers, f"{stem}.scales": blocks.scales}
         return self._weights(graph, f"{stem}.blocks", f"{stem}.scales")
 
     def _channels(self, graph: GraphBuilder, name: str, weight: np.ndarray, scheme: Scheme) -> tuple[str, str]:
         stem = f"{name}.8bits{'.channels' * scheme.per_channel}{'.reduced' * scheme.reduce_range}"
         if f"{stem}.scales" not in self._arrays:
-            channels = in_channels(weight, per_channel=scheme.per_channel, reduce_range=scheme.reduce_range)
+            channels = quantize_channels(weight, per_channel=scheme.per_channel, reduce_range=scheme.reduce_range)
             self._arrays |= {f"{stem}.integers": channels.integers, f"{stem}.scales": channels.scales}
         return self._weights(graph, f"{stem}.integers", f"{stem}.scales")
 

@@ -13,7 +13,7 @@ ROWS_AT_ONCE = 2048  # so that what is computed with takes little memory
 
 
 @dataclass(frozen=True)
-class Blocks:
+class QuantizedBlocks:
     """A weight (N, K) in integers, of which each block of one output has a scale, as MatMulNBits takes it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Blocks:
         return (centred * self.scales[:, :, None]).reshape(len(self.scales), -1)
 
 
-def in_blocks(weight: np.ndarray, bits: int, block_size: int) -> Blocks:
+def quantize_blocks(weight: np.ndarray, bits: int, block_size: int) -> QuantizedBlocks:
     """Round (N, K) float32 weights in blocks of ``block_size`` along K.
 
     With 8 bits a scale is such that the largest weight of the block is reached. With 4 bits that wastes levels on a
@@ -49,7 +49,7 @@ def in_blocks(weight: np.ndarray, bits: int, block_size: int) -> Blocks:
     Raises:
         InputError: the weight is no matrix, or holds what is no finite number.
 
-    >>> blocks = in_blocks(np.array([[-8.0, 7.0, 0.5, 0.0]], np.float32), bits=4, block_size=16)
+    >>> blocks = quantize_blocks(np.array([[-8.0, 7.0, 0.5, 0.0]], np.float32), bits=4, block_size=16)
     >>> blocks.floats()[0, :4].tolist(), blocks.scales.tolist()
     ([-8.0, 7.0, 0.0, 0.0], [[1.0]])
     """
@@ -74,24 +74,24 @@ def in_blocks(weight: np.ndarray, bits: int, block_size: int) -> Blocks:
         codes = (_levels(part, best, half) + half).astype(np.uint8)
         integers[rows] = codes if bits == 8 else codes[:, :, ::2] | codes[:, :, 1::2] << 4
         scales[rows] = best[:, :, 0]
-    return Blocks(integers, scales, bits, block_size)
+    return QuantizedBlocks(integers, scales, bits, block_size)
 
 
 @dataclass(frozen=True)
-class Channels:
+class QuantizedChannels:
     """A weight (K, N) in int8, as MatMulInteger takes it: times ``scales``, (N,) or (), float32."""
 
     integers: np.ndarray
     scales: np.ndarray
 
 
-def in_channels(weight: np.ndarray, *, per_channel: bool = True, reduce_range: bool = False) -> Channels:
+def quantize_channels(weight: np.ndarray, *, per_channel: bool = True, reduce_range: bool = False) -> QuantizedChannels:
     """Round (K, N) float32 weights to -127 … 127, with ``reduce_range`` to -64 … 64.
 
     Raises:
         InputError: the weight is no matrix, or holds what is no finite number.
 
-    >>> in_channels(np.array([[1.0, -4.0], [-2.0, 0.0]], np.float32)).integers.tolist()
+    >>> quantize_channels(np.array([[1.0, -4.0], [-2.0, 0.0]], np.float32)).integers.tolist()
     [[64, -127], [-127, 0]]
     """
     _check(weight)
@@ -99,7 +99,7 @@ def in_channels(weight: np.ndarray, *, per_channel: bool = True, reduce_range: b
     levels = 64 if reduce_range else 127
     scales = np.where(largest > 0, largest / np.float32(levels), 1).astype(np.float32)
     scales = np.where(scales > 0, scales, 1).astype(np.float32)  # of weights so tiny that 32 bits have no scale
-    return Channels(np.rint(weight / scales).clip(-levels, levels).astype(np.int8), scales)
+    return QuantizedChannels(np.rint(weight / scales).clip(-levels, levels).astype(np.int8), scales)
 
 
 def _levels(part: np.ndarray, scale: np.ndarray, half: int) -> np.ndarray:

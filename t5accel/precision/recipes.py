@@ -137,10 +137,10 @@ class Recipe:
         return [scheme for scheme in schemes if scheme is not None]
 
     @property
-    def minds_neighbours(self) -> set[str]:
+    def batch_dependent_stacks(self) -> set[str]:
         """The graphs, ``"encoder"`` or ``"decoder"``, whose numbers depend on what else is in a batch ("dynamic").
 
-        >>> RECIPES["int8"].minds_neighbours
+        >>> RECIPES["int8"].batch_dependent_stacks
         {'encoder'}
         """
         schemes = [("encoder", self.encoder), ("decoder", self.decoder), ("decoder", self.head)]
@@ -174,10 +174,10 @@ class Recipe:
         return {_WRITTEN.get(name, name): value for name, value in asdict(self).items()}
 
 
-def recipe_of(content: Mapping[str, Any]) -> Recipe:
+def recipe_from_json(content: Mapping[str, Any]) -> Recipe:
     """The recipe that `Recipe.to_json` wrote; entries that it does not know are left aside.
 
-    >>> recipe_of(RECIPES["int4"].to_json()) == RECIPES["int4"]
+    >>> recipe_from_json(RECIPES["int4"].to_json()) == RECIPES["int4"]
     True
     """
     written = {field.name: _WRITTEN.get(field.name, field.name) for field in fields(Recipe)}

@@ -12,10 +12,10 @@ from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, STEP, as_folder, step_spec
-from t5accel.graphs.export_folder import ExportPlan, as_target, write_export
+from t5accel.graphs.export_folder import ExportPlan, resolve_target, write_export
 from t5accel.graphs.manifest import Manifest, read_manifest
-from t5accel.graphs.rewriting import reread
-from t5accel.graphs.shortlist_head import leave_one_head
+from t5accel.graphs.rewriting import load_graphs
+from t5accel.graphs.shortlist_head import drop_shortlist
 from t5accel.precision.recipes import Recipe
 
 STACKS = {"encoder": ENCODER, "decoder": DECODER}
@@ -57,14 +57,14 @@ class Fp32Export:
         With ``step`` also ``"step"``, if the export has one: without the shortlist, whose 8 bits belong to fp32.
         """
         wanted = {**STACKS, "step": STEP} if step and self.manifest.step else STACKS
-        found = reread((self.folder / name for name in wanted.values()), self.manifest.files)
+        found = load_graphs((self.folder / name for name in wanted.values()), self.manifest.files)
         if STEP in found and self.manifest.shortlist:
-            leave_one_head(found[STEP])
+            drop_shortlist(found[STEP])
         return {part: found[name] for part, name in wanted.items()}
 
     def target(self, out: str | os.PathLike[str]) -> Path:
         """``out`` as a folder that can be written to. Raises ``ExportError``, or ``InputError`` if it is this one."""
-        target = as_target(out)
+        target = resolve_target(out)
         if target == self.folder.resolve():
             raise InputError(f"{self.folder} is the export in fp32, which is kept: give another folder for the copy.")
         return target

@@ -9,7 +9,7 @@ from typing import Any
 
 from t5accel.checks import as_count, is_number
 from t5accel.errors import InputError, QueueFullError
-from t5accel.precision.recipes import Recipe, recipe_of
+from t5accel.precision.recipes import Recipe, recipe_from_json
 from t5accel.serve.request import Job
 
 COLUMNS = 64  # sources and buffers are laid out in multiples of it
@@ -215,7 +215,7 @@ def encodes_alone(backend: Any) -> bool:
     False
     """
     content = getattr(getattr(backend, "manifest", None), "recipe", None)
-    return must_encode_alone(recipe_of(content)) if content else False
+    return must_encode_alone(recipe_from_json(content)) if content else False
 
 
 def must_encode_alone(recipe: Recipe) -> bool:
@@ -225,9 +225,9 @@ def must_encode_alone(recipe: Recipe) -> bool:
     >>> must_encode_alone(RECIPES["int8"])
     True
     """
-    if "decoder" in recipe.minds_neighbours:
+    if "decoder" in recipe.batch_dependent_stacks:
         raise InputError(
             f"precision {recipe.name!r} finds the scale of what the decoder multiplies over the whole batch, so "
             "that an answer would depend on who else is being served: give 'int8' or 'int4', which do not."
         )
-    return "encoder" in recipe.minds_neighbours
+    return "encoder" in recipe.batch_dependent_stacks

@@ -26,7 +26,7 @@ from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.manifest import describe_file
 from t5accel.models.load import BUNDLED, require_tokenizer
 from t5accel.models.prefixes import prefix_hint, prefixes_of
-from t5accel.precision.recipes import as_recipe, recipe_of
+from t5accel.precision.recipes import as_recipe, recipe_from_json
 from t5accel.serve.batch.formats import KINDS, Unfit, kind_of, read_range
 from t5accel.serve.batch.generate import Answer, Answerer
 from t5accel.serve.batch.output import REJECTS, Done, Output, ShardRecord, some
@@ -175,7 +175,7 @@ class Model:
             for name, file in manifest.files.items()
             if name not in ("config.json", WEIGHTS) and not name.endswith(".onnx")
         }
-        facts = [manifest.source["sha256"], recipe_of(manifest.recipe).hash, beside]
+        facts = [manifest.source["sha256"], recipe_from_json(manifest.recipe).hash, beside]
         digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return answerer, {"name": manifest.source["name"], "precision": manifest.recipe["name"], "sha256": digest}
 
