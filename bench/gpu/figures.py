@@ -57,12 +57,15 @@ def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | Non
     bars_of = {cells: len(one) * len(set().union(*one.values())) for cells, one in found.items() if one}
     heights = [*(0.55 + 0.18 * count for count in bars_of.values()), 2.2]
     figure, axes = pyplot.subplots(
-        len(heights), 1, figsize=(9, sum(heights)), dpi=54, height_ratios=heights, layout="constrained", squeeze=False
+        len(heights), 1, figsize=(9, sum(heights)), dpi=51, height_ratios=heights, layout="constrained", squeeze=False
     )
     for axis, cells in zip(axes[:, 0], bars_of, strict=False):
         bars(axis, cards, cells)
     for axis in axes[:-2, 0]:
         axis.set_xlabel("")  # said once, below the last bars
+    for axis in axes[1:-1, 0]:
+        if legend := axis.get_legend():  # said once, above the first ones: all cards have them
+            legend.remove()
     by_length(axes[-1, 0], cards, predicted)
     figure.suptitle(", ".join(cards), fontsize=9)
     return figure
