@@ -16,13 +16,16 @@ from typer.testing import CliRunner
 
 from bench.__main__ import app as bench_app
 from bench.figures import board
+from bench.gpu.cells import PUBLISHED, PUBLISHED_BATCHES
+from bench.gpu.figures import timed
 from bench.results import step_ms
-from bench.systems import BOUND, CAPTURED, GRAPH, REFERENCE
+from bench.systems import BATCHES, BOUND, CAPTURED, DRAWN, FLIGHT, GRAPH, REFERENCE, THEIR_BATCHES, THEIR_DRAWS
 from t5accel.cli import app
 from t5accel.models.random_init import random_t5
 
 ROOT = Path(__file__).resolve().parents[1]
 README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/WORKSHOP.md"))
+ON_A_GPU = README.split("## On a GPU\n")[1].split("\n## ")[0]
 
 
 def test_tables_are_drawn_from_their_files() -> None:
@@ -65,43 +68,71 @@ def test_pyright_accepts_the_python_that_is_shown(snippets: list[str], tmp_path:
     checked(["basedpyright", "--pythonpath", sys.executable, "--level", "error"], tmp_path)
 
 
-def test_what_a_gpu_reaches_is_told_as_it_was_recorded() -> None:
-    cards = {
-        card: json.loads((ROOT / f"data/results/gpu-{card}.json").read_text(encoding="utf-8"))["rows"]
-        for card in ("h100", "h200")
-    }
-    part = README.split("## On a GPU\n")[1].split("\n## ")[0]
+@pytest.fixture(scope="module")
+def cards() -> dict[str, dict]:
+    return {card: json.loads((ROOT / f"data/results/gpu-{card}.json").read_text("utf-8")) for card in ("h100", "h200")}
+
+
+def tables_about_gpus() -> list[list[list[str]]]:
+    """The tables' cells, line by line, without the heads."""
+    tables = re.findall(r"(?:^\|.*\n)+", ON_A_GPU, re.MULTILINE)
+    return [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]] for table in tables]
+
+
+def test_what_a_gpu_reaches_is_told_as_it_was_recorded(cards: dict[str, dict]) -> None:
     cells = {
         "t5-small, one text": "t5-small", "t5-base": "t5-base", "flan-t5-large": "flan-t5-large",
         "t5-small, 512 source tokens": "t5-small, source 512", "t5-small, 8 texts": "t5-small, batch 8",
         "t5-small, 64 texts": "t5-small, batch 64", "t5-small, 4 beams": "t5-small, 4 beams",
+        "t5-small, 8 texts with 4 beams": "t5-small, 8 x 4 beams", "t5-small, sampling": "t5-small, sampling",
+        "BART-base": "bart-base", "opus-mt": "opus-mt", "NLLB-200, 600M": "nllb-200-distilled-600M",
     }  # fmt: skip
-    lines = [line for line in part.splitlines() if line.startswith("| ")]
-    _, *table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    table, _ = tables_about_gpus()
     assert [label for label, *_ in table] == [*cells]
     for label, *told in table:
         expected = []
-        for rows in cards.values():
-            theirs, ours = (
-                next(row for row in rows if (row["cell"], row["system"]) == (cells[label], system))
-                for system in (REFERENCE, GRAPH)
-            )
+        for record in cards.values():
+            rows = timed(record, cells[label])
+            theirs, ours = rows.get(REFERENCE, rows.get(THEIR_DRAWS)), rows.get(GRAPH, rows.get(DRAWN))
+            if theirs is None or ours is None:
+                expected += ["–"] * 4
+                continue
             digits = 0 if ours["ratio"] >= 10 else 1
             speed = f"{ours['ratio']:.{digits}f}", f"{ours['tokens_per_s']:,.0f}"
             expected += [f"{step_ms(theirs):.2f}", f"{step_ms(ours):.2f}", *speed]
         assert told == expected, label
-    told, ratio = " ".join(part.split()), {}
-    for card, rows in cards.items():
-        (floor,) = (row for row in rows if row["measured"] == "floor")
+
+
+def test_figures_in_the_text_about_gpus_are_recorded(cards: dict[str, dict]) -> None:
+    told = " ".join(ON_A_GPU.split())
+    for record in cards.values():
+        (floor,) = (row for row in record["rows"] if row["measured"] == "floor")
         assert f"asks for {floor['kernels']} kernels where transformers asks for {floor['eager_kernels']:.0f}" in told
-        ratio |= {(card, row["cell"], row["system"]): row["ratio"] for row in rows if row.get("ratio")}
-    bound, captured = (ratio["h100", "runtimes, float32", system] for system in (BOUND, CAPTURED))
+    exact, half = (timed(cards["h100"], f"runtimes, {dtype}") for dtype in ("float32", "float16"))
+    bound, captured = (exact[system]["ratio"] for system in (BOUND, CAPTURED))
     words = f"is {bound:.1f} times as fast as transformers on the H100, in a CUDA graph {captured:.1f} times"
     assert words in told
-    (exact, half), (exact200, half200) = (
-        [ratio[card, f"runtimes, {dtype}", GRAPH] for dtype in ("float32", "float16")] for card in cards
+    assert f"factor is {exact[GRAPH]['ratio']:.0f} there, in fp16 {half[GRAPH]['ratio']:.0f}" in told
+    theirs = sorted(
+        step_ms(timed(cards["h200"], cell)[REFERENCE]) for cell in ("t5-small", "cache, 16 tokens", "cache, 64 tokens")
     )
-    assert f"is {exact:.0f} on the H100 and {exact200:.0f} on the H200, in fp16 {half:.0f} and {half200:.0f}" in told
+    assert "it took {:.1f}, {:.1f} and {:.1f} ms".format(*theirs) in told
+    fewer, more = (timed(cards["h200"], f"in flight, {rows} rows") for rows in (64, 256))
+    rates = [rows[FLIGHT]["answers_per_s"] for rows in (fewer, more)]
+    assert "With 64 rows {:,.0f} are answered a second, with 256 rows {:,.0f}".format(*rates) in told
+    batches = [fewer[system]["answers_per_s"] for system in (BATCHES, THEIR_BATCHES)]
+    assert "static batches of 64 {:,.0f}, by transformers in batches of 64 {:.0f}".format(*batches) in told
+
+
+def test_published_figures_are_not_told_as_ours(cards: dict[str, dict]) -> None:
+    _, table = tables_about_gpus()
+    told = {label: values for label, *values in table}
+    for model, published in PUBLISHED.items():
+        rows = [timed(cards["h200"], f"{model}, batch {batch}")[GRAPH] for batch in PUBLISHED_BATCHES]
+        assert told.pop(f"{model}: ours, H200") == [f"{row['tokens_per_s']:,.0f}" for row in rows]
+        for name, values in published.items():
+            assert told.pop(f"{model}: {name}, published") == [f"{value:,}" for value in values]
+    assert not told
 
 
 def test_notebook_table_lists_every_notebook_with_its_recorded_seconds() -> None:

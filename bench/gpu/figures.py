@@ -53,14 +53,19 @@ def overview(cards: Cards, predicted: Mapping[str, Callable[[int], float]] | Non
     """All of the runs on one figure: `bars` of each panel that was timed, and below them `by_length`."""
     from matplotlib import pyplot
 
-    counts = {cells: len(times_as_fast(cards, cells)) for cells in PANELS}
-    shown = {cells: count for cells, count in counts.items() if count}
-    heights = [*(0.75 + 0.19 * count * max(len(cards), 1) for count in shown.values()), 2.2]
+    found = {cells: times_as_fast(cards, cells) for cells in PANELS}
+    bars_of = {cells: len(one) * len(set().union(*one.values())) for cells, one in found.items() if one}
+    heights = [*(0.55 + 0.18 * count for count in bars_of.values()), 2.2]
     figure, axes = pyplot.subplots(
-        len(heights), 1, figsize=(9, sum(heights)), dpi=54, height_ratios=heights, layout="constrained", squeeze=False
+        len(heights), 1, figsize=(9, sum(heights)), dpi=51, height_ratios=heights, layout="constrained", squeeze=False
     )
-    for axis, cells in zip(axes[:, 0], shown, strict=False):
+    for axis, cells in zip(axes[:, 0], bars_of, strict=False):
         bars(axis, cards, cells)
+    for axis in axes[:-2, 0]:
+        axis.set_xlabel("")  # said once, below the last bars
+    for axis in axes[1:-1, 0]:
+        if legend := axis.get_legend():  # said once, above the first ones: all cards have them
+            legend.remove()
     by_length(axes[-1, 0], cards, predicted)
     figure.suptitle(", ".join(cards), fontsize=9)
     return figure
@@ -87,11 +92,12 @@ def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
     found = times_as_fast(cards, cells)
     if not found:
         return _say(axis, f"not timed in any recorded run: {', '.join(cells)}")
-    width = 0.8 / len(cards)
-    for shift, card in enumerate(cards):
+    timed_on = [card for card in cards if any(card in values for values in found.values())]
+    width = 0.8 / len(timed_on)
+    for shift, card in enumerate(timed_on):
         places = [place + shift * width for place, values in enumerate(found.values()) if card in values]
         values = [values[card] for values in found.values() if card in values]
-        colour = CARD_COLOURS[shift % len(CARD_COLOURS)]
+        colour = CARD_COLOURS[[*cards].index(card) % len(CARD_COLOURS)]
         drawn = axis.barh(places, values, 0.92 * width, color=colour, label=card)
         axis.bar_label(drawn, fmt="%.1fx", padding=3, fontsize=8)
     axis.axvline(1, color="#444444", linewidth=0.8)
@@ -100,7 +106,7 @@ def bars(axis: Axes, cards: Cards, cells: Sequence[str]) -> None:
     axis.set(xlabel="times as fast as transformers", ylim=(len(found) - 0.3, -0.3 - width / 2))
     axis.margins(x=0.12)
     if len(cards) > 1:
-        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(cards))
+        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(timed_on))
 
 
 def beside_published(cards: Cards) -> str:
