@@ -167,7 +167,7 @@ def evaluate(
     from t5accel.backends.model_defaults import by_defaults
     from t5accel.metrics import ROW_SCORES, floor_warning
     from t5accel.models.load import require_tokenizer
-    from t5accel.precision.text_score import row_scores, scored_rows
+    from t5accel.precision.scoring import row_scores, scored_rows
     from t5accel.tokenization import text_to_text
 
     if data and limit is not None:

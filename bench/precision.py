@@ -22,7 +22,7 @@ from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.calibration import CalibrationSample, as_calibration_sample
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.recipes import EMBEDDING, HEAD, KINDS, Recipe, as_recipe
-from t5accel.precision.text_score import Score, open_for_scores
+from t5accel.precision.scoring import Score, open_for_scores
 from t5accel.tokenization import text_to_text, tokenizer_of
 
 LONGEST = 64  # tokens of an answer that is scored

@@ -223,7 +223,7 @@ def quantize(
     from t5accel.graphs.export_folder import require_free, resolve_target
     from t5accel.models.load import require_tokenizer
     from t5accel.precision.gate import quantize as behind_a_gate
-    from t5accel.precision.text_score import text_score
+    from t5accel.precision.scoring import text_score
 
     recipe = precision.value
     score = text_score(eval_, metric, threads=threads, progress=True)

@@ -24,7 +24,7 @@ from bench.figures import board
 from bench.scoreboard import Forced
 from bench.techniques import REFERENCE, choose
 from t5accel.precision.gate import quantize_export
-from t5accel.precision.text_score import text_score
+from t5accel.precision.scoring import text_score
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 

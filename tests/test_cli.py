@@ -25,7 +25,7 @@ from t5accel.errors import InputError
 from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.gate import quantize_export
 from t5accel.precision.recipes import RECIPES
-from t5accel.precision.text_score import text_score
+from t5accel.precision.scoring import text_score
 from t5accel.serve.cli import serving as serving_commands
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -428,7 +428,7 @@ def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path
     assert result.stderr.splitlines()[-1].startswith("Warning: The model in fp32 scores exact_match 0.00")
     rising = iter([40.0, 40.5])
     monkeypatch.setattr(
-        "t5accel.precision.text_score.text_score", lambda *_, **__: lambda _: {"exact_match": next(rising)}
+        "t5accel.precision.scoring.text_score", lambda *_, **__: lambda _: {"exact_match": next(rising)}
     )
     result = call("quantize", "--model", exported_mini, "--out", tmp_path / "more", *options)
     assert "exact_match 40.50, in fp32 40.00: gains 0.50, a loss of 1 is allowed" in result.stdout
@@ -480,9 +480,7 @@ def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monke
     )
     out.mkdir()
     (out / "letter.txt").write_text("a letter")
-    monkeypatch.setattr(
-        "t5accel.precision.text_score.open_for_scores", lambda *given: pytest.fail("scored for nothing")
-    )
+    monkeypatch.setattr("t5accel.precision.scoring.open_for_scores", lambda *given: pytest.fail("scored for nothing"))
     assert "so it is kept" in refused("quantize", "--model", exported_mini, "--out", out, *options, "--overwrite")
     assert [path.name for path in out.iterdir()] == ["letter.txt"]
 

@@ -8,17 +8,18 @@ import ast
 import doctest
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_repository import MODULES, ROOT, own_imports
+from test_layout import MODULES, ROOT, own_imports
 
 # Modules that offer functions and no runnable example, each with its reason.
 WITHOUT_EXAMPLE = {
-    "t5accel.backends.torch_static": "it needs a GPU; tests put others in the place of its streams and graphs",
+    "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
     "t5accel.cli": "its functions are commands; their tests run them",
     "t5accel.serve.cli": "the same",
     "bench.demo.page": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",
@@ -30,14 +31,19 @@ NOT_COPIED = {
     "t5accel.__main__",  # a script that runs when it is imported
     "bench.baselines.triton_attention",  # its kernels need Triton: make test-kernel
 }
-COPIED = [name for name, path in MODULES.items() if path.name != "__init__.py" and name not in NOT_COPIED]
+# Programs that record results or train the bundled models: they offer no functions to others.
+PROGRAMS = ("bench.record.", "training.students", "training.pruning", "bench.peer_worker", "bench.serving.triton_model")
+COPIED = [
+    name for name, path in MODULES.items()
+    if path.name not in ("__init__.py", "__main__.py") and name not in NOT_COPIED
+]  # fmt: skip
 
 # Runs in one process of its own: heavy libraries are imported once, ours afresh for each folder.
 DRIVER = """
 import doctest, importlib, io, json, os, sys, traceback
 results = {}
 for name, folder in json.load(sys.stdin).items():
-    for old in [m for m in sys.modules if m.split(".")[0] == "t5accel"]:
+    for old in [m for m in sys.modules if m.split(".")[0] in ("t5accel", "bench", "training")]:
         del sys.modules[old]
     os.chdir(folder)
     sys.path.insert(0, folder)
@@ -104,7 +110,7 @@ def copy(module: str, folder: Path) -> None:
             (package / "__init__.py").touch()
         if source.name != "__init__.py":
             shutil.copyfile(source, target)
-    if any("data_folder" in source.read_text(encoding="utf-8") for source in sources):
+    if any(re.search(r"data_folder|DATA\b", source.read_text(encoding="utf-8")) for source in sources):
         (folder / "data").symlink_to(ROOT / "data", target_is_directory=True)
 
 
@@ -172,7 +178,7 @@ def test_names_are_imported_from_where_they_are_defined() -> None:
 
 
 def test_a_module_with_functions_has_an_example() -> None:
-    for module in COPIED:
+    for module in [name for name in COPIED if not name.startswith(PROGRAMS)]:
         if functions := public_functions(module):
             reason = WITHOUT_EXAMPLE.get(module)
             assert examples(module) or reason, f"{module} offers {functions} and no `>>>` example in a docstring"

@@ -21,7 +21,7 @@ from refused import refused
 
 from bench import harness, systems
 from bench import results as records
-from bench.gpu import measure as measuring
+from bench.gpu import measurement as measuring
 from bench.gpu import suite
 from bench.gpu.cells import LENGTHS, PUBLISHED, PUBLISHED_BATCHES, RUNTIMES, Cell, cells_for
 from bench.profiling import Prices

@@ -18,16 +18,17 @@ FLOORS = {
     "metrics": 1, "parity": 1, "timing": 1, "models": 1,
     "roofline": 2, "decoding": 2,
     "tokenization": 3, "graphs": 4, "precision": 4, "backends": 5,
-    "t5accel.precision.text_score": 6,  # it runs models
+    "t5accel.precision.scoring": 6,  # it runs models
     "distillation": 6, "api": 6,
     "doctor": 7, "serve": 7,
     "cli": 8, "cli_options": 8, "cli_training": 8, "__init__": 8, "__main__": 8,
 }  # fmt: skip
-# Lines of Python. A feature may raise its part's cap; nothing else may.
-CAPS = {"t5accel": 18_100, "t5accel.serve": 5_200, "bench": 15_000, "training": 4_600, "tests": 38_500}
-MOST_FILES = 98  # of t5accel without serve
-MOST_LINES = 470  # of a module
-MOST_DOCSTRINGS = 0.27  # of the package's lines
+# Lines of Python. A feature may raise its part's cap; nothing else may. The aims are 12,500 (t5accel), 3,000 (serve),
+# 11,000 (bench), 4,200 (training) and 26,000 (tests): lower a cap with every deletion.
+CAPS = {"t5accel": 18_000, "t5accel.serve": 5_360, "bench": 14_270, "training": 4_670, "tests": 39_950}
+MOST_FILES = 105  # of t5accel without serve; the aim is 86
+MOST_LINES = 460  # of a module; the aim is 450
+MOST_DOCSTRINGS = 0.20  # of the package's lines; the aim is 0.16
 MOST_FOR_INFERENCE = 23
 HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}
 # The command line finds the server's commands by this one name, so that it imports nothing upward.

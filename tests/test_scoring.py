@@ -23,7 +23,7 @@ from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.metrics import ROW_SCORES
 from t5accel.precision.calibration import CalibrationSample
 from t5accel.precision.gate import quantize_export
-from t5accel.precision.text_score import text_score
+from t5accel.precision.scoring import text_score
 from t5accel.tokenization import text_to_text
 
 

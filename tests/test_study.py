@@ -24,7 +24,8 @@ from bench.bert.ladder import (
     speed_rows,
 )
 from bench.bert.model import random_bert, resize, widths
-from bench.bert.served import Protocol, Served, asked_of, numbered, opened, served_rows, single_words
+from bench.bert.reader import opened
+from bench.bert.served import Protocol, Served, asked_of, numbered, served_rows, single_words
 from bench.bert.spans import answerer, torch_run
 from bench.gpt2 import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, bytes_of_logits, gpt2_rows, random_gpt2
 from bench.gpu.other_models import cells

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.bert.graphs import bound_to, fed_run
-from bench.bert.model import load_bert
-from bench.bert.spans import CLS, PAD, SEP, UNK, Run, answerer, as_berts, torch_run
+from bench.bert.spans import CLS, PAD, SEP, UNK, as_berts
 from bench.results import Row
 from bench.serving.load import Load, ask, offer
 from bench.serving.rates import load_row, one_by_one
 from bench.serving.servers import Running, Server, kind_command
-from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import InputError
-from t5accel.models.load import load_pretrained
 from t5accel.models.prefixes import CONTEXT, QUESTION
 from t5accel.parity import ParityError
 
@@ -54,41 +50,6 @@ def asked_of(words: Sequence[str], tokens: int, *, seed: int = 0) -> str:
 def single_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Those of a tokenizer that are one token each."""
     return sorted(word for word in tokenizer.get_vocab() if word.isalnum())
-
-
-def opened(model: str, *, threads: int, bound: bool = False) -> Run:
-    """A graph on ONNX Runtime, or a BERT in PyTorch, for texts of any length.
-
-    Args:
-        bound: on memory that stays, once for each length, all on one session; for one text.
-    """
-    if not model.endswith(".onnx"):
-        import torch
-
-        torch.set_num_threads(threads)
-        return torch_run(load_bert(model)[0])
-    settings = SessionSettings(threads=threads)
-    if not bound:
-        return fed_run(model, settings)
-    session, by_length = open_session(model, settings), {}
-
-    def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        tokens = inputs["input_ids"].shape[1]
-        if tokens not in by_length:
-            by_length[tokens] = bound_to(session, 1, tokens)
-        return by_length[tokens](inputs)
-
-    return run
-
-
-def reader_of(
-    model: str, tokenizer: str, threshold: float, *, threads: int, bound: bool = False
-) -> Callable[[list[str]], list[str]]:
-    """From texts of T5's task to answers; ``model`` and ``bound`` as in `opened`, the tokenizer by its folder."""
-    from transformers import AutoTokenizer
-
-    run = opened(model, threads=threads, bound=bound)
-    return answerer(load_pretrained(AutoTokenizer.from_pretrained, tokenizer), run, threshold=threshold)
 
 
 @dataclass(frozen=True)

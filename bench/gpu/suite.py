@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from bench.gpu.cells import Cell, cells_for
-from bench.gpu.measure import PRECISIONS, failed, let_go, measure
+from bench.gpu.measurement import PRECISIONS, failed, let_go, measure
 from bench.harness import said
 from bench.results import DATA, Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
 from bench.systems import SMALL, THEIRS, ModelOnDevice

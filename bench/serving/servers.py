@@ -324,7 +324,7 @@ def serve_static(args: argparse.Namespace) -> None:
 
 def serve_bert(args: argparse.Namespace) -> None:
     """A reader: a graph (``.onnx``) on ONNX Runtime, else PyTorch. The text is "question: … context: …"."""
-    from bench.bert.served import reader_of
+    from bench.bert.reader import reader_of
 
     read = reader_of(args.model, args.tokenizer, args.threshold, threads=args.threads, bound=args.bound)
 
