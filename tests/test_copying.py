@@ -24,12 +24,14 @@ WITHOUT_EXAMPLE = {
     "t5accel.serve.cli": "the same",
     "bench.demo.page": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",
     "bench.serving.triton_model": "Triton calls it; tests put a stand-in in its place",
+    "bench.bert.reader": "tests/test_study.py runs its readers",
     "bench.course": "it starts kernels and runs whole notebooks",
 }
 NOT_COPIED = {
     "t5accel",  # the lazy front door
     "t5accel.__main__",  # a script that runs when it is imported
     "bench.baselines.triton_attention",  # its kernels need Triton: make test-kernel
+    "bench.record.web",  # it drives a browser: make test-web
 }
 # Programs that record results or train the bundled models: they offer no functions to others.
 PROGRAMS = ("bench.record.", "training.students", "training.pruning", "bench.peer_worker", "bench.serving.triton_model")

@@ -129,12 +129,7 @@ def rows_of(browser: Browser, model: dict[str, Any], tasks: list[dict[str, Any]]
 
 
 def missed(rows: list[Row]) -> list[str]:
-    """The aims that the rows of one model miss, in words.
-
-    >>> row = dict(first_s=4.0, tokens_per_s=90.0, settings={"transfer_bytes": 9e6})
-    >>> missed([row])
-    ['the first word came after 4.00 s, not 3']
-    """
+    """The aims that the rows of one model miss, in words: ``["the first word came after 4.00 s, not 3"]``."""
     found = []
     for row in rows:
         first = row.get("first_s", row.get("first_p50_s", 0.0))
