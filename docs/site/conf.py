@@ -48,6 +48,8 @@ def lead_to_api(app, docname, source):
     """A link to a source file or folder of ours, as a reader of the repository needs it, becomes one to its page."""
 
     source[0] = re.sub(r"\]\((?:\.\./)*(t5accel/[\w/]*\w)(?:\.py|/)?\)", r"](/api/\1/index.rst)", source[0])
+    # `bench` and `training` have no pages: the link's text stays.
+    source[0] = re.sub(r"\[([^\]]*)\]\((?:\.\./)*(?:bench|training)(?:/[\w/.]*)?\)", r"\1", source[0])
 
 
 def keep_first_line(app, what, name, thing, options, lines):
