@@ -119,11 +119,15 @@ wheel: .venv/.stamp ## Build the source archive, and the wheel from it, into dis
 	@rm -rf dist
 	@$(VENV) -m build --no-isolation --outdir dist > /dev/null && ls dist
 
-test-wheel: wheel ## Install the wheel into an empty environment, and translate there
-	@rm -rf build/wheel && "$(PYTHON)" -m venv build/wheel
+test-wheel: wheel ## Install the wheel into empty environments, and translate there, with torch and without
+	@rm -rf build/wheel build/wheel-runtime && "$(PYTHON)" -m venv build/wheel && "$(PYTHON)" -m venv build/wheel-runtime
 	@build/wheel/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt "$$(ls dist/*.whl)[cpu]"
+	@build/wheel-runtime/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt "$$(ls dist/*.whl)[runtime]"
 	@cd build/wheel && test -n "$$(bin/t5accel run 'translate English to French: I am tired.')" && \
 		bin/python -c 'import t5accel; print("1 passed: the wheel translates in", t5accel.__file__)'
+	@cd build/wheel && bin/t5accel export --model mini --out export > /dev/null 2>&1 && cd ../wheel-runtime && \
+		test -n "$$(bin/t5accel run --model ../wheel/export 'translate English to French: I am tired.')" && \
+		bin/python -c 'from importlib.util import find_spec; from t5accel import accelerate; assert not find_spec("torch"); print("1 passed: without torch")'
 
 test-binder: build/binder/.stamp ## Check what Binder would build, without Docker and conda
 	@build/binder/bin/python scripts/check_binder.py

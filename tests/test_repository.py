@@ -108,6 +108,7 @@ def test_dependencies_are_listed_once() -> None:
     ours = {
         '-c $(2) -e ".[$(3)]"',
         '-c requirements/constraints.txt "$$(ls dist/*.whl)[cpu]"',
+        '-c requirements/constraints.txt "$$(ls dist/*.whl)[runtime]"',
         "-c requirements/constraints.txt --target $(@D) $(call extra,browser)",
         "-c requirements/constraints-v5.txt $(ON_COLAB)",
         "$(call extra,binder)",
