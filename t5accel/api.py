@@ -16,6 +16,7 @@ from t5accel.graphs.export_cache import cached_export_and_manifest, find_export,
 from t5accel.graphs.logit_check import backend_logits
 from t5accel.graphs.logit_check import check_logits as compare_logits
 from t5accel.graphs.manifest import Manifest
+from t5accel.models.load import require_torch
 from t5accel.models.registry import family_of_model
 from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
 from t5accel.tokenization import tokenizer_of
@@ -90,6 +91,7 @@ def accelerate(
     >>> model.tokenizer.batch_decode(model.generate(**batch, max_new_tokens=20), skip_special_tokens=True)
     ['Je suis fatigué.']
     """
+    require_torch("accelerate()", "open_backend() runs an export without it.")
     from t5accel.backends.hf_generate import AcceleratedT5
 
     device = _as_device(device)

@@ -12,7 +12,7 @@ from refused import refused
 import t5accel
 from t5accel.api import _runtime, accelerate
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError
+from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError, install
 from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import list_exports
 from t5accel.parity import assert_varied
@@ -170,3 +170,15 @@ def test_it_shows_that_it_exports(tiny_t5, monkeypatch, capfd) -> None:
     assert "exporting T5ForConditionalGeneration" in capfd.readouterr().err
     accelerate(tiny_t5(seed=5))
     assert "exporting" not in capfd.readouterr().err
+
+
+def test_without_torch_a_sentence_says_what_to_install() -> None:
+    program = (
+        "import sys\nsys.modules['torch'] = None\nfrom t5accel import accelerate, load_model\n"
+        "from t5accel.errors import MissingPackageError\n"
+        "for function in (accelerate, load_model):\n"
+        "    try:\n        function('mini')\n    except MissingPackageError as error:\n        print(error)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = answer.stdout.splitlines()
+    assert "open_backend" in first and all(install("cpu") in line for line in (first, second))

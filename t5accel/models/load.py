@@ -9,16 +9,26 @@ import copy
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from t5accel.checks import check_file, read_json_object
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.errors import (
+    InputError,
+    MissingPackageError,
+    ModelUnavailableError,
+    NotT5Error,
+    T5AccelError,
+    UnknownModelError,
+    install,
+)  # fmt: skip
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.registry import SIZES, family_of, no_head
@@ -62,6 +72,13 @@ def data_folder() -> Path:
     )
 
 
+def require_torch(what: str, instead: str = "") -> None:
+    """Raise ``MissingPackageError`` where PyTorch or transformers is not installed, as with the extra ``runtime``."""
+    for package in ("torch", "transformers"):
+        if sys.modules.get(package, ...) is None or (package not in sys.modules and not find_spec(package)):
+            raise MissingPackageError(f"{what} needs {package}: {install('cpu')}. {instead}".rstrip())
+
+
 def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
@@ -77,6 +94,7 @@ def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrain
     text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str) or not text:
         raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {known_model_names()}")
+    require_torch("load_model()")
     if text in BUNDLED:
         return _load_folder(data_folder() / BUNDLED[text])
     if text.startswith("random:"):
