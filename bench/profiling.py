@@ -23,7 +23,6 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import decoder_spec, kv_names
-from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
@@ -294,6 +293,8 @@ def logits_of(weights: T5Weights, input_ids: np.ndarray, attention_mask: np.ndar
         input_ids, attention_mask: of the sources, (B, S).
         tokens: what the decoder reads, from its start token on.
     """
+    from t5accel.graphs.layers import decoder_graph, encoder_graph  # onnx, which the GPU suite does without
+
     onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1

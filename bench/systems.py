@@ -18,7 +18,6 @@ from bench.baselines.torch_recompute import TorchRecompute
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.backends.tensorrt import Range, Sizes
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
@@ -234,7 +233,11 @@ def _our_batches(subject: ModelOnDevice) -> Generate:
 
 
 def _tensorrt(subject: ModelOnDevice) -> Backend:
-    from t5accel.backends.tensorrt import TensorRT  # which needs onnx, too
+    from t5accel.backends.tensorrt import (  # it imports torch, which other systems do without
+        Range,
+        Sizes,
+        TensorRT,  # which needs onnx, too
+    )
 
     sizes = Sizes(B=Range(1, 1, 4), K=Range(1, 1, 1), S=Range(1, 64, 64), T=Range(1, 1, 8), P=Range(0, 64, 160))
     return TensorRT(subject.export, sizes=sizes)

@@ -16,7 +16,7 @@ from test_draw import ROWS
 
 import bench.advise
 import bench.course
-import bench.scoreboard
+from bench import scoreboard
 from bench.__main__ import app
 from bench.advise import Advice, Need
 from bench.course import NotebookError, NotebookRun
@@ -53,10 +53,10 @@ def test_usage_errors(tmp_path, monkeypatch):
 
 REFUSED = {
     "board --model random:t5-tiny --json x": "random:t5-small", "board --technique magic --json x": "'magic'",
-    "board --quality-limit -1 --json x": "limit is -1", "board --model nope --threads 1 --json x": "'nope'",
-    **{f"board --{name} {n} --json x": f"--{name} is {n}; give" for name in COUNTS[:-1] for n in (0, -3)},
+    "board --quality-limit -1 --json x": "limit", "board --model nope --threads 1 --json x": "'nope'",
+    **{f"board --{name} {n} --json x": f"--{name} " for name in COUNTS[:-1] for n in (0, -3)},
     "advise --task poems": "--task is 'poems'; give one of translation", "advise --matters speed": "matters is 'speed'",
-    "advise --batch 0": "batch is 0", "advise --max-loss little": "--max-loss is 'little'",
+    "advise --batch 0": "batch", "advise --max-loss little": "--max-loss is 'little'",
     "advise --max-loss chrf=1": "--max-loss is", "advise --model nope": "'nope'",
     "advise --results nowhere.json": "No results at", "course --notebooks . --out x": "No numbered notebook",
     "evaluate --model nope": "'nope'", "evaluate --data x --limit 1": "Leave --limit",
@@ -96,7 +96,7 @@ def measured(monkeypatch):
         calls.append((model, job, [technique.name for technique in techniques], options))
         return ROWS
 
-    monkeypatch.setattr(bench.scoreboard, "bench", bench)
+    monkeypatch.setattr(scoreboard, "bench", bench)
     return calls
 
 

@@ -80,8 +80,9 @@ def test_the_gpu_extra_brings_the_one_runtime_that_has_wheels_there(platform: st
     system, processor = PLATFORMS[platform]
     where = {"sys_platform": system, "platform_machine": processor}
     wanted = [Requirement(text) for text in PROJECT["optional-dependencies"]["gpu"]]
-    (brought,) = (str(one).split(";")[0] for one in wanted if one.marker is None or one.marker.evaluate(where))
-    assert brought.startswith("onnxruntime-gpu" if processor in ("x86_64", "AMD64") else "t5accel[cpu]")
+    brought = [str(one).split(";")[0] for one in wanted if one.marker is None or one.marker.evaluate(where)]
+    assert brought[0] == "t5accel[torch]" and len(brought) == 2
+    assert brought[1].startswith("onnxruntime-gpu" if processor in ("x86_64", "AMD64") else "t5accel[runtime]")
 
 
 @pytest.mark.long

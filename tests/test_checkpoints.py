@@ -214,7 +214,7 @@ def test_dims_of_something_else() -> None:
     refused(lambda model: T5Dims.of(model), "model", *things, match="t5, mt5, umt5", error=NotT5Error)
     with pytest.raises(NotT5Error, match="bert.json is of type 'bert'"):
         T5Dims.from_config({"model_type": "bert"}, "bert.json")
-    with pytest.raises(ModelUnavailableError, match="d_kv is None"):
+    with pytest.raises(ModelUnavailableError, match="d_kv"):
         T5Dims.from_config({key: value for key, value in RANDOM_SIZES["t5-small"].items() if key != "d_kv"})
 
 

@@ -115,7 +115,7 @@ def test_usage_errors(tmp_path, monkeypatch):
 
 REFUSED = {
     "run x --model nope": "Allowed: 'mini', ", "export --model nope --out x": "'nope'",
-    "export --model mini --out x --external-threshold-bytes -1": "--external-threshold-bytes is -1",
+    "export --model mini --out x --external-threshold-bytes -1": "--external-threshold-bytes",
     "batch in.jsonl": "Give --out FOLDER", "batch in.jsonl one --out two": "Give --out FOLDER",
     "batch in.jsonl --out x --address a": "Give --engine ray",
 }  # fmt: skip

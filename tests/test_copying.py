@@ -24,6 +24,7 @@ WITHOUT_EXAMPLE = {
     "t5accel.serve.cli": "the same",
     "bench.demo.page": "it needs Gradio; tests/test_demo.py has it answer in made-up ways",
     "bench.serving.triton_model": "Triton calls it; tests put a stand-in in its place",
+    "bench.systems": "its systems need a model on a device; tests/test_gpu_suite.py runs them",
     "bench.bert.reader": "tests/test_study.py runs its readers",
     "bench.course": "it starts kernels and runs whole notebooks",
 }

@@ -60,7 +60,7 @@ def test_a_wrong_row_is_named_by_its_file_and_line(tmp_path: Path) -> None:
 def test_without_rows_there_is_nothing_to_learn(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\n \n")
     for rows, what in ((tmp_path / "empty.jsonl", "empty.jsonl holds no rows"), ([], "examples holds no rows"),
-                       (tmp_path / "missing.jsonl", "missing.jsonl"), (tmp_path, tmp_path.name), (3, "examples is 3"),
+                       (tmp_path / "missing.jsonl", "missing.jsonl"), (tmp_path, tmp_path.name), (3, "examples"),
                        (["a"], r"examples\[0\]")):  # fmt: skip
         with pytest.raises(InputError, match=what):
             read_examples(rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.suite import DATASHEET, bandwidth, recorded_cards, slug
+from bench.gpu.cards import DATASHEET, bandwidth, recorded_cards, slug
 from t5accel.errors import InputError
 
 
@@ -55,6 +55,6 @@ def test_recorded_cards_are_those_of_files_named_after_them(tmp_path: Path) -> N
 
 
 def test_importing_it_is_light() -> None:
-    asked = "import sys, bench.gpu.suite; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    asked = "import sys, bench.gpu.cards; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -324,7 +324,7 @@ def test_every_cell_is_kept_at_once_and_a_second_run_goes_on(toy: str, tmp_path:
         run(path, cells)
     kept = json.loads(path.read_text(encoding="utf-8"))
     assert [row["cell"] for row in kept["rows"]] == ["one"] * 3 + ["two"] * 3
-    assert {name: kept[name] for name in records.here()} == records.here() and "--suite gpu" in kept["command"]
+    assert {name: kept[name] for name in records.here()} == records.here() and "bench.gpu.suite" in kept["command"]
     rows, _ = run(path, cells)
     assert begun == ["one", "two", "three", "three"] and rows[:6] == kept["rows"] and len(rows) == 9
 

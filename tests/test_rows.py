@@ -16,6 +16,9 @@ from t5accel.errors import InputError
 RECORDED = sorted((Path(__file__).resolve().parents[1] / "data/results").glob("*.json"))
 
 
+ONCE = ("in flight", "flan-t5-xl", "bart-large")  # cells in which transformers is timed once
+
+
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_gpu", lambda: None)  # looking for one imports torch
@@ -104,6 +107,11 @@ def test_every_recorded_row_is_of_the_one_kind(path: Path) -> None:
         assert checked(row)["measured"]
         for key in ("ratio", "factor"):
             if key in row:
+                if f"{key}_samples" not in row:  # of medians: where one system was timed once
+                    assert path.stem.startswith("gpu-") and row["cell"].startswith(
+                        ("in flight", "flan-t5-xl", "bart-large")
+                    )
+                    continue
                 samples = row[f"{key}_samples"]
                 times = row.get("latency_s", samples)  # a ratio of rates, such as that of streams, has none
                 assert len(samples) == len(times) and min(times) > 0

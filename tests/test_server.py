@@ -783,7 +783,7 @@ def test_a_port_that_is_taken_while_the_model_loads_is_one_sentence(monkeypatch)
         second = t5accel.serve.server.bound(settings)
         first.listen()
         with pytest.raises(InputError, match=f"port {settings.port} cannot be served: .*in use"):
-            t5accel.serve.server.listen(None, None, settings, second)
+            t5accel.serve.server.run_server(None, None, settings, second)
         second[0].close()
 
 

@@ -115,7 +115,7 @@ def test_a_repository_has_two_models_and_keeps_other_versions(repository: Path) 
 
 
 def test_what_triton_would_not_understand_is_refused(tmp_path: Path) -> None:
-    assert "version is 0" in refused("triton", "--out", tmp_path, "--version", 0)
+    assert "--version" in refused("triton", "--out", tmp_path, "--version", 0)
     with pytest.raises(InputError, match="letters, digits"):
         write_repository(tmp_path, "mini", name="a model")
     with pytest.raises(MissingPackageError, match="has no Triton"):
@@ -191,7 +191,7 @@ def test_a_batch_of_triton_s(opened: Any) -> None:
     several = Request(text=TEXT)
     several.inputs["text"].values = np.array([[TEXT.encode()], [b"translate English to French: Help me."]], object)
     first, refusal, both = model.execute([Request(text=TEXT, max_new_tokens=2), bad, several])
-    assert first.values["tokens"] == [2] and "max_new_tokens is 0" in refusal.error
+    assert first.values["tokens"] == [2] and "max_new_tokens" in refusal.error
     assert both.values["text"][0].decode() == "Je suis fatigué." and len(both.values["text"]) == 2
     model.finalize()
 
@@ -204,7 +204,7 @@ def test_sequences_of_triton_s_join_and_leave(opened: Any) -> None:
     model.execute([long, gone])
     gone.cancelled = True
     model.execute([long, short, bad, gone])
-    assert "max_new_tokens is 0" in bad.sent[0][0].error and bad.sent[0][1] == 1
+    assert "max_new_tokens" in bad.sent[0][0].error and bad.sent[0][1] == 1
     assert "cancelled" in gone.sent[-1][0].error and not bad.again
     for _ in range(8):
         if not short.sent:

@@ -15,8 +15,7 @@ from programs import ATOL, teacher_forced
 from refused import refused
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
-from t5accel.backends import torch_static
-from t5accel.backends import torch_static as cuda_graphs
+from t5accel.backends import cuda_graphs, torch_static
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
 from t5accel.backends.torch_static_model import LONGEST_RUN

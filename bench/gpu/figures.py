@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from bench.gpu.cards import bandwidth
 from bench.gpu.cells import FAMILIES, LENGTHS, PUBLISHED, PUBLISHED_BATCHES, PUBLISHED_BY
-from bench.gpu.suite import bandwidth
 from bench.harness import pairwise
 from bench.profiling import Prices
 from bench.results import aligned, step_ms

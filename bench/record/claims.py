@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.gpu.suite import recorded_cards
+from bench.gpu.cards import recorded_cards
 from bench.results import write_json
 
 DATA = Path(__file__).resolve().parents[2] / "data"

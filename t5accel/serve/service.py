@@ -106,7 +106,7 @@ class Service:
         most, batch = self.settings.max_source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
         ids, mask = batch["input_ids"], batch["attention_mask"]
         if language is not None:
-            ids = self.languages.marked(ids, mask, language)
+            ids = self.languages.set_language(ids, mask, language)
         tokens = ids[0][mask[0] == 1].tolist()
         if len(tokens) <= most:
             return tokens
