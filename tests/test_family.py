@@ -92,7 +92,7 @@ def test_an_export_that_is_not_equal_is_not_measured(tiny: tuple[Path, Path], mo
     other = random_t5(TINY, seed=4)
     timed: list[Any] = []
     monkeypatch.setattr(harness, "compare", lambda *given, **options: timed.append(given))
-    monkeypatch.setattr(module, "TorchEager", lambda model: TorchEager(other))
+    monkeypatch.setattr("t5accel.backends.torch_eager.TorchEager", lambda model: TorchEager(other))
     with pytest.raises(ParityError):
         family_rows({"whole": tiny[0], "pruned": tiny[1]}, limit=0, **QUICK)
     assert not timed
