@@ -35,7 +35,7 @@ class Way:
     # rule
     build: Callable[[], Callable[[], Any]]
     exact: bool = True  # its output has to be the reference's; of others the row says how many tokens are equal
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what its row says besides, by keys of `rows.Row`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what its row says besides, by keys of `results.Row`
 
 
 def measured(

@@ -86,7 +86,7 @@ SYSTEMS = (
 class Grid:
     """What is measured: models times cells, by systems."""
 
-    models: tuple[str, ...]  # names that `checkpoints.load_model` knows
+    models: tuple[str, ...]  # names that `models.load.load_model` knows
     cells: tuple[Work, ...]  # of each model, but for those that a system leaves out
     quick: tuple[Work, ...]  # a corner of it, for a few minutes
     # of systems by name. Those of one group are loaded and interleaved together, each with the reference in front: as

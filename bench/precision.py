@@ -159,7 +159,7 @@ def sweep(
 
 
 def ranked(found: Sequence[GroupScores], name: str) -> list[str]:
-    """The groups, that which loses most of one score first, as `quantize.quantize` takes them."""
+    """The groups, that which loses most of one score first, as `gate.quantize` takes them."""
     if bad := [one.group for one in found if name not in one.losses]:
         raise InputError(f"There is no score {name!r} of {bad[0]}.")
     return [one.group for one in sorted(found, key=lambda one: -one.losses[name])]

@@ -52,7 +52,7 @@ def family_rows(
     greedily, at a forced length.
 
     Args:
-        members: by what the rows call them, names or folders that `checkpoints.load_model` knows, with tokenizers; the
+        members: by what the rows call them, names or folders that `models.load.load_model` knows, with tokenizers; the
             first is what the others are compared with, in the first recipe.
         limit: rows of each length bucket or half that are scored; by default all, and with 0 none.
     """

@@ -44,7 +44,7 @@ class ModelOnDevice:
     """A model of one dtype on one device, and what was built on it: built once, for compilers and captures take long.
 
     Attributes:
-        name: as `checkpoints.load_model` knows it.
+        name: as `models.load.load_model` knows it.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         device: ``"cuda"``, or ``"cpu"`` for tests.
         scratch: a folder for exports.

@@ -35,7 +35,7 @@ class Subject:
     """The model that is measured, in the forms that techniques need; each is made when it is first asked for.
 
     Attributes:
-        name: as `checkpoints.load_model` knows it.
+        name: as `models.load.load_model` knows it.
         seed: of random weights.
         threads: that every technique shall use.
     """

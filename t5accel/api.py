@@ -60,7 +60,7 @@ def accelerate(
             (`graphs.export_cache`; ``t5accel cache list``).
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (which runs in torch), ``"int8"``, ``"int4"``, a
             `recipes.Recipe`, or a type of torch such as ``torch.float16``; by default fp32, or that of a given export,
-            which runs in no other. What a recipe costs in quality is not measured here: `quantize.quantize` lets a
+            which runs in no other. What a recipe costs in quality is not measured here: `gate.quantize` lets a
             model pass only if it loses no more than allowed (``t5accel quantize``).
         tuned_for: ``"latency"``, for batches of few rows, or ``"throughput"``, for many: another way of computing with
             8 bits is faster there.

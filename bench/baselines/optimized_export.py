@@ -59,7 +59,7 @@ def optimize_export(
     larger by one embedding: what the decoder's head multiplies by is its transpose, and is computed ahead.
 
     A copy that holds operators of ONNX Runtime's own is for this machine and this ONNX Runtime alone: elsewhere it is
-    refused (`portability.require_runnable_here`). Those of levels "disable" and "basic" hold none, and run anywhere.
+    refused (`ort_levels.require_runnable_here`). Those of levels "disable" and "basic" hold none, and run anywhere.
 
     Args:
         tool: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX

@@ -32,7 +32,7 @@ from t5accel.decoding.sampling import Sampling, generators, run_steps
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 
-# In the order in which `distribution.probabilities` applies them: where each number stands, and its name in `Sampling`.
+# In the order in which `sampling.probabilities` applies them: where each number stands, and its name in `Sampling`.
 _CHANGES = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -43,7 +43,7 @@ _CHANGES = {
 
 
 class DeviceLoops:
-    """Half of `hf.AcceleratedT5`, whose ``_plain_request`` says what the lengths, ends and criteria of a call are."""
+    """Half of `hf_generate.AcceleratedT5`, whose ``_plain_request`` says the lengths, ends and criteria of a call."""
 
     backend: Any
 

@@ -19,7 +19,7 @@ class OrtBound(OrtNumpy):
     """A `Backend` like `OrtNumpy`, with the same arguments and the same numbers, that binds instead of feeding.
 
     It runs on the CPU: reordering and trimming read its tensors from there. For ``device="cuda"`` there is
-    `pointers.OrtPointers`; asked for it, this class raises ``InputError``.
+    `ort_cuda.OrtPointers`; asked for it, this class raises ``InputError``.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy_search import greedy

@@ -240,7 +240,7 @@ class TorchStatic:
         self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.slot.width)
 
     def in_flight(self) -> TorchStaticRows:
-        """Rows that requests join and leave while others run, for `running.DeviceRunningBatch`."""
+        """Rows that requests join and leave while others run, for `serve.device_batch.DeviceRunningBatch`."""
         from t5accel.backends.torch_static_rows import TorchStaticRows
 
         return TorchStaticRows(self)

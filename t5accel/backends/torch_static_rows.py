@@ -71,7 +71,7 @@ class RowBuffers:
 
 
 class TorchStaticRows:
-    """The device's half of a running batch; `running.DeviceRunningBatch` is the host's.
+    """The device's half of a running batch; `serve.device_batch.DeviceRunningBatch` is the host's.
 
     Args:
         backend: what the rows run on; it may serve other calls in between, on the same thread.
@@ -79,7 +79,7 @@ class TorchStaticRows:
     Attributes:
         shape: (R, S, W); zeros before the first `fit`.
         captures: graphs made so far, of steps and of encoders.
-        dims, dtype: as `budget.KeyValueBytes` reads them.
+        dims, dtype: as `serve.limits.KVCacheBytes` reads them.
 
     >>> from t5accel.models.load import load_model
     >>> from t5accel.backends.torch_static import TorchStatic
@@ -236,7 +236,7 @@ class TorchStaticRows:
 
         Args:
             plan: (3, R) int64, as of `RowBuffers`. No row may get more than W positions.
-            count: how many steps, up to `static_t5.LONGEST_RUN`.
+            count: how many steps, up to `torch_static_model.LONGEST_RUN`.
             forced: rows, and the token that each reads after the first step in place of the likeliest.
 
         Returns:

@@ -56,8 +56,8 @@ class Backend(Protocol):
     are not read yet: the next call gets them.
 
     ``run_samples(state, input_ids, uniform, *, sampling, forbidden=None, history=None)`` takes n steps that draw, at
-    most `beam.LONGEST_RUN`, and begins as ``run_beams`` does. The tokens are those of `distribution.draw`, by
-    ``uniform`` (B, K, n) float64, from `distribution.probabilities` of ``sampling``, never ``forbidden``. ``history``
+    most `beam.LONGEST_RUN`, and begins as ``run_beams`` does. The tokens are those of `sampling.draw`, by
+    ``uniform`` (B, K, n) float64, from `sampling.probabilities` of ``sampling``, never ``forbidden``. ``history``
     (B, K, L) int64 is what each row has so far; it is needed, and goes on with the drawn tokens, where repetitions are
     penalised. Returns them, (B, K, n) int64.
 

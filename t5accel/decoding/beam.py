@@ -152,7 +152,7 @@ def beam_search(
     """Search for the likeliest answers with K beams for each source, and return the best.
 
     Every step ranks all continuations of a source's beams by one token. Those among the best K that end are answers,
-    the best K that do not end are the next beams. `hypotheses.Answers` says which answers stay, and when a source
+    the best K that do not end are the next beams. `Answers` says which answers stay, and when a source
     stops. Rules and numbers are those of transformers 4.57 and 5.x (``_beam_search`` in ``generation/utils.py``), the
     code is not. One thing differs: after its end an answer is padded with the pad id, where transformers repeats the
     end token if the pad id is 0.

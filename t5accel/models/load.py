@@ -9,11 +9,10 @@ import copy
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -75,8 +74,10 @@ def data_folder() -> Path:
 def require_torch(what: str, instead: str = "") -> None:
     """Raise ``MissingPackageError`` where PyTorch or transformers is not installed, as with the extra ``runtime``."""
     for package in ("torch", "transformers"):
-        if sys.modules.get(package, ...) is None or (package not in sys.modules and not find_spec(package)):
-            raise MissingPackageError(f"{what} needs {package}: {install('cpu')}. {instead}".rstrip())
+        try:
+            import_module(package)
+        except ModuleNotFoundError:
+            raise MissingPackageError(f"{what} needs {package}: {install('cpu')}. {instead}".rstrip()) from None
 
 
 def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
