@@ -43,7 +43,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
+.PHONY: help translate course course-v5 test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
 	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site web \
 	constraints wheel wheelhouse badges clean
 
@@ -59,14 +59,17 @@ course: .venv/.stamp ## Run every notebook on the bundled model; scoreboard and 
 course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5/
 	@$(VENV_V5) -m bench course --out build/course-v5
 
-test: .venv/.stamp ## Run the tests on transformers 4.57 (notebooks are checked, not run)
-	@$(VENV) -m pytest -q -n logical --dist worksteal
+test: .venv/.stamp ## Run the tests of the package, its server and the repository on transformers 4.57
+	@$(VENV) -m pytest -q -n logical --dist worksteal --durations=20 --durations-min=2
+
+test-bench: .venv/.stamp ## Run the tests of bench/ and training/
+	@$(VENV) -m pytest -q -n logical --dist worksteal --durations=20 --durations-min=2 tests/bench tests/training
 
 test-v5: .venv-v5/.stamp ## Run the same tests on transformers 5.x, in an environment of their own
 	@$(VENV_V5) -m pytest -q -n logical --dist worksteal -m "$(ONLY)"
 
 test-long: .venv/.stamp ## Run the tests that take too long for every landing
-	@$(VENV) -m pytest -q -n logical --dist worksteal -m long
+	@$(VENV) -m pytest -q -n logical --dist worksteal -m long tests/core tests/serve tests/repo tests/bench tests/training
 
 lab: .venv/.stamp ## Open JupyterLab on the notebooks
 	@$(VENV) -m jupyter lab notebooks/
@@ -158,7 +161,7 @@ test-ray: .venv/.stamp build/servers/ray/.stamp ## Run batch jobs and replicas o
 	@$(VENV) -m pytest -q tests/with_ray
 
 test-ray-long: .venv/.stamp build/servers/ray/.stamp ## Kill such a job twenty times, give it ten times the rows, let replicas grow
-	@$(VENV) -m pytest -q tests/with_ray -m long
+	@$(VENV) -m pytest -q tests/with_ray -m long tests/core tests/serve tests/repo tests/bench tests/training
 
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run

@@ -25,13 +25,10 @@ def pytest_configure() -> None:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})  # before torch counts them
 
 
-# What no version of transformers changes, or what only measures. `.ci/run` has it on one of the two lines.
+# Modules of tests/core that no version of transformers changes; `.ci/run` runs them on one of the two lines.
 ONCE = """
-batch bench bench_commands copying drafts encoder_cache gpu_suite harness ladder lookup measuring_scripts peers
-precision quantize retest sampling scoring server serving_tokens shortlist solutions staging students_bundled timing
-unigram web wheel
+atomic_write certified_argmax drafting encoder_cache gate ngram_lookup precision sampling scoring timing
 """.split()
-
 
 TINY: dict[str, Any] = dict(
     vocab_size=300,
@@ -228,9 +225,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `ONCE`; what needs a CUDA device is skipped where there is none."""
+    """Mark the tests that `.ci/run` needs once; skip those that need a CUDA device where there is none."""
     for item in items:
-        if item.path.stem.removeprefix("test_") in ONCE:
+        if item.path.parent.name != "core" or item.path.stem.removeprefix("test_") in ONCE:
             item.add_marker(pytest.mark.once)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:

@@ -1,6 +1,6 @@
 """Measure how fast this machine reads each model's weights, and write the least time of a decoder step that follows.
 
-No recorded step of the same model on the same make of CPU may be faster than that; ``tests/test_results.py`` asks.
+No recorded step of the same model on the same make of CPU may be faster than that; ``tests/repo/test_results.py`` asks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,253 @@
+"""The commands of `python -m bench`: what they print, where, and how they end."""
+
+import json
+import os
+import re
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import test_cli
+from test_cli import said
+from test_figures import ROWS
+
+import bench.advise
+import bench.course
+from bench import scoreboard
+from bench.__main__ import app
+from bench.advise import Advice, Need
+from bench.course import NotebookError, NotebookRun
+from bench.figures import board
+from bench.scoreboard import Forced
+from bench.techniques import REFERENCE, choose
+from t5accel.precision.gate import quantize_export
+from t5accel.precision.scoring import text_score
+
+pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
+
+call, refused = partial(test_cli.call, app=app), partial(test_cli.refused, app=app)
+CALLBACKS = {command.callback.__name__: command.callback for command in app.registered_commands}
+COUNTS = ("batch", "source-tokens", "new-tokens", "rounds", "threads")
+
+
+@pytest.mark.parametrize("command", CALLBACKS)
+def test_every_command_explains_itself_and_its_options(command):
+    result = call(command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.stdout
+    plain = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).split())
+    assert CALLBACKS[command].__doc__.split(":")[0].split(",")[0] in plain
+
+
+def test_usage_errors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    below_one = ("board", "advise", "evaluate", "triton --out x")
+    for line in ("boards", "evaluate --limit 0", "triton --out x --precision bf16", "load http://a --clients 0",
+                 *(f"board --{option} many" for option in COUNTS),
+                 *(f"{command} --threads 0" for command in below_one)):  # fmt: skip
+        assert call(*line.split()).exit_code == 2, line
+    assert not os.listdir(tmp_path)
+
+
+REFUSED = {
+    "board --model random:t5-tiny --json x": "random:t5-small", "board --technique magic --json x": "'magic'",
+    "board --quality-limit -1 --json x": "limit", "board --model nope --threads 1 --json x": "'nope'",
+    **{f"board --{name} {n} --json x": f"--{name} " for name in COUNTS[:-1] for n in (0, -3)},
+    "advise --task poems": "--task is 'poems'; give one of translation", "advise --matters speed": "matters is 'speed'",
+    "advise --batch 0": "batch", "advise --max-loss little": "--max-loss is 'little'",
+    "advise --max-loss chrf=1": "--max-loss is", "advise --model nope": "'nope'",
+    "advise --results nowhere.json": "No results at", "course --notebooks . --out x": "No numbered notebook",
+    "evaluate --model nope": "'nope'", "evaluate --data x --limit 1": "Leave --limit",
+    "evaluate --metric bleu": "--metric is for the rows of --data",
+    "evaluate --data missing.jsonl": "missing.jsonl", "evaluate --data x --metric luck": "--metric is 'luck'",
+    "load 127.0.0.1:8123 --rate 5": "url must begin with http://, got '127.0.0.1:8123'",
+    "load http://127.0.0.1:1": "--rate and --clients",
+    "load http://127.0.0.1:1 --rate 20 --seconds -1": "--seconds is -1.0",
+    "demo --port 1": "gradio is missing. Gradio needs transformers 5: run `make demo`",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_a_command_refuses_is_said_in_a_sentence_and_nothing_is_written(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    assert REFUSED[line] in refused(*line.split()) and not os.listdir(tmp_path)
+
+
+def test_triton_refuses_a_model_without_a_tokenizer_before_it_is_exported(tmp_path, tiny_t5, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_t5().save_pretrained("mute")
+    for name in ("load_model", "export_model"):
+        monkeypatch.setattr(f"t5accel.graphs.export_cache.{name}", lambda *_, **__: pytest.fail("loaded or exported"))
+    for model in ("random:t5-small", "mute"):
+        line = refused("triton", "--out", "models", "--name", "mute", "--model", model)
+        assert f"{model} has " in line and "no tokenizer" in line
+
+
+# --- board ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    calls = []
+
+    def bench(model, job, *, techniques, **options):
+        calls.append((model, job, [technique.name for technique in techniques], options))
+        return ROWS
+
+    monkeypatch.setattr(scoreboard, "bench", bench)
+    return calls
+
+
+def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench", "board", "--batch", "2"])
+    rows, picture = tmp_path / "new" / "rows.json", tmp_path / "new" / "board.svg"
+    result = call(
+        "board", "--model", "random:t5-small", "--json", rows, "--plot", picture, "--batch", 2, "--source-tokens", 3,
+        "--new-tokens", 4, "--rounds", 5, "--threads", 6, "--quality-limit", 7, "--no-peak-memory",
+    )  # fmt: skip
+    assert (result.exit_code, result.stdout) == (0, board(ROWS) + "\n")
+    names = [technique.name for technique in choose([], model="random:t5-small")]
+    options = dict(rounds=5, threads=6, limit=7, peak_memory=False, progress=True)
+    assert said(result) == [
+        "Warning: the rounds of our loop differ widely (column range). Measure again on a quiet machine, or with more "
+        "--rounds."
+    ]
+    assert measured == [("random:t5-small", Forced(4, 3, 2), names, options)]
+    written = json.loads(rows.read_text(encoding="utf-8"))
+    assert written["command"] == "python -m bench board --batch 2" and written["rows"] == ROWS
+    assert "<svg" in picture.read_text()
+
+
+def test_bench_alone_measures_the_bundled_model_and_writes_no_file(measured, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("board").exit_code == 0 and measured[0][:2] == ("mini", Forced()) and not os.listdir(tmp_path)
+
+
+def test_bench_measures_several_lengths_into_one_file_and_only_the_techniques_asked_for(measured, tmp_path):
+    rows = tmp_path / "rows.json"
+    result = call("board", "--new-tokens", 4, "--new-tokens", 8, "--technique", "transformers without", "--json", rows)
+    assert (result.exit_code, result.stdout) == (0, 2 * (board(ROWS) + "\n"))
+    assert [job.new_tokens for _, job, _, _ in measured] == [4, 8]
+    assert measured[0][2] == ["transformers without cache", REFERENCE]
+    assert json.loads(rows.read_text(encoding="utf-8"))["rows"] == 2 * ROWS
+
+
+def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_path):
+    result = call("board", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
+    assert result.exit_code == 2 and "board.xyz" in said(result)[-1]
+    assert result.stdout == board(ROWS) + "\n"
+    assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"] == ROWS
+
+
+# --- advise -----------------------------------------------------------------------------------------------------------
+
+
+def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_path):
+    calls = []
+
+    def advise(need, *, results):
+        calls.append((need, results))
+        return Advice(need)
+
+    monkeypatch.setattr(bench.advise, "recommend", advise)
+    result = call(
+        "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
+        "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",
+        "cuda", "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--explain",
+    )  # fmt: skip
+    assert result.exit_code == 0 and result.stdout.startswith("me/mine, questions, for throughput: batch 3, 2 beams")
+    limits = {"exact_match": 0.5, "bleu": 2.0}
+    need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, limits, "cuda", 7)
+    assert calls == [(need, [tmp_path, Path("mine.json")])]
+    assert call("advise").exit_code == 0 and calls[1] == (Need(), [])
+
+
+def test_advise_recommends_for_the_bundled_model_in_few_lines_and_explains_in_more():
+    short, long = call("advise", "--task", "translation"), call("advise", "--task", "translation", "--explain")
+    assert 'model = accelerate("mini"' in short.stdout and len(short.stdout.splitlines()) <= 15
+    assert re.search(r"Rests on [\w-]+\.json, row \d+ \(", short.stdout)
+    assert re.search(r"^\* +[\w-]+, our loop .* \d+\.\d\dx ", long.stdout, re.MULTILINE)
+
+
+# --- course -----------------------------------------------------------------------------------------------------------
+
+
+def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_path):
+    calls = []
+    run = NotebookRun("00_start.ipynb", 7.0, tmp_path / "00_start.ipynb")
+    monkeypatch.setattr(bench.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
+    result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
+    assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
+    assert "00_start.ipynb: 7 s\n" in result.stdout and "the board" in result.stdout
+
+
+def test_course_with_a_notebook_that_fails_ends_in_words(monkeypatch):
+    def fail(*where):
+        raise NotebookError("00_start.ipynb failed; the copy as far as it ran is out/00_start.ipynb.")
+
+    monkeypatch.setattr(bench.course, "run_course", fail)
+    assert "00_start.ipynb failed" in refused("course")
+
+
+# --- evaluate ---------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path):
+    file = tmp_path / "new" / "quality.json"
+    result = call("evaluate", "--limit", 1, "--json", file)
+    assert result.exit_code == 0 and result.stdout.startswith("LIMITED")
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert (document["model"], document["limit"]) == ("mini", 1)
+    assert document["translation"]["rows"] == 3 and document["questions"]["all"]["rows"] == 2
+
+
+def test_progress_is_for_those_who_watch(monkeypatch, dev):
+    options = ("evaluate", "--data", dev, "--metric", "exact_match")
+    assert call(*options).exit_code == 0 and call(*options).stderr == ""
+    monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
+    result = call(*options)
+    assert result.stdout == "30 rows: exact_match 100.00\n"
+    assert result.stderr.startswith("Loading mini …\n")
+    assert "scoring: 100%" in result.stderr and "30/30" in result.stderr
+
+
+def test_evaluate_scores_an_export_on_rows_of_the_users(tmp_path, exported_mini, dev):
+    quantize_export(exported_mini, tmp_path / "int4", "int4")
+    expected = text_score(dev, "exact_match", threads=1)(tmp_path / "int4")["exact_match"]
+    assert expected < 100
+    file, options = tmp_path / "scores.json", ("--data", dev, "--metric", "exact_match", "--threads", 1)
+    for folder, score in ((exported_mini, 100.0), (tmp_path / "int4", expected)):
+        result = call("evaluate", "--model", folder, *options, "--json", file)
+        assert result.stdout == f"30 rows: exact_match {score:.2f}\n"
+        document = json.loads(file.read_text(encoding="utf-8"))
+        assert (document["model"], document["rows"], document["exact_match"]) == (str(folder), 30, score)
+    assert "precision is 'int8'" in refused("evaluate", "--model", exported_mini, *options, "--precision", "int8")
+    every = call("evaluate", "--model", exported_mini, "--data", dev).stdout
+    assert re.fullmatch(r"30 rows: bleu \S+, chrf \S+, rougeL \S+, exact_match 100.00\n", every)
+
+
+# --- load, demo -------------------------------------------------------------------------------------------------------
+
+
+def test_load_fails_where_no_server_answers():
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{port.getsockname()[1]}"
+        result = call("load", url, "--rate", 20, "--seconds", 0.3)
+    assert result.exit_code == 2 and "no answer" in result.stdout and "nan" not in result.stdout
+    assert said(result) == [
+        f"t5accel: {url} answered no request. Start a server there (t5accel serve), or read its log."
+    ]
+
+
+def test_a_demo_on_a_port_in_use_is_refused_before_a_model_loads(monkeypatch):
+    monkeypatch.setattr("bench.demo.page._gradio", lambda: None)
+    monkeypatch.setattr("bench.demo.page.load_system", lambda *given: pytest.fail("loaded for nothing"))
+    monkeypatch.setitem(sys.modules, "starlette.middleware", SimpleNamespace(Middleware=None))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"--port must be free, got {port}" in refused("demo", "--port", port)

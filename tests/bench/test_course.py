@@ -1,0 +1,130 @@
+"""Running the course, on tiny notebooks in a folder of their own and with a bench that measures nothing."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from test_figures import RECORD, ROWS
+
+from bench import course
+from bench.course import NotebookError, NotebookRun, execute, notebooks_in, run_course, summary
+from bench.figures import board
+from bench.results import write_json
+from t5accel.errors import InputError, MissingPackageError, install
+
+
+def write_notebook(path: Path, *cells: str) -> Path:
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_markdown_cell("# A title"), *map(nbformat.v4.new_code_cell, cells)]
+    nbformat.write(book, path)
+    return path
+
+
+def outputs(path: Path) -> list[str]:
+    """What each code cell printed."""
+    cells = nbformat.read(path, as_version=4).cells
+    return ["".join(out.get("text", "") for out in cell.outputs) for cell in cells if cell.cell_type == "code"]
+
+
+def test_a_kernel_has_nothing_to_warn_of(tmp_path, capfd):
+    execute(write_notebook(tmp_path / "00_quiet.ipynb", "print(1)"), tmp_path / "out")
+    assert outputs(tmp_path / "out" / "00_quiet.ipynb") == ["1\n"] and capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    notebooks = tmp_path / "notebooks"
+    notebooks.mkdir()
+    write_notebook(notebooks / "01_second.ipynb", "print('café')")
+    write_notebook(notebooks / "00_first.ipynb", "x = 6", "import os; print(x * 7, os.path.basename(os.getcwd()))")
+    write_notebook(notebooks / "draft.ipynb", "raise ValueError('not numbered: not run')")
+    return notebooks
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """What bench was called with; recorded results are looked for in tmp_path."""
+    calls = []
+    monkeypatch.setattr(course, "bench", lambda *given, **options: calls.append((given, options)) or ROWS)
+    monkeypatch.setattr(course, "DATA", tmp_path)
+    monkeypatch.setattr("bench.results.DATA", tmp_path)
+    return calls
+
+
+def test_the_course_leaves_executed_copies_a_page_and_the_board(folder, measured, tmp_path):
+    write_json(tmp_path / "results" / "scoreboard-big-machine.json", RECORD)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    out = tmp_path / "build" / "course"
+
+    runs, shown = run_course(folder, out)
+
+    assert [run.name for run in runs] == ["00_first.ipynb", "01_second.ipynb"] and shown == board(ROWS)
+    assert [run.copy for run in runs] == [out / "00_first.ipynb", out / "01_second.ipynb"]
+    assert all(run.seconds > 0 for run in runs)
+    assert outputs(out / "00_first.ipynb") == ["", "42 notebooks\n"]  # run in its own folder, state kept between cells
+    assert outputs(out / "01_second.ipynb") == ["café\n"]
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before  # the originals stay as they are
+    assert sorted(p.name for p in out.iterdir()) == [
+        "00_first.ipynb", "01_second.ipynb", "course.json", "scoreboard.html", "scoreboard.json",
+    ]  # fmt: skip
+    record = json.loads((out / "course.json").read_text(encoding="utf-8"))
+    assert [row["notebook"] for row in record["rows"]] == ["00_first.ipynb", "01_second.ipynb"]
+    assert [row["seconds"] for row in record["rows"]] == [round(run.seconds, 1) for run in runs]
+    assert json.loads((out / "scoreboard.json").read_text(encoding="utf-8")) == record | {"rows": ROWS}
+    page = (out / "scoreboard.html").read_text(encoding="utf-8")
+    for expected in ("Measured now", "Recorded in full: scoreboard-big-machine", "00_first.ipynb", "01_second.ipynb"):
+        assert expected in page
+    (((model, _), options),) = measured
+    assert (
+        model == "mini"
+        and options["limit"]
+        and not options["peak_memory"]
+        and record["command"] == "python -m bench course"
+    )
+
+
+def test_a_failing_notebook_is_named_stops_the_course_and_leaves_its_copy(folder, measured, tmp_path):
+    write_notebook(folder / "00_first.ipynb", "print('before')", "1 / 0", "print('after')")
+    with pytest.raises(NotebookError, match=r"(?s)00_first\.ipynb failed; .*out/00_first\.ipynb.*ZeroDivisionError"):
+        run_course(folder, tmp_path / "out")
+    assert outputs(tmp_path / "out" / "00_first.ipynb") == ["before\n", "", ""]
+    failed = nbformat.read(tmp_path / "out" / "00_first.ipynb", as_version=4).cells[2]
+    assert failed.outputs[0].ename == "ZeroDivisionError"
+    assert not (tmp_path / "out" / "01_second.ipynb").exists() and not measured
+
+
+@pytest.mark.parametrize("error", [DeadKernelError("Kernel died"), CellTimeoutError("A cell timed out")])
+def test_a_dead_kernel_and_a_cell_without_end_are_reported_likewise(folder, tmp_path, monkeypatch, error):
+    class Client:
+        def __init__(self, *_, **__): ...
+
+        def execute(self):
+            raise error
+
+    monkeypatch.setattr("nbclient.NotebookClient", Client)
+    with pytest.raises(NotebookError, match=f"(?s)01_second.ipynb failed.*{error}"):
+        execute(folder / "01_second.ipynb", tmp_path / "out")
+    assert (tmp_path / "out" / "01_second.ipynb").is_file()
+
+
+def test_only_numbered_notebooks_are_the_course_and_none_is_refused(folder, tmp_path, measured):
+    assert [path.name for path in notebooks_in(folder)] == ["00_first.ipynb", "01_second.ipynb"]
+    for empty in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(InputError, match="No numbered notebook in"):
+            run_course(empty, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not measured
+
+
+def test_without_nbclient_the_extra_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nbclient", None)
+    with pytest.raises(MissingPackageError, match=re.escape(install("course"))):
+        execute(folder / "00_first.ipynb", tmp_path / "out")
+
+
+def test_the_summary_remarks_on_what_takes_too_long():
+    quick, slow = NotebookRun("00_a.ipynb", 3.2, Path()), NotebookRun("01_b.ipynb", 45.6, Path())
+    assert summary([quick, slow]).splitlines() == ["00_a.ipynb: 3 s", "01_b.ipynb: 46 s, over the limit of 45 s"]

@@ -1,0 +1,535 @@
+"""Optimised exports: the same numbers, the nodes that they should have, and refused where they were not made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from programs import PROGRAM, check_program
+from refused import refused
+from silence import quiet
+from test_export import references, size_bytes
+from test_greedy_search import check_equals_generate
+from test_ort import PROGRAM_WITHOUT, ROOT
+
+from bench.baselines import optimized_export as optimize
+from bench.baselines.optimized_export import optimize_export, optimized_graph
+from t5accel import machine
+from t5accel.api import accelerate
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.errors import ExportError, InputError, MissingPackageError
+from t5accel.graphs import ort_levels as portability
+from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
+from t5accel.graphs.export import export_model
+from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
+from t5accel.graphs.ort_levels import LEVELS, require_runnable_here, this_machine
+from t5accel.graphs.rewriting import contrib_operators, count_nodes, load_graphs
+
+ONE_THREAD = SessionSettings(threads=1)
+NORM, TRANSPOSED, SKIP = (
+    "SimplifiedLayerNormalization", "com.microsoft.FusedMatMul", "com.microsoft.SkipSimplifiedLayerNormalization",
+)  # fmt: skip
+Optimized = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def portable(exported) -> Callable[..., Path]:
+    """``portable(kind, external)``: an export. Shared: do not write."""
+    return lambda kind="deeper-decoder", external=True: exported(
+        kind, **(dict(external_threshold_bytes=0) if external else {})
+    )
+
+
+@pytest.fixture(scope="module")
+def optimized(portable, tmp_path_factory) -> Optimized:
+    """``optimized(kind, external=…, level=…, tool=…)``: that export, optimised. Shared: do not write."""
+
+    @cache
+    def export(kind: str, external: bool, level: str, tool: str) -> Path:
+        folder = tmp_path_factory.mktemp("optimized") / "tiny"
+        optimize_export(portable(kind, external), folder, level=level, tool=tool)
+        return folder
+
+    return lambda kind="deeper-decoder", external=True, level="all", tool="onnxruntime": export(
+        kind, external, level, tool
+    )
+
+
+def save(path: Path, nodes: list[Any], opsets: dict[str, int] | None = None, weights: Any = ()) -> Path:
+    """A graph x (N,) -> y (N,) of a user's own."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N"]) for name in "xy")
+    imports = [helper.make_opsetid(domain, version) for domain, version in (opsets or {"": 20}).items()]
+    graph = helper.make_graph(nodes, "of a user", [x], [y], weights)
+    path.write_bytes(helper.make_model(graph, opset_imports=imports, ir_version=9).SerializeToString())
+    return path
+
+
+def two_nodes() -> list[Any]:
+    return [helper.make_node("Neg", ["x"], ["negative"]), helper.make_node("Add", ["negative", "x"], ["y"])]
+
+
+# Nodes are counted
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    path = save(tmp_path / "two.onnx", two_nodes())
+    assert count_nodes(path) == count_nodes(str(path)) == Counter(Neg=1, Add=1)
+    assert contrib_operators(path) == []
+
+
+def test_sets_of_operators_are_named_and_branches_are_counted(tmp_path: Path) -> None:
+    y = helper.make_tensor_value_info("z", TensorProto.FLOAT, ["N"])
+    then, otherwise = (
+        helper.make_graph([helper.make_node(kind, ["x"], ["z"], domain=domain)], kind, [], [y])
+        for kind, domain in (("Neg", ""), ("QuickGelu", "com.microsoft"))
+    )
+    nodes = [
+        helper.make_node("Constant", [], ["yes"], value=numpy_helper.from_array(np.array(True))),
+        helper.make_node("If", ["yes"], ["chosen"], then_branch=then, else_branch=otherwise),
+        helper.make_node("Neg", ["chosen"], ["y"]),
+    ]
+    path = save(tmp_path / "if.onnx", nodes, {"": 20, "com.microsoft": 1, "ai.onnx.ml": 5})
+    assert count_nodes(path) == {"Constant": 1, "If": 1, "Neg": 2, "com.microsoft.QuickGelu": 1}
+    assert contrib_operators(path) == ["com.microsoft.QuickGelu"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "domain", "is_standard"),
+    [("Gelu", "", True), ("LayerNormalization", "", True), ("Scaler", "ai.onnx.ml", True), (NORM, "", False),
+     ("RMSNormalization", "", False), ("Gelu", "com.microsoft", False), ("Conv", "com.microsoft.nchwc", False)],
+)  # fmt: skip
+def test_the_standard_is_asked(tmp_path: Path, kind: str, domain: str, is_standard: bool) -> None:
+    """By set and version: RMSNormalization came with opset 23."""
+    node = helper.make_node(kind, ["x"], ["y"], domain=domain)
+    path = save(tmp_path / "one.onnx", [node], {"": 20, **({domain: 1} if domain else {})})
+    assert (contrib_operators(path) == []) == is_standard
+
+
+def test_weights_beside_a_graph_are_not_read(portable, tmp_path: Path) -> None:
+    shutil.copy(portable() / DECODER, tmp_path)
+    assert count_nodes(tmp_path / DECODER) == count_nodes(portable() / DECODER)
+
+
+@pytest.mark.parametrize("read", [count_nodes, contrib_operators, lambda path: optimized_graph(path).__enter__()])
+def test_what_is_no_graph(tmp_path: Path, read: Callable[[Any], Any]) -> None:
+    refused(read, "path", None, 5, "", b"x", "x\0", match="path")
+    refused(read, "path", tmp_path, tmp_path / "no.onnx", match="", error=ExportError)
+    for data in (b"", b"no graph", b"\xff" * 9):
+        (tmp_path / "no.onnx").write_bytes(data)
+        refused(read, "path", tmp_path / "no.onnx", match=r"no\.onnx", error=ExportError)
+
+
+# What a level does
+
+
+def test_what_each_level_makes_of_a_decoder(portable) -> None:
+    """3 layers: 10 norms, 6 attentions, a tied head."""
+    nodes, files = {}, {}
+    for level in LEVELS:
+        with optimized_graph(portable() / DECODER, level) as path:
+            nodes[level], files[level] = count_nodes(path), path.read_bytes()
+            assert bool(contrib_operators(path)) == (level in ("extended", "layout", "all"))
+    assert nodes["disable"] == count_nodes(portable() / DECODER)
+    assert nodes["basic"] < nodes["disable"] and nodes["disable"]["Transpose"] - nodes["basic"]["Transpose"] == 1
+    assert nodes["disable"]["ReduceMean"] == nodes["basic"]["ReduceMean"] == nodes["extended"][NORM] == 10
+    assert nodes["extended"][TRANSPOSED] == 6 and nodes["extended"]["ReduceMean"] == 0
+    assert nodes["extended"].total() == nodes["basic"].total() - 10 * 5 - 6, "six nodes become one, two become one"
+    assert files["extended"] == files["layout"] == files["all"] != files["basic"]
+
+
+def test_an_optimized_graph_runs_and_goes(portable, monkeypatch, tmp_path: Path, padded_batch, capfd) -> None:
+    feeds, outputs = dict(zip(("input_ids", "attention_mask"), padded_batch, strict=True)), ["cross_key_0"]
+    expected = open_session(portable() / ENCODER, ONE_THREAD).run(outputs, feeds)[0]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with quiet(), optimized_graph(portable() / ENCODER) as path:
+        assert list(tmp_path.iterdir()) == [path.parent]
+        raw = dataclasses.replace(ONE_THREAD, graph_optimization="disable")
+        np.testing.assert_array_equal(open_session(path, raw).run(outputs, feeds)[0], expected)
+    assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
+    with pytest.raises(ZeroDivisionError), optimized_graph(portable() / ENCODER):
+        1 / 0  # noqa: B018
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_session_optimises_as_it_is_told(tiny_t5, portable, padded_batch, level: str) -> None:
+    backend = OrtNumpy(portable(), settings=SessionSettings(threads=1, graph_optimization=level))
+    for session in (backend.encoder, backend.decoder):
+        assert session.get_session_options().graph_optimization_level.name == LEVELS[level]
+    check_program(backend, tiny_t5(), *padded_batch, 3, PROGRAM)
+
+
+def test_no_level(portable, tmp_path: Path) -> None:
+    levels = ("ALL", "ORT_ENABLE_ALL", "", None, 99, True, ["all"], b"all")
+    refused(SessionSettings, "graph_optimization", *levels, match="^graph_optimization")
+    refused(partial(optimize_export, portable(), tmp_path / "x"), "level", *levels, match="^level")
+    refused(lambda level: optimized_graph(portable() / DECODER, level).__enter__(), "level", *levels, match="^level")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_level_that_an_older_onnxruntime_lacks(portable, tmp_path: Path, monkeypatch) -> None:
+    class Older:
+        ORT_ENABLE_ALL = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+
+    monkeypatch.setattr(onnxruntime, "GraphOptimizationLevel", Older)
+    open_session(portable() / DECODER, ONE_THREAD)
+    with pytest.raises(InputError, match="'layout'"):
+        open_session(portable() / DECODER, SessionSettings(graph_optimization="layout"))
+    with pytest.raises(InputError, match="'layout'"):
+        optimize_export(portable(), tmp_path / "x", level="layout")
+
+
+# The same numbers
+
+
+def check_same(backend: OrtNumpy, model: Any, padded_batch: Any) -> None:
+    check_program(backend, model, *padded_batch, 3, PROGRAM)
+    check_equals_generate(backend, model, *padded_batch, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("external", [True, False], ids=["weights beside", "weights inside"])
+def test_optimised_by_onnxruntime(optimized, tiny_t5, kind: str, padded_batch, external: bool) -> None:
+    check_same(OrtNumpy(optimized(kind, external), settings=ONE_THREAD), tiny_t5(kind), padded_batch)
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+def test_optimised_by_the_package_for_transformers(optimized, tiny_t5, padded_batch, kind: str) -> None:
+    folder = optimized(kind, tool="transformers", level="extended")
+    check_same(OrtBound(folder, settings=ONE_THREAD), tiny_t5(kind), padded_batch)
+    encoder, decoder = count_nodes(folder / ENCODER), count_nodes(folder / DECODER)
+    layers = tiny_t5(kind).config.num_layers
+    assert (encoder[NORM], encoder[SKIP]) == (1, 2 * layers), "each norm but the first takes the addition before it in"
+    assert decoder[SKIP] == 0 and decoder[NORM] == 3 * tiny_t5(kind).config.num_decoder_layers + 1
+    assert not any("Attention" in name for name in encoder | decoder)
+
+
+@pytest.mark.parametrize("level", ["disable", "basic"])
+def test_of_standard_operators(optimized, tiny_t5, padded_batch, level: str) -> None:
+    folder = optimized(level=level)
+    assert read_manifest(folder).optimized["contrib_operators"] == []
+    for name in (ENCODER, DECODER):
+        onnx.checker.check_model(str(folder / name), full_check=True)
+        model = onnx.load(folder / name, load_external_data=False)
+        assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 20)] and model.ir_version == 9
+    check_same(OrtNumpy(folder, settings=ONE_THREAD), tiny_t5(), padded_batch)
+
+
+def test_nothing_is_optimised_twice_that_is_kept_as_it_is(optimized, padded_batch) -> None:
+    """A session that adds nothing runs the same graph, to the last bit."""
+    new, logits = np.arange(3, 33).reshape(6, 1, 5), []
+    for level in ("disable", "all"):
+        backend = OrtNumpy(optimized(), settings=SessionSettings(threads=1, graph_optimization=level))
+        logits.append(backend.step(backend.start(backend.encode(*padded_batch)), new))
+    np.testing.assert_array_equal(*logits)
+
+
+# What is written
+
+
+def declared(path: Path) -> list[tuple[str, list[Any]]]:
+    session = open_session(path, ONE_THREAD)
+    return [(value.name, value.shape) for value in (*session.get_inputs(), *session.get_outputs())]
+
+
+@pytest.mark.parametrize("options", [{}, dict(tool="transformers", level="extended")], ids=str)
+def test_the_contract_is_kept(portable, optimized, options: dict[str, Any]) -> None:
+    before, after = read_manifest(portable()), read_manifest(optimized(**options))
+    for name in (ENCODER, DECODER):
+        assert declared(optimized(**options) / name) == declared(portable() / name)
+    written = {"optimized", "versions", "files", "shared"}
+    same = {field.name for field in dataclasses.fields(before)} - written
+    assert all(getattr(before, name) == getattr(after, name) for name in same)
+    assert before.optimized == {} and after.versions == machine.versions()
+    assert after.optimized == {
+        "tool": "onnxruntime", "level": "all", "onnxruntime": onnxruntime.__version__, "machine": this_machine(),
+        "contrib_operators": [NORM, SKIP if options else TRANSPOSED], **options,
+    }  # fmt: skip
+
+
+def test_weights_lie_where_they_lay(portable, optimized) -> None:
+    inside, beside = optimized(external=False), optimized()
+    assert read_manifest(inside).files.keys() == read_manifest(portable(external=False)).files.keys()
+    assert WEIGHTS not in read_manifest(inside).files and not references(inside / DECODER)
+    assert read_manifest(beside).files.keys() == read_manifest(portable()).files.keys()
+    encoder, decoder = references(beside / ENCODER), references(beside / DECODER)
+    assert encoder.keys() & decoder.keys() == {"shared.weight"} and encoder["shared.weight"] == decoder["shared.weight"]
+    assert read_manifest(beside).shared.keys() == {"shared.weight"}
+    everything = {**encoder, **decoder}
+    (head,) = everything.keys() - references(portable() / ENCODER).keys() - references(portable() / DECODER).keys()
+    assert head in decoder and everything[head][2] == 300 * 32 * 4, "of tied embeddings the transpose"
+    assert {location for location, _, _ in everything.values()} == {WEIGHTS}
+    assert all(offset % 4096 == 0 for _, offset, _ in everything.values())
+    assert 0 < size_bytes(beside) - size_bytes(portable()) - 300 * 32 * 4 < 4096
+    backend = OrtNumpy(beside, settings=ONE_THREAD)
+    assert list(backend._weights) == ["shared.weight"]
+
+
+def test_an_untied_model_grows_by_nothing(portable, optimized) -> None:
+    assert abs(size_bytes(optimized("umt5")) - size_bytes(portable("umt5"))) < 4096
+
+
+def test_made_up_names_are_told_apart(tmp_path: Path) -> None:
+    """An optimiser calls what it computed in either graph "folded"; what is equal is stored once all the same."""
+    weights = {"a": np.arange(2000.0, dtype=np.float32), "b": np.ones(2000, dtype=np.float32)}
+    weights["c"] = weights["a"]
+    paths = []
+    for name, array in weights.items():
+        tensors = [numpy_helper.from_array(array, "folded"), numpy_helper.from_array(np.float32(len(paths)), "small")]
+        nodes = [helper.make_node("Add", ["x", "folded"], ["sum"]), helper.make_node("Mul", ["sum", "small"], ["y"])]
+        paths.append(save(tmp_path / f"{name}.onnx", nodes, {"": 20, "ai.onnx.ml": 5, "com.microsoft": 1}, tensors))
+    graphs = load_graphs(paths)
+    assert [list(graph.weights) for graph in graphs.values()] == [
+        ["folded", "small"], ["b.folded", "small"], ["folded", "small"],
+    ]  # fmt: skip
+    for number, (name, graph) in enumerate(graphs.items()):
+        path = tmp_path / f"again {name}"
+        path.write_bytes(graph.proto().SerializeToString())
+        assert [entry.domain for entry in onnx.load(path).opset_import] == [""]
+        (y,) = open_session(path, ONE_THREAD).run(None, {"x": np.ones(2000, dtype=np.float32)})
+        np.testing.assert_array_equal(y, (weights[Path(name).stem] + 1) * number)
+
+
+def test_a_tokenizer_and_all_other_files_come_along(exported_mini, tmp_path: Path) -> None:
+    manifest = optimize_export(exported_mini, tmp_path / "mini")
+    assert manifest.files.keys() == read_manifest(exported_mini).files.keys() > {"tokenizer.json"}
+    for name in manifest.files.keys() - {ENCODER, DECODER}:
+        assert (tmp_path / "mini" / name).read_bytes() == (exported_mini / name).read_bytes()
+    text = "translate English to French: I am tired."
+    program = PROGRAM_WITHOUT.replace("RUNTIME_MODULE", OrtNumpy.__module__).replace("RUNTIME", "OrtNumpy")
+    answer = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "mini", text],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True, encoding="utf-8",
+    )  # fmt: skip
+    assert (answer.stdout, answer.stderr) == ("Je suis fatigué.\n", ""), "without torch and transformers"
+
+
+def test_a_copy_of_the_copy_says_the_same(optimized, tmp_path: Path) -> None:
+    accelerate(optimized(), progress=False).save_pretrained(tmp_path / "saved")
+    assert read_manifest(tmp_path / "saved").optimized == read_manifest(optimized()).optimized != {}
+    OrtNumpy(tmp_path / "saved", settings=ONE_THREAD)
+
+
+# Elsewhere
+
+ELSEWHERE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "CPU": ("cpu .*; here is cpu Other 9000", lambda patch: patch_facts(patch, cpu="Other 9000")),
+    "unknown CPU": ("cpu .*; here is cpu unknown", lambda patch: patch_facts(patch, cpu=None)),
+    "fewer instructions": (
+        "instruction sets .*; here is instruction sets avx2", lambda patch: patch_facts(patch, cpu_flags=["avx2"])),
+    "unknown instructions": ("here is instruction sets unknown", lambda patch: patch_facts(patch, cpu_flags=None)),
+    "architecture": (
+        "architecture .*; here is architecture riscv64",
+        lambda patch: patch.setattr(platform, "machine", lambda: "riscv64"),
+    ),
+    "onnxruntime": (
+        f"onnxruntime {onnxruntime.__version__}; here is onnxruntime 9.9.9",
+        lambda patch: patch.setattr(onnxruntime, "__version__", "9.9.9"),
+    ),
+}  # fmt: skip
+
+
+def patch_facts(patch: pytest.MonkeyPatch, **changed: Any) -> None:
+    facts = machine.facts(gpu=False)
+    patch.setattr(machine, "facts", lambda **_: {**facts, **changed})
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_refused_elsewhere(portable, optimized, monkeypatch, where: str) -> None:
+    folder, (difference, move) = optimized(), ELSEWHERE[where]
+    OrtNumpy(folder, settings=ONE_THREAD)
+    move(monkeypatch)
+    for open_ in (OrtNumpy, OrtBound, partial(accelerate, progress=False)):
+        with pytest.raises(ExportError, match=difference) as caught:
+            open_(folder)
+        for word in (str(folder), "optimised (by onnxruntime, level all) for", "Run the portable export"):
+            assert word in str(caught.value)
+    for runs_anywhere in (portable(), optimized(level="basic"), optimized(level="disable")):
+        OrtNumpy(runs_anywhere, settings=ONE_THREAD)
+
+
+def test_refused_on_another_device(optimized) -> None:
+    with pytest.raises(ExportError, match="for device cpu; here is device cuda"):
+        OrtNumpy(optimized(), settings=SessionSettings(device="cuda"))
+    require_runnable_here(read_manifest(optimized(level="basic")), optimized(level="basic"), "cuda")
+
+
+def test_looking_at_the_machine_imports_no_torch(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "_gpu", lambda: pytest.fail("looked for a GPU"))
+    assert machine.facts(gpu=False)["gpu"] is None and this_machine()["device"] == "cpu"
+
+
+# Manifests
+
+
+@pytest.fixture
+def own(optimized, tmp_path: Path) -> Path:
+    """An optimised export that the test may change."""
+    return Path(shutil.copytree(optimized(), tmp_path / "own"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads((folder / MANIFEST).read_text())
+    change(content)
+    write_manifest(folder, content)
+
+
+@pytest.mark.parametrize("key", ["tool", "level", "onnxruntime", "machine", "contrib_operators"])
+def test_odd_entries_and_values_in_them(own: Path, key: str) -> None:
+    whole = read_manifest(own).optimized
+    for value in (None, 7, True, "x", ["x", 7], {"cpu": 7}, {"cpu": None}):
+        rewrite(own, lambda content, value=value: content.update(optimized={**whole, key: value}))
+        if value == "x" and key in ("tool", "level"):
+            assert read_manifest(own).optimized[key] == value  # a later release may have more of them
+            continue
+        another_version = (key, value) == ("onnxruntime", "x")
+        with pytest.raises(ExportError, match="here is onnxruntime" if another_version else "manifest.json is damaged"):
+            OrtNumpy(own)
+    without = {name: value for name, value in whole.items() if name != key}
+    for entry in (without, None, [], "x", 7, True, {"tool": "onnxruntime"}):
+        rewrite(own, lambda content, entry=entry: content.update(optimized=entry))
+        for read in (read_manifest, OrtNumpy):
+            with pytest.raises(ExportError, match="manifest.json is damaged"):
+                read(own)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_entry_is_refused_or_read_as_it_stands(own: Path, data: st.DataObject) -> None:
+    before = (own / MANIFEST).read_text()
+    entry = json.loads(before)["optimized"]
+    place = data.draw(st.sampled_from([entry, entry["machine"]]), "place")
+    place[data.draw(st.sampled_from(sorted(place)) | st.text(max_size=3), "key")] = data.draw(junk, "value")
+    try:
+        rewrite(own, lambda content: content.update(optimized=entry))
+        manifest = read_manifest(own)
+        assert manifest.optimized == entry
+        require_runnable_here(manifest, own)
+        assert entry["machine"] == this_machine() or not entry["contrib_operators"]
+    except ExportError:
+        pass
+    finally:
+        (own / MANIFEST).write_text(before)
+
+
+# The folder that is written
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock"))
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, describe_file(path)) for path in files}
+
+
+@pytest.fixture
+def workplace(portable, tmp_path: Path, monkeypatch) -> Path:
+    """A folder with a portable export, and one for temporary files, of which none may be left."""
+    shutil.copytree(portable(), tmp_path / "portable")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")  # else onnxruntime puts the number of its session there
+    yield tmp_path
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_portable_export_is_another_one(workplace: Path, tiny_t5) -> None:
+    """Of the same model: neither takes the other for itself."""
+    optimize_export(workplace / "portable", workplace / "optimized")
+    before = snapshot(workplace)
+    with pytest.raises(ExportError, match="overwrite=True"):
+        export_model(tiny_t5(), workplace / "optimized", external_threshold_bytes=0)
+    export_model(tiny_t5(), workplace / "other", external_threshold_bytes=0)
+    with pytest.raises(ExportError, match="overwrite=True"):
+        optimize_export(workplace / "portable", workplace / "other")
+    shutil.rmtree(workplace / "other")
+    assert snapshot(workplace) == before
+    assert export_model(tiny_t5(), workplace / "optimized", external_threshold_bytes=0, overwrite=True).optimized == {}
+
+
+def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
+    """Its weights lie in the file that would be written anew."""
+    third = workplace / "portable" / "third.onnx"
+    shutil.copy(workplace / "portable" / DECODER, third)
+    rewrite(workplace / "portable", lambda content: content["files"].update({third.name: describe_file(third)}))
+    with pytest.raises(InputError, match=r"third\.onnx"):
+        optimize_export(workplace / "portable", workplace / "new")
+
+
+def test_wrong_options(workplace: Path) -> None:
+    call = partial(optimize_export, workplace / "portable", workplace / "new")
+    refused(call, "tool", "tensorrt", match="tool is 'tensorrt'; give one of onnxruntime, transformers")
+    refused(call, "tool", None, ["onnxruntime"], match="tool is")
+    refused(partial(call, tool="transformers"), "level", "layout", match="disable, basic, extended, all")
+    assert not (workplace / "new").exists()
+
+
+def test_packages_that_are_not_installed(workplace: Path, monkeypatch) -> None:
+    call = partial(optimize_export, workplace / "portable", workplace / "new")
+    for package in ("torch", "sympy"):  # which the package for transformers needs
+        monkeypatch.setattr(optimize, "find_spec", lambda name, package=package: None if name == package else object())
+        refused(call, "tool", "transformers", match=f"pip install {package}", error=MissingPackageError)
+    monkeypatch.setattr(portability, "find_spec", lambda name: None)
+    refused(call, "tool", "onnxruntime", "transformers", match=r"\[cpu\]", error=MissingPackageError)
+    refused(OrtNumpy, "folder", workplace / "portable", match=r"\[cpu\]", error=MissingPackageError)
+    monkeypatch.undo()
+    monkeypatch.setattr(optimize, "find_spec", lambda name: None if name in ("torch", "sympy") else object())
+    call()
+
+
+def test_a_package_that_fails_says_why(workplace: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(optimize, "PACKAGE", "import sys; print('on the way'); sys.exit('first\\nit does not fuse')")
+    with pytest.raises(ExportError, match="could not optimise .* at level 'extended': it does not fuse"):
+        optimize_export(workplace / "portable", workplace / "new", tool="transformers", level="extended")
+    assert not (workplace / "new").exists() and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("owner, name", [(Path, "write_bytes"), (shutil, "copyfile"), (os, "fsync")])
+def test_a_failure_half_way_changes_nothing(workplace: Path, monkeypatch, there: bool, owner: Any, name: str) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if there:
+        optimize_export(workplace / "portable", workplace / "new", level="basic")
+    before = snapshot(workplace)
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(ExportError, match="No space left on device.*Nothing was left behind"):
+        optimize_export(workplace / "portable", workplace / "new", overwrite=True)
+    monkeypatch.undo()
+    assert snapshot(workplace) == before
+
+
+def test_no_place_for_temporary_files(portable, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(ExportError, match="temporary files.*TMPDIR"):
+        optimize_export(portable(), tmp_path / "new")
+    with pytest.raises(ExportError, match="temporary files.*TMPDIR"), optimized_graph(portable() / DECODER):
+        pass

@@ -1,0 +1,282 @@
+"""Peers: equal tokens first, pairs within rounds, resumed where it stopped, failures named; and what is drawn of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.harness import pairwise
+from bench.peers import (
+    GRID,
+    GRIDS,
+    OPTIMUM,
+    OURS,
+    OURS_EXACT,
+    OURS_GENERATE,
+    OURS_OPENVINO,
+    QUICK,
+    REFERENCE,
+    SYSTEMS,
+    Standing,
+    System,
+    Worker,
+    cell_of,
+    int8_for,
+    measure_cell,
+    model_and_cell,
+    standings,
+    table,
+)
+from bench.results import checked
+from t5accel.errors import InputError, PeerError
+from t5accel.models.random_init import random_model
+from t5accel.models.registry import BEYOND_T5
+from t5accel.precision.recipes import RECIPES
+from t5accel.timing import Work
+
+ROOT = Path(__file__).resolve().parents[2]
+CELL = Work(batch=2, source_tokens=5, new_tokens=4)
+TOKENS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+def system(name: str, precision: str = "fp32") -> System:
+    return System(name, "eager", "somewhere", precision)
+
+
+def answering(tokens: np.ndarray, asked: list[np.ndarray] | None = None) -> Any:
+    """A worker that gives these tokens, and notes what it was asked."""
+
+    def generate(ids: np.ndarray, cell: Work) -> np.ndarray:
+        assert cell == CELL
+        if asked is not None:
+            asked.append(ids)
+        return tokens
+
+    return generate
+
+
+def fails(ids: np.ndarray, cell: Work) -> np.ndarray:
+    raise PeerError("out of memory")
+
+
+def cell_rows(rounds: int = 1, **workers: Any) -> list[dict[str, Any]]:
+    systems = {system(name): worker for name, worker in workers.items()}
+    return measure_cell(CELL, systems, rounds=rounds, model="toy", threads=2)
+
+
+def test_all_read_the_same_sources():
+    asked: list[np.ndarray] = []
+    rows = cell_rows(3, a=answering(TOKENS, asked), b=answering(TOKENS, asked))
+    assert len(asked) == 2 * (1 + 3) and all((ids == asked[0]).all() for ids in asked)
+    assert asked[0].shape == (2, 5) and asked[0].min() >= 3
+    for entry in rows:
+        assert cell_of(checked(entry)) == CELL and (entry["model"], entry["threads"]) == ("toy", 2)
+    assert pairwise(rows, "b", "a") == rows[1]["ratio"]
+
+
+def test_other_tokens_are_counted_and_not_hidden():
+    wrong = TOKENS.copy()
+    wrong[0, 3] = 99
+    rows = cell_rows(a=answering(TOKENS), b=answering(wrong))
+    assert [(entry["equal"], entry["of"]) for entry in rows] == [(8, 8), (7, 8)]
+    assert "*" in table(rows).splitlines()[1]
+    rows[1]["precision"] = "int8"  # of which nobody expects all
+    assert "*" not in table(rows)
+
+
+def test_a_system_that_fails_or_does_less_is_a_row_that_says_why():
+    rows = cell_rows(a=answering(TOKENS), b=fails, c=answering(TOKENS[:, :2]))
+    assert "out of memory" in rows[1]["failed"] and "(2, 2) instead of (2, 4)" in rows[2]["failed"]
+    assert "latency_s" not in rows[1] and table(rows).splitlines()[1].split()[-3:] == ["–", "!", "!"]
+    assert pairwise(rows, "a", "b") is None and pairwise(rows, "b", "a") is None
+    with pytest.raises(PeerError, match="memory"):
+        cell_rows(a=fails, b=answering(TOKENS))
+    with pytest.raises(InputError, match="degenerate"):
+        cell_rows(a=answering(np.full((2, 4), 7)), b=answering(TOKENS))
+
+
+def row(name: str, seconds: list[float], cell: Work = CELL, precision: str = "fp32") -> dict[str, Any]:
+    about = {"system": name, "precision": precision, "model": "random:toy", "batch": cell.batch,
+             "source_tokens": cell.source_tokens, "beams": cell.beams, "new_tokens": cell.new_tokens,
+             "equal": 1, "of": 1}  # fmt: skip
+    timed = {"latency_s": seconds, "ratio_samples": [4 / each for each in seconds]}  # beside a reference that takes 4 s
+    return about | (timed if seconds else {"failed": "no memory"})
+
+
+def test_we_stand_beside_the_best_peer_of_our_precision():
+    other = Work(1, 32, 8, beams=4)
+    rows = [row(OURS, [1, 1, 1]), row(OURS_GENERATE, [0.5] * 3), row(REFERENCE, [3, 3, 3]), row(OPTIMUM, [2, 1.5, 9]),
+            row("tiny", [0.1] * 3, precision="int8"), row("broken", []), row(OURS, [2.0], other),
+            row(OPTIMUM, [1.0], other)]  # fmt: skip
+    assert list(standings(rows)) == [Standing(CELL, OPTIMUM, 2, "toy"), Standing(other, OPTIMUM, 0.5, "toy")]
+    assert list(standings(rows, precision="int8")) == [Standing(CELL, "tiny", 0.1, "toy")]
+    twice_as_slow = {"latency_s": [2, 2, 2], "ratio_samples": [4, 4, 4]}  # in a later run, when the reference was, too
+    again = [one | twice_as_slow if one["system"] == OURS else one for one in rows[:4]]
+    assert list(standings(again)) == [Standing(CELL, OPTIMUM, 2, "toy")]
+    assert list(standings(rows, ours=OURS_GENERATE, peers=[REFERENCE])) == [Standing(CELL, REFERENCE, 6, "toy")]
+    another = {"model": "random:another"}
+    rows += [entry | another | {"ratio_samples": [1.0]} for entry in rows if entry["system"] == OPTIMUM]
+    rows += [row(OURS, [1]) | another]
+    assert [(one.model, one.ratio) for one in standings(rows)] == [("toy", 2), ("toy", 0.5), ("another", 4)]
+
+
+def test_the_grid_is_that_of_the_protocol():
+    assert {(c.batch, c.source_tokens, c.beams) for c in GRID} == {
+        (batch, source, beams) for batch in (1, 8, 32) for source in (32, 128, 512) for beams in (1, 4)
+    }
+    assert len(GRID) == 18 and set(QUICK) < set(GRID)
+    assert SYSTEMS[0].name == REFERENCE and [s.name for s in SYSTEMS if s.ours][:3] == [OURS, OURS_GENERATE, OURS_EXACT]
+    assert {(s.precision, s.ours) for s in SYSTEMS} >= {("int8", True), ("int8", False), ("int4", True)}
+    assert {int8_for(cell) for cell in GRID} <= {s.name for s in SYSTEMS if s.ours and s.precision.startswith("int8")}
+    assert all(s.precision in RECIPES for s in SYSTEMS if s.ours)
+    assert len({s.name for s in SYSTEMS}) == len(SYSTEMS)
+    everywhere = [s for s in SYSTEMS if all(map(s.cells, GRID))]
+    assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {
+        "torch.compile, static cache", OURS_EXACT, OURS_OPENVINO
+    }  # fmt: skip
+
+
+def test_every_environment_has_its_list_with_exact_versions():
+    systems = [s for grid in GRIDS.values() for group in grid.systems() for s in group]
+    wanted = {s.environment for s in systems if not s.ours}
+    lists = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "requirements/peers").glob("*.txt")}
+    assert lists.keys() == wanted
+    for text in lists.values():
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        assert lines and all(line.count("==") == 1 for line in lines)
+        assert any(line.startswith("torch==2.13.0") for line in lines)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (made,) = [line for line in makefile.splitlines() if line.startswith("PEERS := ")]
+    assert {*made.split()[2:]} == wanted
+
+
+# Workers: the real script, with the engines that the test environment has.
+
+
+def start(engine: str, folder: Path, model: Path) -> Worker:
+    command = [sys.executable, str(ROOT / "bench/peer_worker.py"), engine, str(model), "--scratch",
+               str(folder / "scratch"), "--threads", "1"]  # fmt: skip
+    environment = {"T5ACCEL_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return Worker(command, log=folder / f"{engine}.log", environment=environment)
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_t5, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    folder = tmp_path_factory.mktemp("workers")
+    tiny_t5("shallower-decoder").save_pretrained(folder / "model")
+    started = {engine: start(engine, folder, folder / "model") for engine in ("eager", "ours", "ours-generate")}
+    yield started
+    for worker in started.values():
+        worker.close()
+        assert worker.process.returncode == 0
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_workers_generate_what_transformers_does(workers: dict[str, Worker], beams: int):
+    cell = Work(2, 6, 7, beams)
+    ids = np.random.default_rng(0).integers(3, 300, (2, 6))
+    answers = {engine: worker(ids, cell) for engine, worker in workers.items()}
+    assert len(np.unique(answers["eager"])) > 3
+    for answer in answers.values():
+        np.testing.assert_array_equal(answer, answers["eager"])
+
+
+def test_a_worker_tells_its_versions(workers: dict[str, Worker]):
+    for worker in workers.values():
+        assert {"numpy", "torch", "transformers", "onnxruntime"} <= worker.versions.keys()
+
+
+def test_a_worker_says_why_it_cannot_generate_and_stays(workers: dict[str, Worker]):
+    cell = Work(1, 2, 3)
+    with pytest.raises(PeerError, match="index out of range"):
+        workers["eager"](np.array([[5, 10**6]]), cell)
+    assert workers["eager"](np.array([[5, 6]]), cell).shape == (1, 3)
+
+
+def test_a_worker_says_why_it_does_not_come_up(tmp_path: Path):
+    with pytest.raises(PeerError, match="(?s)eager.*nowhere"):
+        start("eager", tmp_path, tmp_path / "nowhere")
+
+
+@pytest.fixture
+def script() -> Any:
+    return import_module("bench.record.peers")
+
+
+def test_each_group_of_systems_has_the_reference_in_front():
+    (everything,) = GRIDS["cpu"].systems()
+    assert everything == list(SYSTEMS)
+    groups = GRIDS["families"].systems()
+    assert [group[0].name for group in groups] == [REFERENCE] * 2
+    assert [{s.precision.removesuffix("-dynamic") for s in group[1:]} for group in groups] == [{"fp32"}, {"int8"}]
+    assert {s.environment for group in groups for s in group} == {
+        "transformers4", "optimum", "openvino4", "ctranslate2", "ours"
+    }  # fmt: skip
+    named = {int8_for(cell) for cell in GRIDS["families"].cells} | {
+        name for part in GRIDS["families"].groups for name in part
+    }
+    assert named <= {s.name for group in groups for s in group}
+    ((only,),) = [[s.name for s in group[1:]] for group in GRIDS["families"].systems([OPTIMUM])]
+    assert only == OPTIMUM
+
+
+def test_an_interrupted_grid_goes_on_in_its_order(script: Any, tmp_path: Path):
+    path, conditions = tmp_path / "rows.json", {"commit": "abc", "rounds": 3}
+    first, second = GRIDS["families"].models[:2]
+    rows = [
+        row(OURS, [1], cell) | {"model": model} for cell in GRIDS["families"].cells[::-1] for model in (second, first)
+    ]
+    script.write(path, conditions, rows)
+    places = [model_and_cell(entry) for entry in script.rows_so_far(path, conditions)]
+    assert places == [(model, cell) for model in (first, second) for cell in GRIDS["families"].cells]
+    (small,) = GRIDS["cpu"].models
+    script.write(path, conditions, [row(OURS, [1], GRID[number]) | {"model": small} for number in (1, 0)])
+    assert [cell_of(entry) for entry in script.rows_so_far(path, conditions)] == [GRID[0], GRID[1]]
+    assert {"date", "command", "rows"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+
+
+def test_families_are_measured_as_they_are_published(script: Any, tmp_path: Path, monkeypatch):
+    """A zero pad, from which CTranslate2 starts Marian, and no forced end; ours then says what transformers says."""
+    sizes = dict(
+        vocab_size=90, d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, pad_token_id=89,
+        decoder_attention_heads=2, eos_token_id=0, decoder_start_token_id=89, scale_embedding=True, encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+    )  # fmt: skip
+    monkeypatch.setattr(script, "load_model", lambda name: (random_model(BEYOND_T5["marian"], sizes), None))
+    script.save_model("random:tiny", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
+    assert (config["normalize_before"], config["normalize_embedding"]) == (False, False)
+    started = [start(engine, tmp_path, tmp_path / "model") for engine in ("eager", "ours")]
+    try:
+        for beams in (1, 4):
+            ids = np.random.default_rng(0).integers(3, 80, (2, 6))
+            theirs, ours = (worker(ids, Work(2, 6, 7, beams)) for worker in started)
+            assert len(np.unique(theirs)) > 3 and 0 not in theirs
+            np.testing.assert_array_equal(ours, theirs)
+    finally:
+        for worker in started:
+            worker.close()
+
+
+def test_a_missing_environment_is_named(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.record.peers", "--build", str(tmp_path), "--json", str(tmp_path / "x.json")],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0 and "transformers4/bin/python is missing: `make peers`" in done.stderr
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_our_rows_say_by_which_recipe() -> None:
+    ours = next(system for system in SYSTEMS if system.name == "t5accel int8 for throughput")
+    rows = measure_cell(CELL, {SYSTEMS[0]: answering(TOKENS), ours: answering(TOKENS)}, rounds=1, model="toy")
+    assert "recipe_hash" not in rows[0] and rows[1]["recipe_hash"] == RECIPES["int8-dynamic"].hash

@@ -1,0 +1,509 @@
+"""Beam search: transformers' own sequences and scores, where answers end at any time; and each broken search is caught.
+
+Where two continuations are equally likely to the last bit, either choice is right and the two sides may differ. Random
+weights make none; a test that meets two within rounding of each other would have to take another seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import KeepsTheFirst, NoReorder, broken, own_generate
+from refused import refused
+from test_greedy_search import Counter
+
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.decoding.backend import Generated
+from t5accel.decoding.beam import START, Answers, Tree, beam_search
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.topk import BeamTopK
+from t5accel.graphs.export import export_model
+from t5accel.parity import assert_close, assert_varied
+
+Batch = tuple[np.ndarray, np.ndarray]
+LONGEST = 14
+ALL: dict[str, Any] = dict(num_beams=4, num_return_sequences=4, max_new_tokens=LONGEST)
+PENALTIES = [0.0, 0.6, 1.0, 2.0, -1.0]
+RULES: list[bool | str] = [False, True, "never"]
+# Kind, seed and how likely the end token is made: of each, some answers are short, some long, some never end.
+ENDING = {"tied": ("deeper-decoder", 1, 0.03), "untied": ("gated-untied", 2, 0.1), "umt5": ("umt5", 1, 0.03)}
+
+
+@pytest.fixture(scope="module")
+def ending_t5(tiny_t5, padded_batch) -> Callable[[str], Any]:
+    """``ending_t5(name)``: a model of ``ENDING``. The head's row of the end token points where hidden states lie."""
+
+    @cache
+    def build(name: str) -> Any:
+        kind, seed, odds = ENDING[name]
+        model = copy.deepcopy(tiny_t5(kind, seed=seed))
+        seen: list[torch.Tensor] = []
+        hook = model.lm_head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].flatten(0, 1)))
+        with torch.no_grad():
+            greedy(TorchEager(model), *padded_batch, min_new_tokens=10, max_new_tokens=10)
+            hook.remove()
+            hidden = torch.cat(seen)
+            mean = hidden.mean(dim=0)
+            logit = torch.logsumexp(model.lm_head(hidden), dim=1).mean() + math.log(odds)
+            model.lm_head.weight[model.config.eos_token_id] = mean / mean.square().sum() * logit
+        return model
+
+    return build
+
+
+def reference(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """transformers' sequences without the start token, and their scores. What follows an end is made padding."""
+    given = len(options.get("decoder_input_ids", [[0]])[0])
+    outputs = own_generate(model, ids, mask, return_dict_in_generate=True, output_scores=True, **options)
+    sequences = outputs.sequences[:, 1:].numpy().copy()
+    new = sequences[:, -(outputs.sequences.shape[1] - given) :]
+    ends = new == model.config.eos_token_id
+    new[ends.cumsum(axis=1) - ends > 0] = model.config.pad_token_id
+    return sequences, outputs.sequences_scores.numpy()
+
+
+def check_equal(result: Generated, expected: tuple[np.ndarray, np.ndarray]) -> None:
+    sequences, scores = expected
+    np.testing.assert_array_equal(result.sequences, sequences)
+    assert_close(result.scores, scores, atol=1e-5, rtol=2e-6)  # with a penalty of -1 they come near -1000
+    assert result.scores.dtype == np.float32 and result.sequences.dtype == np.int64
+
+
+def check_equals_generate(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> None:
+    check_equal(beam_search(backend, ids, mask, **options), reference(model, ids, mask, **options))
+
+
+def lengths_of(sequences: np.ndarray) -> np.ndarray:
+    return (sequences != 0).sum(axis=1)
+
+
+# Equal to transformers
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_the_reference_varies(ending_t5, padded_batch, name: str) -> None:
+    """Else equality would prove nothing of the beams, the penalties, the rules or what is kept of the ended."""
+    model = ending_t5(name)
+    found = {rule: reference(model, *padded_batch, early_stopping=rule, **ALL) for rule in RULES}
+    sequences, scores = found[False]
+    assert_varied(sequences)
+    assert len(np.unique(sequences, axis=0)) > 12, "answers should differ between sources and beams"
+    assert len(set(lengths_of(sequences))) >= 5, "answers should end at different lengths"
+    longest = lengths_of(sequences).reshape(-1, 4).max(axis=1)
+    assert (longest < LONGEST).any() and (longest == LONGEST).any(), "some sources should stop early and some not"
+    assert not np.array_equal(found[True][1], scores) and not np.array_equal(found["never"][1], scores)
+    first = {penalty: reference(model, *padded_batch, length_penalty=penalty, **ALL)[0][::4] for penalty in PENALTIES}
+    widths = [lengths_of(first[penalty]).sum() for penalty in (-1.0, 0.0, 1.0, 2.0)]
+    assert widths == sorted(widths) and widths[0] < widths[-1], "the penalty should decide which answers win"
+    alone = greedy(TorchEager(model), *padded_batch, max_new_tokens=LONGEST).sequences
+    assert alone.shape != first[1.0].shape or (alone != first[1.0]).any(), "more beams should find other answers"
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("rule", RULES)
+def test_equals_generate(ending_t5, padded_batch, rule: bool | str, penalty: float) -> None:
+    model = ending_t5("umt5")
+    check_equals_generate(
+        TorchEager(model), model, *padded_batch, early_stopping=rule, length_penalty=penalty, **ALL
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(name=st.sampled_from([*ENDING]), seed=st.integers(0, 2**16), beams=st.integers(2, 8), data=st.data())
+def test_equals_generate_whatever_is_asked(ending_t5, name: str, seed: int, beams: int, data: st.DataObject) -> None:
+    model, rng = ending_t5(name), np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, rng.integers(1, 6))
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    longest = data.draw(st.integers(1, LONGEST))
+    options: dict[str, Any] = dict(
+        num_beams=beams,
+        num_return_sequences=data.draw(st.integers(1, beams)),
+        length_penalty=data.draw(st.sampled_from(PENALTIES)),
+        early_stopping=data.draw(st.sampled_from(RULES)),
+        max_new_tokens=longest,
+        min_new_tokens=data.draw(st.just(0) | st.integers(0, longest)),
+    )
+    check_equals_generate(TorchEager(model), model, rng.integers(3, 300, mask.shape) * mask, mask, **options)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 9, 12])
+def test_equals_generate_where_there_are_hardly_more_tokens_than_beams(tiny_t5, vocab_size: int) -> None:
+    model = tiny_t5(vocab_size=vocab_size)
+    ids = np.random.default_rng(1).integers(2, vocab_size, (4, 6))
+    options: dict[str, Any] = dict(num_beams=vocab_size - 1, num_return_sequences=vocab_size - 1, max_new_tokens=10)
+    for least in (0, 3):
+        check_equals_generate(TorchEager(model), model, ids, np.ones_like(ids), min_new_tokens=least, **options)
+
+
+@pytest.mark.parametrize("with_start", [True, False])
+def test_goes_on_from_a_prefix(ending_t5, padded_batch, with_start: bool) -> None:
+    model = ending_t5("tied")
+    prefix = np.random.default_rng(5).integers(3, 300, (len(padded_batch[0]), 4))
+    prefix[:, 0] = model.config.decoder_start_token_id if with_start else prefix[:, 0]
+    options: dict[str, Any] = dict(decoder_input_ids=prefix, min_new_tokens=2, **ALL)
+    check_equals_generate(TorchEager(model), model, *padded_batch, **options)
+    result = beam_search(TorchEager(model), *padded_batch, **options).sequences
+    np.testing.assert_array_equal(result[:, : 4 - with_start], prefix[:, int(with_start) :].repeat(4, axis=0))
+    free = beam_search(TorchEager(model), *padded_batch, min_new_tokens=2, **ALL).sequences
+    assert result[:, 4 - with_start :].shape != free.shape or (result[:, 4 - with_start :] != free).any()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("name", ENDING)
+def test_one_beam_is_greedy_search(ending_t5, padded_batch, name: str, penalty: float) -> None:
+    model = ending_t5(name)
+    result = beam_search(TorchEager(model), *padded_batch, num_beams=1, max_new_tokens=9, length_penalty=penalty)
+    alone = greedy(TorchEager(model), *padded_batch, max_new_tokens=9)
+    np.testing.assert_array_equal(result.sequences, alone.sequences)
+    assert result.decoder_calls == alone.decoder_calls
+    ids, mask = (torch.as_tensor(array) for array in padded_batch)
+    with torch.no_grad():
+        labels = torch.as_tensor(result.sequences)
+        logits = model(input_ids=ids, attention_mask=mask, labels=labels).logits.log_softmax(dim=-1)
+    tokens = logits.gather(2, labels[..., None])[..., 0].numpy() * (result.sequences != 0)
+    assert_close(result.scores, tokens.sum(axis=1) / lengths_of(result.sequences) ** penalty, atol=1e-5)
+
+
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtBound])
+@pytest.mark.parametrize("name", ["tied", "umt5"])
+def test_equals_generate_on_onnx_runtime(ending_t5, padded_batch, tmp_path, name: str, runtime: Any) -> None:
+    model = ending_t5(name)
+    export_model(model, tmp_path / "export")
+    backend = runtime(tmp_path / "export", settings=SessionSettings(threads=1))
+    check_equals_generate(backend, model, *padded_batch, **ALL)
+    check_equals_generate(backend, model, *padded_batch, num_beams=3, max_new_tokens=9, min_new_tokens=9)
+    prefix = np.random.default_rng(5).integers(3, 300, (len(padded_batch[0]), 3))
+    check_equals_generate(backend, model, *padded_batch, num_beams=2, max_new_tokens=6, decoder_input_ids=prefix)
+
+
+def test_translates_like_transformers(mini, exported_mini) -> None:
+    model, tokenizer = mini
+    texts = ["I am tired.", "The house near the river is old and very small.", "Where is the station?"]
+    batch = tokenizer([f"translate English to French: {text}" for text in texts], return_tensors="np", padding=True)
+    options: dict[str, Any] = dict(num_beams=4, num_return_sequences=4, max_new_tokens=30)
+    expected = reference(model, batch["input_ids"], batch["attention_mask"], **options)
+    assert_varied(expected[0])
+    assert len(set(lengths_of(expected[0]))) > 2 and lengths_of(expected[0]).max() < 30
+    backend = OrtNumpy(exported_mini, settings=SessionSettings(threads=1))
+    check_equal(beam_search(backend, batch["input_ids"], batch["attention_mask"], **options), expected)
+
+
+def test_an_answer_does_not_depend_on_its_batch(ending_t5, padded_batch) -> None:
+    backend, (ids, mask) = TorchEager(ending_t5("umt5")), padded_batch
+    together = beam_search(backend, ids, mask, **ALL)
+    for row, (source, real) in enumerate(zip(ids, mask, strict=True)):
+        alone = beam_search(backend, source[None, : real.sum()], **ALL)
+        here = slice(4 * row, 4 * row + 4)
+        width = alone.sequences.shape[1]
+        np.testing.assert_array_equal(alone.sequences, together.sequences[here, :width])
+        assert not together.sequences[here, width:].any()
+        assert_close(alone.scores, together.scores[here], atol=1e-5)
+
+
+def test_fewer_returned_sequences_are_the_best_of_more(ending_t5, padded_batch) -> None:
+    backend = TorchEager(ending_t5("tied"))
+    four = beam_search(backend, *padded_batch, **ALL)
+    assert (np.diff(four.scores.reshape(-1, 4)) <= 0).all()
+    two = beam_search(backend, *padded_batch, **{**ALL, "num_return_sequences": 2})
+    rows = np.arange(len(four.scores)).reshape(-1, 4)[:, :2].ravel()
+    np.testing.assert_array_equal(two.scores, four.scores[rows])
+    width = two.sequences.shape[1]
+    np.testing.assert_array_equal(two.sequences, four.sequences[rows, :width])
+    assert not four.sequences[rows, width:].any()
+
+
+# Broken searches fail the same check
+
+
+def replaces(self: Answers, sources: np.ndarray, scores: np.ndarray, nodes: np.ndarray, length: int) -> None:
+    has = np.isfinite(scores).any(axis=1)  # what there was before is gone
+    self.scores[sources[has]], self.nodes[sources[has]] = -np.inf, START
+    add(self, sources, scores, nodes, length)
+
+
+def takes_what_comes_after(self: Answers, *arguments: Any) -> bool:
+    stopped = close(self, *arguments)
+    if self.is_open.any():
+        self.is_open[:] = True
+    return stopped
+
+
+def without_log_softmax(self: BeamTopK, flat: np.ndarray) -> Any:
+    maxima, highest, log_total = passes(self, flat)
+    return maxima, highest, log_total * 0
+
+
+def loses_the_last_lane(self: BeamTopK, logits: np.ndarray, *arguments: Any, **options: Any) -> Any:
+    logits = logits.copy()
+    logits[:, :, -60:] = -30.0
+    return best(self, logits, *arguments, **options)
+
+
+def chooses_the_forbidden(self: BeamTopK, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
+    return best(self, *arguments)
+
+
+def renormalises(self: BeamTopK, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
+    if forbidden is not None:
+        logits = logits.copy()
+        logits[:, :, forbidden] = -np.inf
+    return best(self, logits, *arguments)
+
+
+add, close, passes, best = Answers.add, Answers.close, BeamTopK._passes, BeamTopK.best
+penalty_of, first_init = Answers._penalty, Answers.__init__
+
+
+def always(rule: bool | str) -> Callable[..., None]:
+    def init(self: Answers, shape: Any, **options: Any) -> None:
+        first_init(self, shape, **{**options, "early_stopping": rule})
+
+    return init
+
+
+BROKEN_BACKENDS = {
+    "no reordering": NoReorder,
+    "reorders the other way": broken(
+        reorder=lambda self, state, rows: TorchEager.reorder(self, state, np.argsort(rows, axis=1))),
+    "keeps others": KeepsTheFirst,
+}  # fmt: skip
+BROKEN_PARTS: dict[str, tuple[type, str, Any]] = {
+    "no length penalty": (Answers, "_penalty", lambda self, length: np.float32(1)),
+    "penalty of one token less": (Answers, "_penalty", lambda self, length: penalty_of(self, max(length - 1, 1))),
+    "answers are not kept": (Answers, "add", replaces),
+    "answers after the stop": (Answers, "close", takes_what_comes_after),
+    "always stops at once": (Answers, "__init__", always(True)),
+    "never stops at once": (Answers, "__init__", always(False)),
+    "no log-softmax": (BeamTopK, "_passes", without_log_softmax),
+    "a lane is lost": (BeamTopK, "best", loses_the_last_lane),
+    "min_new_tokens is ignored": (BeamTopK, "best", chooses_the_forbidden),
+    "renormalised without the end": (BeamTopK, "best", renormalises),
+}
+
+
+@pytest.mark.parametrize("name", [*BROKEN_BACKENDS, *BROKEN_PARTS])
+def test_a_broken_search_is_caught(ending_t5, padded_batch, monkeypatch, name: str) -> None:
+    model = ending_t5("umt5")
+    batches = [padded_batch, tuple(array[::-1].copy() for array in padded_batch)]  # those that stop first are not last
+    cases = [(batch, dict(ALL, early_stopping=rule, min_new_tokens=n)) for batch in batches
+             for rule, n in ((False, 0), (True, 0), (False, 3))]  # fmt: skip
+    expected = [reference(model, *batch, **options) for batch, options in cases]
+
+    def check(kind: type[TorchEager]) -> None:
+        for (batch, options), result in zip(cases, expected, strict=True):
+            check_equal(beam_search(kind(model), *batch, **options), result)
+
+    check(TorchEager)
+    if name in BROKEN_PARTS:
+        monkeypatch.setattr(*BROKEN_PARTS[name])
+    with pytest.raises(AssertionError, match="not equal|Mismatched elements|shapes|not close"):
+        check(BROKEN_BACKENDS.get(name, TorchEager))
+
+
+# The loop itself, on a toy
+
+
+class Toy(Counter):
+    """All answers to source n have n tokens and the end. Remembers its calls."""
+
+    vocab_size = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eos_token_id, self.calls = 1, []
+
+    def start(self, source: np.ndarray, rows_per_source: int = 1) -> dict[str, np.ndarray]:
+        self.calls.append(("start", rows_per_source))
+        return {"ends": source.copy(), "histories": np.zeros((len(source), rows_per_source, 0), dtype=np.int64)}
+
+    def step(self, state: dict[str, np.ndarray], input_ids: np.ndarray) -> np.ndarray:
+        self.calls.append(("step", input_ids.shape))
+        state["histories"] = np.concatenate([state["histories"], input_ids], axis=2)
+        length = state["histories"].shape[2]
+        odds = np.full((*input_ids.shape, self.vocab_size), 1e-6)
+        odds[..., 2], odds[..., 3] = np.where(input_ids == 3, [[[[0.9]]], [[[0.08]]]], [[[[0.5]]], [[[0.33]]]])
+        odds[state["ends"] < length, ..., 1] = 30.0
+        return np.log(odds, dtype=np.float32)
+
+    def reorder(self, state: dict[str, np.ndarray], rows: np.ndarray) -> None:
+        self.calls.append(("reorder", rows.shape))
+        assert (rows != np.arange(rows.shape[1])).any(), "the order did not change"
+        state["histories"] = np.take_along_axis(state["histories"], rows[:, :, None], axis=1)
+
+    def keep(self, state: dict[str, np.ndarray], sources: np.ndarray) -> None:
+        self.calls.append(("keep", sources.tolist()))
+        state.update({name: array[sources] for name, array in state.items()})
+
+    def of(self, name: str) -> list[Any]:
+        return [argument for called, argument in self.calls if called == name]
+
+
+def test_sources_that_stop_leave_the_batch() -> None:
+    toy = Toy()
+    ids = [[3], [6], [2], [6], [5], [7]]
+    result = beam_search(toy, ids, num_beams=2, early_stopping=True, max_new_tokens=20)
+    assert lengths_of(result.sequences).tolist() == [4, 7, 3, 7, 6, 8], "the end token counts"
+    assert toy.encodes == 1 and toy.of("start") == [2]
+    assert [shape[0] for shape in toy.of("step")] == [6, 6, 6, 6, 4, 4, 3, 1]
+    assert toy.of("keep") == [[1, 3, 4, 5], [0, 1, 3], [2]], "they leave as soon as a quarter of the batch has stopped"
+    assert result.decoder_calls == 8
+    for row, source in enumerate(ids):
+        alone = beam_search(Toy(), [source], num_beams=2, early_stopping=True, max_new_tokens=20)
+        assert alone.sequences[0].tolist() == result.sequences[row, : alone.sequences.shape[1]].tolist()
+        assert alone.scores[0] == result.scores[row]
+
+
+def test_only_a_new_order_is_asked_for() -> None:
+    toy = Toy()
+    beam_search(toy, [[9]], num_beams=2, min_new_tokens=8, max_new_tokens=8)
+    assert toy.of("reorder") == [(1, 2)], "the second step: before it all rows are equal, after it the order stays"
+    toy = Toy()
+    beam_search(toy, [[9]], num_beams=1, max_new_tokens=8)
+    assert not toy.of("reorder")
+
+
+def test_a_generous_bound_costs_no_memory() -> None:
+    assert beam_search(Toy(), [[5]], num_beams=2, max_new_tokens=10**15).sequences.shape == (1, 6)
+
+
+def test_stops_at_the_bound_and_counts_only_new_tokens() -> None:
+    result = beam_search(Toy(), [[9]], num_beams=2, max_new_tokens=1)
+    assert result.sequences.tolist() == [[2]] and result.decoder_calls == 1
+    result = beam_search(Toy(), [[9]], num_beams=2, max_new_tokens=3, decoder_input_ids=[[7, 7]])
+    assert result.sequences[:, :2].tolist() == [[7, 7]] and result.sequences.shape == (1, 5)
+    assert result.decoder_calls == 3
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from([np.nan, np.inf, -np.inf]), st.integers(0, 2**16))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_broken_model_breaks_nothing_else(value: float, seed: int) -> None:
+    class Broken(Toy):
+        def step(self, state: Any, input_ids: np.ndarray) -> np.ndarray:
+            rng = np.random.default_rng([seed, len(self.calls)])
+            logits = super().step(state, input_ids)
+            logits[rng.random(logits.shape) < rng.choice([0.1, 1.0])] = value
+            return logits
+
+    result = beam_search(Broken(), [[9], [4]], num_beams=3, num_return_sequences=2, max_new_tokens=6)
+    assert len(result.sequences) == len(result.scores) == 4
+
+
+# Its parts
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    vocab_size=st.integers(2, 40) | st.sampled_from([299, 300, 1009, 32128]),
+    batch=st.integers(1, 4),
+    rows=st.integers(1, 8),
+    count=st.integers(1, 16),
+    scale=st.sampled_from([0.1, 3.0, 1000.0]),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+def test_the_best_continuations(vocab_size, batch, rows, count, scale, seed, data: st.DataObject) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((batch, rows, 2, vocab_size)) * scale).astype(np.float32)[:, :, 0]  # strided
+    scores = -rng.random((batch, rows)).astype(np.float32) * 9
+    forbidden = data.draw(st.none() | st.integers(0, vocab_size - 1))
+    if forbidden is not None and data.draw(st.booleans()):
+        logits[:, :, forbidden] += 3 * scale
+    before = logits.copy()
+    found, row, token = BeamTopK(vocab_size).best(logits, scores, count, forbidden=forbidden)
+    np.testing.assert_array_equal(logits, before)
+    exact = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=2, keepdims=True) + scores[:, :, None]
+    if forbidden is not None:
+        exact[:, :, forbidden] = -np.inf
+    flat = exact.reshape(batch, -1)
+    count = min(count, flat.shape[1])
+    assert found.shape == row.shape == token.shape == (batch, count) and found.dtype == np.float32
+    assert_close(found, -np.sort(-flat, axis=1)[:, :count], atol=2e-5, rtol=2e-6)
+    assert_close(found, np.take_along_axis(flat, row * vocab_size + token, axis=1), atol=2e-5, rtol=2e-6)
+    assert all(len(set(chosen)) == count for chosen in (row * vocab_size + token).tolist()), "none twice"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2**16), st.integers(2, 99)), min_size=1, max_size=4), max_size=6))
+def test_the_tree_remembers_what_lists_would(steps: list[list[tuple[int, int]]]) -> None:
+    tree, paths = Tree(), {START: []}
+    for step in steps:
+        parents = [[*paths][choice % len(paths)] for choice, _ in step]
+        tokens = [token for _, token in step]
+        first = tree.grow(np.array(parents), np.array(tokens))
+        paths.update({first + i: [*paths[parents[i]], tokens[i]] for i in range(len(step))})
+    sequences = tree.sequences(np.array([*paths]), pad_token_id=0)
+    assert sequences.shape == (len(paths), max(map(len, paths.values())))
+    assert [row[row > 0].tolist() for row in sequences] == [*paths.values()]
+
+
+def answers(rule: bool | str = False, penalty: float = 1.0) -> Answers:
+    return Answers((2, 2), length_penalty=penalty, early_stopping=rule, max_new_tokens=10)
+
+
+def test_the_best_answers_are_kept() -> None:
+    kept = answers()
+    kept.add(np.array([1]), np.array([[-4.0, -np.inf]], dtype=np.float32), np.array([[5, 6]]), 2)
+    kept.add(
+        np.array([0, 1]), np.array([[-8.0, -4.0], [-4.0, -12.0]], dtype=np.float32), np.array([[7, 8], [9, 10]]), 4
+    )
+    assert kept.nodes.tolist() == [[8, 7], [9, 5]] and kept.scores.tolist() == [[-1.0, -2.0], [-1.0, -2.0]]
+    kept.add(np.array([1]), np.array([[-10.0, -np.inf]], dtype=np.float32), np.array([[11, 12]]), 5)
+    assert kept.nodes[1].tolist() == [9, 5], "of equal answers the first stays"
+
+
+@pytest.mark.parametrize(
+    ("rule", "penalty", "best_open", "stops"),
+    [
+        (True, 1.0, 0.0, True), (False, 1.0, -7.9, False), (False, 1.0, -8.0, True), (False, 1.0, -8.1, True),
+        ("never", 1.0, -19.9, False), ("never", 1.0, -20.0, True), ("never", 0.0, -8.0, True),
+        ("never", 0.0, -7.9, False), ("never", -1.0, -1.9, False), ("never", -1.0, -2.0, True),
+    ],
+)  # fmt: skip
+def test_when_a_source_stops(rule: bool | str, penalty: float, best_open: float, stops: bool) -> None:
+    """After four tokens its worst answer scores as much as -8 then, which is -20 after ten at that likelihood."""
+    kept, both = answers(rule, penalty), np.array([0, 1])
+    score = np.float32(-8.0) if penalty >= 0 else np.float32(-2.0)
+    kept.add(both, np.array([[-1.0, -np.inf], [score, -1.0]], dtype=np.float32), np.array([[3, 4], [5, 6]]), 4)
+    assert kept.close(both, np.array([best_open, best_open], dtype=np.float32), 4) is stops
+    assert kept.is_open.tolist() == [True, not stops], "a source with too few answers goes on"
+    assert not kept.close(both, np.array([-99.0, 0.0], dtype=np.float32), 5) or not stops
+
+
+# Bad input
+
+
+def test_no_options() -> None:
+    toy = Toy()
+    call = partial(beam_search, toy, [[3]])
+    refused(call, "num_beams", 0, -4, 2.0, True)
+    refused(call, "num_beams", 12, match="less than the vocabulary has entries, 12")
+    refused(call, "num_return_sequences", 0)
+    refused(call, "num_return_sequences", 5, match="at most num_beams, 4")
+    refused(partial(call, num_beams=1), "num_return_sequences", 2, match="at most num_beams, 1")
+    refused(call, "early_stopping", "x", 1, np.array(["never"]), match="early_stopping is .*; give False, True or")
+    refused(call, "length_penalty", "1", True, float("nan"), -float("inf"))
+    refused(call, "length_penalty", 10**400, match="give a number from -16.8 to 16.8")
+    refused(call, "max_new_tokens", 0)
+    refused(partial(call, max_new_tokens=8), "min_new_tokens", 9, match="min_new_tokens")
+    refused(call, "decoder_input_ids", [[1], [2]], match="for each of 1")
+    refused(call, "decoder_input_ids", [[12]], match="0 … 11")
+    assert not toy.encodes, "what is wrong is said before any work"
+    refused(partial(beam_search, input_ids=[[3]]), "backend", Counter(), match="lacks reorder")
+
+
+def test_takes_the_numbers_of_numpy() -> None:
+    options = dict(num_beams=np.int64(2), num_return_sequences=np.int32(2), length_penalty=np.float32(0.5))
+    assert beam_search(Toy(), [[3]], max_new_tokens=np.int64(4), **options).sequences.shape == (2, 4)

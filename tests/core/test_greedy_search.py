@@ -1,0 +1,365 @@
+"""Greedy search: equal to transformers' generate() on padded batches, and deaf to everything that is no batch."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from programs import KeepsTheFirst, NoMask, broken, own_generate
+
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checks import as_batch, as_count, as_integers
+from t5accel.decoding.backend import Backend, Generated, Histories, right_aligned
+from t5accel.decoding.greedy_search import greedy
+from t5accel.errors import InputError
+from t5accel.parity import assert_varied
+
+ROOT = Path(__file__).resolve().parents[2]
+unhurried = settings(deadline=None, max_examples=100)
+cached_and_not = pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
+
+
+# Equal to transformers
+
+
+def generate(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> np.ndarray:
+    """What transformers generates, without the start token; checked to vary."""
+    expected = own_generate(model, ids, mask, **options)[:, 1:].numpy()
+    assert_varied(expected)
+    return expected
+
+
+def check_equals_generate(backend: Backend, model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> None:
+    expected = generate(model, ids, mask, **options)
+    np.testing.assert_array_equal(greedy(backend, ids, mask, **options).sequences, expected)
+
+
+def end_positions(sequences: np.ndarray, end: int) -> list[int]:
+    """Where the rows that end by themselves do so."""
+    return [row.tolist().index(end) for row in sequences if end in row]
+
+
+@pytest.fixture
+def ending_t5(tiny_t5, ending) -> Callable[[str], Any]:
+    return lambda kind: tiny_t5(kind, **ending(kind))
+
+
+@cached_and_not
+def test_min_new_tokens_defers_the_end(ending_t5, padded_batch, use_cache: bool) -> None:
+    model = ending_t5("deeper-decoder")
+    backend = TorchEager(model, use_cache=use_cache)
+    end = model.config.eos_token_id
+    at_least = min(end_positions(generate(model, *padded_batch, max_new_tokens=14), end)) + 3
+    check_equals_generate(backend, model, *padded_batch, min_new_tokens=at_least, max_new_tokens=14)
+    free, deferred = (
+        greedy(backend, *padded_batch, min_new_tokens=n, max_new_tokens=14).sequences for n in (0, at_least)
+    )
+    assert end in free[:, :at_least] and end not in deferred[:, :at_least]
+
+
+@cached_and_not
+@pytest.mark.parametrize("with_start", [True, False])
+def test_goes_on_from_a_prefix(tiny_t5, kind: str, padded_batch, use_cache: bool, with_start: bool) -> None:
+    model = tiny_t5(kind)
+    prefix = np.random.default_rng(5).integers(3, 300, (len(padded_batch[0]), 4))
+    prefix[:, 0] = model.config.decoder_start_token_id if with_start else prefix[:, 0]
+    options: dict[str, Any] = dict(decoder_input_ids=prefix, max_new_tokens=8, min_new_tokens=3)
+    backend = TorchEager(model, use_cache=use_cache)
+    check_equals_generate(backend, model, *padded_batch, **options)
+    result = greedy(backend, *padded_batch, **options).sequences
+    np.testing.assert_array_equal(result[:, : 4 - with_start], prefix[:, int(with_start) :])
+    free = greedy(backend, *padded_batch, max_new_tokens=8).sequences
+    assert not np.array_equal(result[:, 4 - with_start :], free), "the prefix should matter"
+
+
+@cached_and_not
+def test_an_answer_does_not_depend_on_its_batch(ending_t5, kind: str, padded_batch, use_cache: bool) -> None:
+    model = ending_t5(kind)
+    backend, (ids, mask) = TorchEager(model, use_cache=use_cache), padded_batch
+    together = greedy(backend, ids, mask, max_new_tokens=14).sequences
+    assert_varied(together)
+    assert len(np.unique(together, axis=0)) == len(ids), "sources should have different answers"
+    for row, (source, real) in enumerate(zip(ids, mask, strict=True)):
+        alone = greedy(backend, source[None, : real.sum()], max_new_tokens=14).sequences[0]
+        np.testing.assert_array_equal(alone, together[row, : len(alone)])
+        assert not together[row, len(alone) :].any()
+    backwards = greedy(backend, ids[::-1], mask[::-1], max_new_tokens=14).sequences[::-1]
+    np.testing.assert_array_equal(backwards, together)
+    wider = (np.pad(array, ((0, 0), (0, 5))) for array in (ids, mask))
+    np.testing.assert_array_equal(greedy(backend, *wider, max_new_tokens=14).sequences, together)
+
+
+def test_masked_positions_do_not_matter(tiny_t5, padded_batch) -> None:
+    ids, mask = padded_batch
+    backend = TorchEager(tiny_t5())
+    garbage = np.where(mask == 1, ids, 17)
+    expected = greedy(backend, ids, mask, max_new_tokens=8).sequences
+    assert_varied(expected)
+    np.testing.assert_array_equal(greedy(backend, garbage, mask, max_new_tokens=8).sequences, expected)
+    assert not np.array_equal(greedy(backend, garbage, max_new_tokens=8).sequences, expected), "the mask should matter"
+
+
+def test_takes_lists_and_tensors_and_makes_the_mask(tiny_t5, padded_batch) -> None:
+    backend, (ids, mask) = TorchEager(tiny_t5()), padded_batch
+    search = partial(greedy, backend, max_new_tokens=6)
+    expected = search(ids, mask).sequences
+    assert expected.dtype == np.int64
+    tensors = torch.as_tensor(ids), torch.as_tensor(mask)
+    for given_ids, given_mask in (
+        (ids, None), (ids.tolist(), mask.tolist()), tensors, (ids.astype(np.uint16), mask == 1), (tensors[0], None),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(search(given_ids, given_mask).sequences, expected)
+
+
+# Broken backends fail the same check
+
+
+def without_cross_mask(self: TorchEager, source: Any, rows_per_source: int = 1) -> Any:
+    state = TorchEager.start(self, source, rows_per_source)
+    state.mask = torch.ones_like(state.mask)
+    return state
+
+
+def without_past(self: TorchEager, state: Any, input_ids: np.ndarray) -> np.ndarray:
+    fresh = copy.copy(state)
+    fresh.cache, fresh.tokens, fresh.rows = None, state.tokens[:, :0], Histories.empty(*state.rows.shape)
+    return TorchEager.step(self, fresh, input_ids)
+
+
+def with_bias(model: Any, stack: str, change: Any) -> Any:
+    """A copy whose relative position bias (buckets, heads) in the encoder or decoder is changed."""
+    other = copy.deepcopy(model)
+    attention = getattr(other, stack).block[0].layer[0].SelfAttention
+    with torch.no_grad():
+        attention.relative_attention_bias.weight.copy_(change(attention.relative_attention_bias.weight))
+    return other
+
+
+BROKEN = {
+    "no mask": NoMask,
+    "no mask in cross-attention": broken(start=without_cross_mask),
+    "keeps the wrong sources": KeepsTheFirst,
+    "forgets the past": partial(broken(step=without_past), use_cache=False),
+    "encoder bias shifted": lambda model: TorchEager(with_bias(model, "encoder", lambda w: w.roll(1, 0))),
+    "encoder bias zero": lambda model: TorchEager(with_bias(model, "encoder", torch.zeros_like)),
+    "decoder bias shifted": lambda model: TorchEager(with_bias(model, "decoder", lambda w: w.roll(1, 0))),
+    "decoder bias zero": lambda model: TorchEager(with_bias(model, "decoder", torch.zeros_like)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_backend_is_caught(ending_t5, padded_batch, name: str) -> None:
+    model = ending_t5("deeper-decoder")
+    # two orders: one whose finished sources do not happen to come last
+    batches = [padded_batch, tuple(array[::-1].copy() for array in padded_batch)]
+    for batch in batches:
+        check_equals_generate(TorchEager(model), model, *batch, max_new_tokens=14)
+    with pytest.raises(AssertionError, match="Mismatched elements|not equal|shapes"):
+        for batch in batches:
+            check_equals_generate(BROKEN[name](model), model, *batch, max_new_tokens=14)
+
+
+def test_a_degenerate_reference_is_refused(padded_batch) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    dull = T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=32, d_kv=12, d_ff=64, num_heads=4, num_layers=2,
+                                               decoder_start_token_id=0)).eval()  # fmt: skip
+    with pytest.raises(InputError, match="degenerate"):
+        check_equals_generate(TorchEager(dull), dull, *padded_batch, min_new_tokens=8, max_new_tokens=8)
+
+
+# The loop itself, on a toy
+
+
+class Counter:
+    """Row b goes on from token ``source[b, 0]``, one up each step, and ends at 9."""
+
+    vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 10, 0, 9, 0
+
+    def __init__(self) -> None:
+        self.encodes, self.widths = 0, []
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        self.encodes += 1
+        return input_ids[:, 0]
+
+    def start(self, source: np.ndarray, rows_per_source: int = 1) -> dict[str, np.ndarray]:
+        return {"next": source.copy()}
+
+    def step(self, state: dict[str, np.ndarray], input_ids: np.ndarray) -> np.ndarray:
+        self.widths.append(len(input_ids))
+        logits = np.zeros((*input_ids.shape, self.vocab_size), dtype=np.float32)
+        logits[:, :, -1] = np.eye(self.vocab_size)[np.minimum(state["next"], 9)][:, None]
+        state["next"] += 1
+        return logits
+
+    def keep(self, state: dict[str, np.ndarray], sources: np.ndarray) -> None:
+        state["next"] = state["next"][sources]
+
+
+def test_rows_end_pad_and_leave_the_batch() -> None:
+    toy = Counter()
+    result = greedy(toy, [[8], [5], [8], [2]], max_new_tokens=20)
+    assert isinstance(result, Generated) and result.scores is None
+    assert result.sequences.tolist() == [
+        [8, 9, 0, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 0, 0, 0], [8, 9, 0, 0, 0, 0, 0, 0], [2, 3, 4, 5, 6, 7, 8, 9],
+    ]  # fmt: skip
+    assert toy.encodes == 1 and result.decoder_calls == len(toy.widths) == 8
+    assert toy.widths == [4, 4, 2, 2, 2, 1, 1, 1], "finished rows should leave as soon as half of the batch is done"
+
+
+def test_stops_at_the_bound_and_counts_only_new_tokens() -> None:
+    assert greedy(Counter(), [[2]], max_new_tokens=3).sequences.tolist() == [[2, 3, 4]]
+    result = greedy(Counter(), [[2]], max_new_tokens=3, decoder_input_ids=[[7, 7]])
+    assert result.sequences.tolist() == [[7, 7, 2, 3, 4]] and result.decoder_calls == 3
+
+
+def test_a_generous_bound_costs_no_memory() -> None:
+    assert greedy(Counter(), [[7]], max_new_tokens=10**15).sequences.tolist() == [[7, 8, 9]]
+
+
+def test_the_end_token_of_a_prefix_ends_nothing() -> None:
+    assert greedy(Counter(), [[7]], decoder_input_ids=[[9]]).sequences.tolist() == [[9, 7, 8, 9]]
+
+
+# Bad input
+
+BAD_BATCHES: dict[str, tuple[Any, Any]] = {
+    "empty": ([], None),
+    "no tokens": ([[]], None),
+    "one dimension": ([3, 4], None),
+    "three dimensions": ([[[3]]], None),
+    "ragged": ([[3, 4], [5]], None),
+    "floats": ([[3.0]], None),
+    "nan": ([[float("nan")]], None),
+    "text": ("hello", None),
+    "texts": (["hello"], None),
+    "none": (None, None),
+    "none inside": ([[3, None]], None),
+    "negative": ([[3, -1]], None),
+    "beyond 64 bits": ([[2**70]], None),
+    "beyond 63 bits": ([[2**63]], None),
+    "time": (np.array([[3]], dtype="m8[s]"), None),
+    "mapping": ({"input_ids": [[3]]}, None),
+    "bfloat16 tensor": (torch.ones(1, 2, dtype=torch.bfloat16), None),
+    "sparse tensor": (torch.ones(1, 2, dtype=torch.long).to_sparse(), None),
+    "meta tensor": (torch.ones(1, 2, dtype=torch.long, device="meta"), None),
+    "only padding": ([[0, 0]], None),
+    "mask of another shape": ([[3, 4]], [[1]]),
+    "mask of other values": ([[3, 4]], [[1, 2]]),
+    "mask of floats": ([[3, 4]], [[1.0, 1.0]]),
+    "mask all zero in a row": ([[3], [4]], [[1], [0]]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_no_batch(case: str) -> None:
+    with pytest.raises(InputError, match="input_ids|attention_mask"):
+        as_batch(*BAD_BATCHES[case])
+
+
+def test_a_bare_model_is_no_backend(tiny_t5) -> None:
+    with pytest.raises(InputError, match="TorchEager"):
+        greedy(tiny_t5(), [[3]])
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
+nested = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=8,
+)
+arrays = hnp.arrays(hnp.scalar_dtypes(), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3))
+nearly = st.lists(st.lists(st.integers(-1, 11) | st.sampled_from([0.5, None, "3"]), max_size=3), max_size=3)
+valid = hnp.arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 3)), elements=st.integers(0, 9))
+anything = nested | arrays | nearly | valid
+bounds = st.integers(-2, 30) | st.none() | st.floats() | st.text(max_size=2)
+
+
+@unhurried
+@given(anything, st.integers(0, 4))
+def test_as_integers_raises_input_error_at_most(values: Any, rank: int) -> None:
+    try:
+        array = as_integers(values, "values", rank=rank)
+    except InputError as error:
+        assert "values" in str(error)
+    else:
+        assert array.dtype == np.int64 and array.ndim == rank
+        assert not array.size or (array == np.asarray(values)).all()
+
+
+@unhurried
+@given(anything, st.none() | anything)
+def test_as_batch_raises_input_error_at_most(input_ids: Any, attention_mask: Any) -> None:
+    try:
+        ids, mask = as_batch(input_ids, attention_mask)
+    except InputError:
+        return
+    assert ids.shape == mask.shape and ids.ndim == 2 and ids.dtype == mask.dtype == np.int64
+    assert ids.min() >= 0 and set(np.unique(mask)) <= {0, 1} and mask.any(axis=1).all()
+
+
+@unhurried
+@given(nested | st.integers(-3, 3))
+def test_as_count_raises_input_error_at_most(value: Any) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        assert as_count(value, "n", at_least=1) == value
+    else:
+        with pytest.raises(InputError, match="^n must .*at least 1"):
+            as_count(value, "n", at_least=1)
+
+
+def test_as_count_takes_numpy_integers() -> None:
+    assert type(as_count(np.int32(4), "n", at_least=1)) is int
+
+
+@unhurried
+@given(hnp.arrays(np.int64, hnp.array_shapes(max_dims=2, max_side=4), elements=st.integers(0, 5)))
+def test_right_aligned(lengths: np.ndarray) -> None:
+    mask = right_aligned(lengths, 5)
+    assert mask.shape == (*lengths.shape, 5) and (mask.sum(axis=-1) == lengths).all()
+    assert (np.diff(mask, axis=-1) >= 0).all(), "ones should stand on the right"
+
+
+# Without torch
+
+ALONE = """
+import sys
+for name in ("torch", "transformers", "onnxruntime"):
+    sys.modules[name] = None  # importing it fails from now on
+import numpy as np
+import t5accel.tokenization
+from t5accel.decoding.greedy_search import greedy
+class Counter:
+    vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
+    def encode(self, input_ids, attention_mask): return input_ids
+    def start(self, source, rows_per_source=1): return None
+    def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
+ids = greedy(Counter(), [[3]], max_new_tokens=8).sequences
+print(ids.tolist())
+try:
+    import t5accel.backends.torch_eager
+except ImportError:
+    print("blocked")
+"""
+
+
+def test_decoding_needs_neither_torch_nor_transformers() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[:2] == ["[[1, 2, 3, 4, 5]]", "blocked"]

@@ -1,0 +1,447 @@
+"""What is pruned is gone, and what is left computes what the whole model does with the rest multiplied by zero."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import log
+from programs import PROGRAM, check_program
+from refused import refused
+from test_beam import check_equals_generate
+from test_distillation import (
+    MIXTURE,
+    TOY,
+    interrupt,
+    looking,
+    often,
+    same_weights,
+    stored,
+    toy_tokenizer,
+)
+from test_export import Graphs, histories, same_logits, teacher_forced
+from test_gates import some_kept
+from test_pruned_models import generated, narrowed
+
+import t5accel.distillation.pruning as module
+from t5accel.backends.hf_generate import AcceleratedT5
+from t5accel.backends.ort_iobinding import OrtBound
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.decoding.greedy_search import greedy
+from t5accel.distillation.gates import Gates, gated
+from t5accel.distillation.importance import Kept, magnitude, select_kept
+from t5accel.distillation.pruning import PruneConfig, prune, prune_to
+from t5accel.distillation.student import distill, shrink_decoder
+from t5accel.errors import InputError
+from t5accel.graphs.contract import DECODER, ENCODER
+from t5accel.graphs.export import export_model, t5_weights
+from t5accel.graphs.layers import decoder_graph, encoder_graph
+from t5accel.models.load import load_model
+from t5accel.models.pruned import layer_widths, prunable_modules
+from t5accel.models.sizes import T5Dims
+from t5accel.parity import ParityError, assert_close, assert_varied
+from t5accel.precision.convert import convert_export
+
+V5 = int(transformers.__version__.split(".")[0]) >= 5
+ALL = ["deeper-decoder", "shallower-decoder", "gated-untied", "mt5", "umt5"]
+NEW = histories(6, 2, 7)
+SECOND = "encoder.block.1.layer.0.SelfAttention"
+
+pytestmark = pytest.mark.usefixtures("random_state_put_back")
+
+
+def equal(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Within 1e-5, or more where the logits themselves are larger than 1."""
+    assert_close(actual, expected, atol=1e-5 * max(1.0, float(expected.std())))
+
+
+def masked(model: Any, kept: Kept, batch: Any) -> np.ndarray:
+    """Logits of the whole model, its other heads and neurons multiplied by zero."""
+    gates = Gates(model)
+    gates.close(kept)
+    with gated(model, gates):
+        return teacher_forced(model, *batch, NEW)
+
+
+def sizes_of(kept: Kept, model: Any) -> dict[str, list[int]]:
+    sizes: dict[str, list[int]] = {}
+    for kind, _, name, _ in prunable_modules(model):
+        sizes.setdefault(kind, []).append(len(kept[name]))
+    return sizes
+
+
+# --- removing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ALL)
+def test_what_is_left_computes_what_the_masked_model_does(tiny_t5, padded_batch, kind: str, seed: int) -> None:
+    model = tiny_t5(kind)
+    before, config = stored(model), model.config.to_dict()
+    kept = some_kept(Gates(model), seed, at_least=1)
+    small = prune_to(model, kept)
+    expected = masked(model, kept, padded_batch)
+    equal(teacher_forced(small, *padded_batch, NEW), expected)
+    with pytest.raises(ParityError):
+        equal(teacher_forced(model, *padded_batch, NEW), expected)
+    assert layer_widths(small) == sizes_of(kept, model) and T5Dims.of(small).cross_heads == tuple(
+        layer_widths(small)["cross_heads"]
+    )
+    assert type(small) is type(model) and not small.training
+    assert same_weights(model, before) and model.config.to_dict() == config
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+def test_another_head_or_another_heads_biases_are_noticed(tiny_t5, padded_batch, kind: str) -> None:
+    model = tiny_t5(kind)
+    whole = Gates(model).kept()
+    kept, other = {**whole, SECOND: (1, 3)}, {**whole, SECOND: (1, 2)}
+    expected = masked(model, kept, padded_batch)
+    small = prune_to(model, kept)
+    equal(teacher_forced(small, *padded_batch, NEW), expected)
+    with pytest.raises(ParityError):
+        equal(teacher_forced(prune_to(model, other), *padded_batch, NEW), expected)
+    table = small.get_submodule(SECOND).relative_attention_bias.weight
+    with torch.no_grad():
+        table.copy_(table.flip(1))
+    with pytest.raises(ParityError):
+        equal(teacher_forced(small, *padded_batch, NEW), expected)
+
+
+def test_what_nobody_reads_can_go_without_a_trace(tiny_t5, padded_batch) -> None:
+    model = copy.deepcopy(tiny_t5("gated-untied"))
+    kept = some_kept(Gates(model), 5, at_least=1)
+    with torch.no_grad():
+        for name, indices in kept.items():
+            part = model.get_submodule(name)
+            last, width = (part.o, 12) if name.endswith("Attention") else (part.wo, 1)
+            gone = [i for i in range(last.in_features) if i // width not in indices]
+            last.weight[:, gone] = 0.0
+    expected = teacher_forced(model, *padded_batch, NEW)
+    equal(teacher_forced(prune_to(model, kept), *padded_batch, NEW), expected)
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_layers_look_up_the_biases_of_one_table_once(tiny_t5, kind: str, stack: str) -> None:
+    """As long as their tables hold the same columns: after more training, or in UMT5, each layer has its own."""
+    model = tiny_t5(kind)
+    first, second = (f"{stack}.block.{layer}.layer.0.SelfAttention" for layer in (0, 1))
+    small = prune_to(model, {**Gates(model).kept(), first: (0, 2, 3), second: (1, 2)})
+    build = {"encoder": encoder_graph, "decoder": decoder_graph}[stack]
+    layers, shares = len(layer_widths(model)[f"{stack}_heads"]), kind != "umt5"
+
+    def tables(t5: Any) -> list[tuple[int, ...]]:
+        graph = build(t5_weights(t5))
+        names = [node.input[0] for node in graph.nodes if node.op_type == "Gather" and "by_distance" in node.input[0]]
+        return [graph.weights[name].shape for name in names]
+
+    assert len(tables(model)) == (1 if shares else layers)
+    assert [heads for heads, _ in tables(small)] == ([4] if shares else [3, 2, *[4] * (layers - 2)])
+    with torch.no_grad():
+        for layer in range(layers):
+            own = small.get_submodule(f"{stack}.block.{layer}.layer.0.SelfAttention").relative_attention_bias.weight
+            own += layer  # so that no two layers have a column in common
+    assert len(tables(small)) == layers
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_it_is_really_smaller(tiny_t5, tmp_path: Path, kind: str) -> None:
+    model = tiny_t5(kind)
+    kept = some_kept(Gates(model), 1, at_least=1)
+    small = prune_to(model, kept)
+    gone = (
+        sum(sum(layers) for layers in layer_widths(model).values()),
+        sum(sum(layers) for layers in layer_widths(small).values()),
+    )
+    assert gone[1] < gone[0]
+    expected = model.num_parameters()
+    for name, indices in kept.items():
+        part = model.get_submodule(name)
+        if name.endswith("Attention"):
+            expected -= (4 - len(indices)) * 4 * 12 * 32
+            if name.endswith("SelfAttention"):  # every layer has biases of its own
+                expected += 32 * len(indices) - (32 * 4 if hasattr(part, "relative_attention_bias") else 0)
+        else:
+            expected -= (64 - len(indices)) * 32 * (2 if kind == "deeper-decoder" else 3)
+    assert small.num_parameters() == expected < model.num_parameters()
+    sizes = []
+    for at, saved in enumerate((model, small)):
+        saved.save_pretrained(tmp_path / str(at))
+        sizes.append((tmp_path / str(at) / "model.safetensors").stat().st_size)
+    assert sizes[0] - sizes[1] == pytest.approx(4 * (model.num_parameters() - expected), abs=2000)  # the headers
+    shared = {weight.data_ptr() for weight in model.parameters()} & {weight.data_ptr() for weight in small.parameters()}
+    assert not shared
+
+
+def test_all_that_is_kept_is_an_equal_model(tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    small = prune_to(model, Gates(model).kept())
+    equal(teacher_forced(small, *padded_batch, NEW), teacher_forced(model, *padded_batch, NEW))
+
+
+def test_pruned_models_are_pruned_and_shrunk_again(tiny_t5, padded_batch, tmp_path: Path) -> None:
+    model = narrowed(tiny_t5())
+    model.save_pretrained(tmp_path)
+    for start in (model, load_model(tmp_path)[0], shrink_decoder(tiny_t5(), [1, 2]), shrink_decoder(model, [0, 2])):
+        kept = some_kept(Gates(start), 2, at_least=1)
+        small = prune_to(start, kept)
+        expected = masked(start, kept, padded_batch)
+        equal(teacher_forced(small, *padded_batch, NEW), expected)
+        assert layer_widths(small) == sizes_of(kept, start) == small.config.layer_widths
+        last = shrink_decoder(small, [1])
+        assert layer_widths(last)["decoder_heads"] == last.config.layer_widths["decoder_heads"]
+
+
+@pytest.mark.skipif(V5, reason="transformers 5 prunes no heads")
+def test_heads_that_transformers_4_pruned_keep_their_biases(tiny_t5, padded_batch) -> None:
+    model = copy.deepcopy(tiny_t5())
+    model.get_submodule(SECOND).prune_heads({0, 2})
+    model.decoder.block[0].layer[0].SelfAttention.prune_heads({1})
+    kept = some_kept(Gates(model), 3, at_least=1) | {SECOND: (1,), "decoder.block.0.layer.0.SelfAttention": (0, 2)}
+    equal(teacher_forced(prune_to(model, kept), *padded_batch, NEW), masked(model, kept, padded_batch))
+
+
+def test_heads_that_there_are_not_and_modules_that_are_not_named_are_refused(tiny_t5) -> None:
+    whole = Gates(tiny_t5()).kept()
+    call = partial(prune_to, tiny_t5())
+    indices = ((), (0, 0), (1, 0), (0, 4), (-1, 0), (4,))
+    refused(call, "kept", *({**whole, SECOND: chosen} for chosen in indices), match=SECOND)
+    without = {name: chosen for name, chosen in whole.items() if name != SECOND}
+    refused(call, "kept", {}, {**whole, "lm_head": (0,)}, without, match="kept")
+
+
+# --- on ONNX Runtime --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["deeper-decoder", "gated-untied", "umt5"])
+def pruned(request: pytest.FixtureRequest, tiny_t5, tmp_path_factory) -> tuple[Any, Path]:
+    """A pruned model, every layer of another width, and its export."""
+    model = tiny_t5(request.param)
+    small = prune_to(model, some_kept(Gates(model), 4, at_least=1))
+    assert len(set(map(tuple, layer_widths(small).values()))) == 5
+    folder = tmp_path_factory.mktemp("pruned") / request.param
+    export_model(small, folder)
+    return small, folder
+
+
+def test_its_export_gives_its_logits_and_tokens(pruned, padded_batch) -> None:
+    model, folder = pruned
+    graphs, new = Graphs(folder / ENCODER, folder / DECODER), histories(6, 3, 9)
+    expected = teacher_forced(model, *padded_batch, new)
+    same_logits(graphs.chunks(*padded_batch, new, garbage=2), expected)
+    heads = [graphs.past_shapes[f"past_key_{layer}"][2] for layer in range(graphs.layers)]
+    assert tuple(heads) == T5Dims.of(model).decoder_heads
+    tokens = generated(model, *padded_batch, num_beams=1)[:, 1:]
+    assert_varied(tokens)
+    for backend in (OrtNumpy(folder), OrtBound(folder), TorchEager(model)):
+        np.testing.assert_array_equal(greedy(backend, *padded_batch, max_new_tokens=8).sequences, tokens)
+
+
+@pytest.mark.parametrize("build", [OrtNumpy, OrtBound, TorchEager])
+def test_beams_and_histories_of_unequal_heads(pruned, padded_batch, build: Any) -> None:
+    model, folder = pruned
+    backend = build(model if build is TorchEager else folder)
+    check_equals_generate(backend, model, *padded_batch, num_beams=4, num_return_sequences=2, max_new_tokens=8)
+    check_program(backend, model, *padded_batch, 2, PROGRAM)
+
+
+def test_generate_of_transformers_runs_it(pruned, padded_batch) -> None:
+    model, folder = pruned
+    accelerated = AcceleratedT5.from_pretrained(folder)
+    ids, mask = map(torch.as_tensor, padded_batch)
+    for beams in (1, 3):
+        found = accelerated.generate(ids, attention_mask=mask, do_sample=False, num_beams=beams, max_new_tokens=8)
+        np.testing.assert_array_equal(found.numpy(), generated(model, *padded_batch, num_beams=beams))
+
+
+@pytest.mark.parametrize(("recipe", "alike"), [("int8", 0.99), ("int4", 0.8)])
+def test_it_is_converted_to_integers(pruned, padded_batch, tmp_path: Path, recipe: str, alike: float) -> None:
+    _, folder = pruned
+    manifest = convert_export(folder, tmp_path / recipe, recipe)
+    assert manifest.recipe["name"] == recipe and manifest.size_bytes < sum(p.stat().st_size for p in folder.iterdir())
+    logits = []
+    for backend in (OrtNumpy(folder), OrtNumpy(tmp_path / recipe)):
+        state = backend.start(backend.encode(*padded_batch), rows_per_source=2)
+        logits.append(backend.step(state, NEW))
+    assert np.corrcoef(logits[0].ravel(), logits[1].ravel())[0, 1] > alike and not np.array_equal(*logits)
+    assert greedy(OrtNumpy(tmp_path / recipe), *padded_batch, min_new_tokens=4, max_new_tokens=4).sequences.shape == (
+        6,
+        4,
+    )
+
+
+# --- the whole road ---------------------------------------------------------------------------------------------------
+
+CONFIG = PruneConfig(
+    heads=0.25, neurons=0.5, importance="taylor", steps=8, rising=0.75, every=2, multiple_of=8, examine=2, training=TOY
+)  # fmt: skip
+IMPORTANCE_METHODS = ["magnitude", "taylor", "movement"]
+
+
+def run(model: Any, folder: Path, config: PruneConfig = CONFIG, **options: Any) -> Any:
+    return prune(model, toy_tokenizer(), MIXTURE, folder, config, **options)
+
+
+def heads(model: Any) -> int:
+    return sum(sum(layers) for kind, layers in layer_widths(model).items() if kind.endswith("heads"))
+
+
+def neurons(model: Any) -> list[int]:
+    return [width for kind, layers in layer_widths(model).items() if kind.endswith("ff") for width in layers]
+
+
+@pytest.mark.parametrize("importance", IMPORTANCE_METHODS)
+def test_ever_more_is_masked_while_the_rest_learns_and_then_removed(
+    tiny_t5, tmp_path: Path, padded_batch, monkeypatch, importance: str
+) -> None:
+    model, seen, closed = copy.deepcopy(tiny_t5()).train(), [], []
+    before, config = stored(model), model.config.to_dict()
+    own_remove, own_close = module.prune_to, Gates.close
+    monkeypatch.setattr(module, "prune_to", lambda *given: seen.append(given) or own_remove(*given))
+    monkeypatch.setattr(Gates, "close", lambda gates, kept: closed.append(kept) or own_close(gates, kept))
+    student = run(model, tmp_path, replace(CONFIG, importance=importance))
+
+    counts = [sum(len(kept) for kept in choice.values()) for choice in closed]
+    assert counts[0] == 32 + 5 * 64 > counts[1] > counts[-1]
+    if importance != "movement":  # whose scores change
+        pairs = zip(closed, closed[1:], strict=False)
+        assert all(set(later[name]) <= set(earlier[name]) for earlier, later in pairs for name in later)
+    assert 24 <= heads(student) <= 27 and all(width % 8 == 0 for width in neurons(student))
+    assert sum(neurons(student)) == pytest.approx(160, abs=5 * 4 + 8)
+
+    ((trained, kept),) = seen
+    assert kept == closed[-1] and same_weights(student, own_remove(trained, kept))
+    equal(teacher_forced(student, *padded_batch, NEW), masked(trained, kept, padded_batch))
+    with pytest.raises(ParityError):
+        equal(teacher_forced(student, *padded_batch, NEW), teacher_forced(own_remove(model, kept), *padded_batch, NEW))
+    assert not any(len(part._forward_pre_hooks) for part in trained.modules())
+    assert same_weights(model, before) and model.config.to_dict() == config and model.training
+    assert not student.training and {weight.grad for weight in model.parameters()} == {None}
+
+
+@pytest.mark.parametrize("importance", IMPORTANCE_METHODS)
+def test_an_interrupted_run_ends_with_exactly_the_model_of_an_uninterrupted_one(
+    tiny_t5, tmp_path: Path, monkeypatch, importance: str
+) -> None:
+    often(monkeypatch)
+    config = replace(CONFIG, importance=importance)
+    whole = run(tiny_t5(), tmp_path / "whole", config, validate=looking())
+    assert [row["step"] for row in log(tmp_path / "whole")] == [4, 8]
+    interrupt(monkeypatch, after=5)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_t5(), tmp_path / "cut", config, validate=looking())
+    interrupt(monkeypatch, after=4)
+    resumed = run(tiny_t5(), tmp_path / "cut", config, validate=looking())
+    assert layer_widths(resumed) == layer_widths(whole) and same_weights(resumed, whole)
+    assert log(tmp_path / "cut")[-1]["loss"] == log(tmp_path / "whole")[-1]["loss"]
+
+
+def test_a_checkpoint_holds_the_movement_of_every_step_before_it(tiny_t5, tmp_path: Path, monkeypatch) -> None:
+    """What the last step before a kill brought is not lost: the next ranking would be another one."""
+    often(monkeypatch)
+    config = replace(CONFIG, importance="movement", heads=0.0, neurons=0.0)
+    run(tiny_t5(), tmp_path / "whole", config)
+    interrupt(monkeypatch, after=4)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_t5(), tmp_path / "cut", config)
+    interrupt(monkeypatch, after=4)
+    run(tiny_t5(), tmp_path / "cut", config)
+    states = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("whole", "cut")]
+    moved = [key for key in states[0] if "movement" in key]
+    assert len(moved) == 13 and all(torch.equal(states[0][key], states[1][key]) for key in moved)
+    assert all(states[0][key].any() for key in moved)
+
+
+def test_another_configuration_is_refused_and_the_checkpoint_kept(tiny_t5, tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=2)
+    run(tiny_t5(), tmp_path, config)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    others = (dict(heads=0.5), dict(neurons=0.25), dict(importance="magnitude"), dict(training=replace(TOY, seed=1)))
+    for other in others:
+        with pytest.raises(InputError, match="was made with .*use another folder"):
+            run(tiny_t5(), tmp_path, replace(config, **other))
+    with pytest.raises(InputError, match="was made with .*use another folder"):
+        distill(tiny_t5(), toy_tokenizer(), MIXTURE, tmp_path, TOY)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_without_steps_all_is_removed_at_once_and_nothing_trained(tiny_t5, tmp_path: Path) -> None:
+    for importance in ("magnitude", "taylor"):
+        config = replace(CONFIG, steps=0, importance=importance)
+        student = run(tiny_t5(), tmp_path / "out", config)
+        kept = select_kept(module._scores(tiny_t5(), toy_tokenizer(), MIXTURE, config), heads=0.25, neurons=0.5)
+        assert same_weights(student, prune_to(tiny_t5(), kept)) and heads(student) < 28
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_left_learns_from_the_whole_model_or_from_another_teacher(tiny_t5, tmp_path: Path) -> None:
+    model, other = tiny_t5(), tiny_t5(seed=2)
+    by_itself, told = (run(model, tmp_path / name, **given) for name, given in (("a", {}), ("b", {"teacher": model})))
+    by_another = run(model, tmp_path / "c", teacher=other)
+    assert same_weights(by_itself, told) and layer_widths(by_another) == layer_widths(told)
+    assert not same_weights(by_another, told)
+
+
+@pytest.mark.parametrize(
+    "config", [dict(steps=1), dict(steps=3, every=25), dict(steps=4, rising=1.0, every=3)], ids=str
+)
+def test_few_steps_remove_all_that_was_asked_for(tiny_t5, tmp_path: Path, config: dict[str, Any]) -> None:
+    student = run(tiny_t5(), tmp_path, replace(CONFIG, importance="magnitude", **config))
+    kept = select_kept(
+        module._scores(tiny_t5(), None, MIXTURE, replace(CONFIG, importance="magnitude")), heads=0.25, neurons=0.5
+    )
+    assert layer_widths(student) == sizes_of(kept, tiny_t5())
+
+
+def test_importances_choose_differently(tiny_t5) -> None:
+    chosen = []
+    for importance in ("magnitude", "taylor"):
+        scores = module._scores(tiny_t5(), toy_tokenizer(), MIXTURE, replace(CONFIG, importance=importance))
+        assert all(values.norm().item() == pytest.approx(1.0, rel=1e-5) for values in scores.values())
+        chosen.append(select_kept(scores, heads=0.25, neurons=0.5))
+    assert chosen[0] != chosen[1] != select_kept(magnitude(tiny_t5()), heads=0.25, neurons=0.5)
+
+
+@given(st.integers(2, 3000), st.floats(0.01, 1.0))
+def test_the_masked_share_rises_from_nothing_to_all_at_the_last_step(steps: int, rising: float) -> None:
+    config = PruneConfig(steps=steps, rising=rising)
+    shares = [config.share(step) for step in range(steps)]
+    assert shares[0] == 0.0 and shares[-1] == 1.0 and shares == sorted(shares)
+    reached = shares.index(1.0)
+    assert reached <= max(1, int(np.ceil(steps * rising))) and all(share < 1.0 for share in shares[:reached])
+
+
+@pytest.mark.parametrize("config", [dict(steps=0), dict(steps=1), dict(steps=100, rising=0.0)], ids=str)
+def test_without_time_to_rise_all_is_masked_at_once(config: dict[str, Any]) -> None:
+    assert PruneConfig(**config).share(0) == 1.0
+    with pytest.raises(InputError, match="movement"):
+        PruneConfig(importance="movement", **config)
+
+
+def test_a_bad_configuration_is_refused() -> None:
+    for name, wrong in (("importance", ["luck"]), ("steps", [-1]), ("rising", [-0.1, 1.5]), ("every", [0]),
+                        ("examine", [0])):  # fmt: skip
+        refused(PruneConfig, name, *wrong, match=f"{name} ")
+
+
+def test_what_cannot_be_run_is_refused_and_nothing_written(tiny_t5, tmp_path: Path) -> None:
+    out, mixture = tmp_path / "out", replace(MIXTURE, by_teacher=False)
+    call = partial(prune, tiny_t5(), toy_tokenizer(), mixture, out)
+    refused(partial(call, config=CONFIG), "device", "abacus")
+    for wrong, match in (
+        (dict(heads=1.0), "heads"), (dict(neurons=-0.5), "neurons"),
+        (dict(multiple_of=0), "multiple_of"), (dict(training=replace(TOY, loss="sequence")), "by_teacher"),
+    ):  # fmt: skip
+        refused(lambda config: call(config=replace(CONFIG, **config)), "config", wrong, match=match)
+    assert not out.exists()

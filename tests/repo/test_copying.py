@@ -1,0 +1,192 @@
+"""Copying a helper must work: a module and what it imports, alone in an empty folder, and its examples still run.
+
+The package's ``__init__`` files are emptied on the way, as for someone who copies single files: an example therefore
+imports from the module that defines a name (``from t5accel.models.load import load_model``), not from the package.
+"""
+
+import ast
+import doctest
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_layout import MODULES, ROOT, own_imports
+
+# Modules that offer functions and no runnable example, each with its reason.
+WITHOUT_EXAMPLE = {
+    "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
+    "t5accel.cli": "its functions are commands; their tests run them",
+    "t5accel.serve.cli": "the same",
+    "bench.demo.page": "it needs Gradio; tests/bench/test_demo.py has it answer in made-up ways",
+    "bench.serving.triton_model": "Triton calls it; tests put a stand-in in its place",
+    "bench.systems": "its systems need a model on a device; tests/bench/test_gpu_suite.py runs them",
+    "bench.bert.reader": "tests/bench/test_study.py runs its readers",
+    "bench.course": "it starts kernels and runs whole notebooks",
+}
+NOT_COPIED = {
+    "t5accel",  # the lazy front door
+    "t5accel.__main__",  # a script that runs when it is imported
+    "bench.baselines.triton_attention",  # its kernels need Triton: make test-kernel
+    "bench.record.web",  # it drives a browser: make test-web
+}
+# Programs that record results or train the bundled models: they offer no functions to others.
+PROGRAMS = ("bench.record.", "training.students", "training.pruning", "bench.peer_worker", "bench.serving.triton_model")
+COPIED = [
+    name for name, path in MODULES.items()
+    if path.name not in ("__init__.py", "__main__.py") and name not in NOT_COPIED
+]  # fmt: skip
+
+# Runs in one process of its own: heavy libraries are imported once, ours afresh for each folder.
+DRIVER = """
+import doctest, importlib, io, json, os, sys, traceback
+results = {}
+for name, folder in json.load(sys.stdin).items():
+    for old in [m for m in sys.modules if m.split(".")[0] in ("t5accel", "bench", "training")]:
+        del sys.modules[old]
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    log, stdout = io.StringIO(), sys.stdout
+    try:
+        module = importlib.import_module(name)
+        assert module.__file__.startswith(folder + os.sep), module.__file__
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+        for test in doctest.DocTestFinder().find(module):
+            runner.run(test, out=log.write)
+        results[name] = [runner.failures, runner.tries, log.getvalue()]
+    except Exception:
+        results[name] = [1, 0, log.getvalue() + traceback.format_exc()]
+    finally:
+        sys.stdout = stdout
+        sys.path.remove(folder)
+with open(sys.argv[1], "w") as file:
+    json.dump(results, file)
+"""
+
+
+def docstrings(module: str) -> list[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+
+
+def example_lines(module: str) -> list[str]:
+    return [line.source for text in docstrings(module) for line in doctest.DocTestParser().get_examples(text)]
+
+
+def imports_of_examples(module: str) -> set[str]:
+    """What the examples of ``module`` import of ours beyond the module's own needs: a backend's example decodes."""
+    names = set()
+    for node in (node for line in example_lines(module) for node in ast.walk(ast.parse(line))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names & MODULES.keys()
+
+
+def closure(module: str) -> set[str]:
+    """``module``, all that it and its examples import of ours, all that these import, and so on."""
+    found, open_ends = set(), [module, *imports_of_examples(module)]
+    while open_ends:
+        current = open_ends.pop()
+        if current not in found:
+            found.add(current)
+            open_ends += own_imports(current)
+    return found - {"t5accel"}
+
+
+def copy(module: str, folder: Path) -> None:
+    """The closure of ``module`` under ``folder``, and the data beside it where a copied file asks for the data."""
+    sources = [MODULES[name] for name in closure(module)]
+    for source in sources:
+        target = folder / source.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for package in [target.parent, *target.parent.parents]:
+            if package == folder:
+                break
+            (package / "__init__.py").touch()
+        if source.name != "__init__.py":
+            shutil.copyfile(source, target)
+    if any(re.search(r"data_folder|DATA\b", source.read_text(encoding="utf-8")) for source in sources):
+        (folder / "data").symlink_to(ROOT / "data", target_is_directory=True)
+
+
+def re_exports(package: str) -> dict[str, str]:
+    """Name -> defining module, for what the ``__init__`` of ``package`` passes on; nothing for a plain module."""
+    path = MODULES[package]
+    tree = ast.parse(path.read_text(encoding="utf-8") if path.name == "__init__.py" else "")
+    froms = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.asname or alias.name: node.module for node in froms for alias in node.names}
+
+
+def examples(module: str) -> int:
+    """How many docstrings of ``module`` hold an example."""
+    return sum(">>>" in text for text in docstrings(module))
+
+
+def public_functions(module: str) -> list[str]:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, str]]:
+    root = tmp_path_factory.mktemp("copies")
+    folders = {module: root.resolve() / module for module in COPIED}
+    for module, folder in folders.items():
+        copy(module, folder)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""}
+    report = root / "report.json"
+    answer = subprocess.run(
+        [sys.executable, "-c", DRIVER, report],
+        input=json.dumps({module: str(folder) for module, folder in folders.items()}),
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return json.loads(report.read_text())
+
+
+def test_examples_run_where_the_module_was_copied_to(results: dict[str, tuple[int, int, str]]) -> None:
+    for module in COPIED:
+        failures, tries, log = results[module]
+        assert not failures, f"{module}, copied with empty __init__ files and {sorted(closure(module))}\n{log}"
+        assert tries == len(example_lines(module)), f"{module}: its docstrings hold examples that were not run"
+
+
+def test_every_example_is_in_a_module_whose_examples_run() -> None:
+    assert not [module for module in MODULES if module not in COPIED and example_lines(module)]
+
+
+def test_names_are_imported_from_where_they_are_defined() -> None:
+    """Through a package's ``__init__`` a name is a function; in a copy with an empty one it is missing or a module."""
+    sources = [(module, text) for module in COPIED
+               for text in (MODULES[module].read_text(encoding="utf-8"), *example_lines(module))]  # fmt: skip
+    for module, source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module in MODULES.keys() - {"t5accel"} and not node.level:
+                offered = re_exports(node.module)
+                for alias in node.names:
+                    assert alias.name not in offered, (
+                        f"{module}: write `from {offered[alias.name]} import {alias.name}`, not from {node.module}"
+                    )
+
+
+def test_a_module_with_functions_has_an_example() -> None:
+    for module in [name for name in COPIED if not name.startswith(PROGRAMS)]:
+        if functions := public_functions(module):
+            reason = WITHOUT_EXAMPLE.get(module)
+            assert examples(module) or reason, f"{module} offers {functions} and no `>>>` example in a docstring"
+            assert not (examples(module) and reason), f"{module} has an example now: take it off the list"
+
+
+def test_the_list_of_exceptions_is_current() -> None:
+    assert WITHOUT_EXAMPLE.keys() <= MODULES.keys()

@@ -1,0 +1,633 @@
+"""The scheduler on a toy that is exact: who joins and leaves when, what each job gets, and what goes wrong.
+
+`Machine`'s next token depends on the source and on every token so far, so a row that reads another's history or source
+writes something else. That the real engine keeps rows apart is in `test_serving_tokens`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_drafting import Machine
+from test_layout import loaded_by
+
+from t5accel.decoding.beam import beam_search
+from t5accel.decoding.greedy_search import greedy
+from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
+from t5accel.errors import (
+    CancelledError,
+    DeadlineError,
+    EngineError,
+    InputError,
+    QueueFullError,
+    ShuttingDownError,
+)
+from t5accel.serve.limits import SchedulerLimits
+from t5accel.serve.request import GenerationRequest, GenerationResult, RequestHandle
+from t5accel.serve.scheduler import Scheduler
+
+
+class Alone(Machine):
+    """A `Machine` that cannot be joined. A source that is kept twice branches."""
+
+    def keep(self, state: dict[str, Any], sources: np.ndarray) -> None:
+        super().keep(state, sources)
+        state["pasts"] = [copy.deepcopy(pasts) for pasts in state["pasts"]]
+
+    def reorder(self, state: dict[str, Any], rows: np.ndarray) -> None:
+        state["pasts"] = [[list(pasts[row]) for row in of] for pasts, of in zip(state["pasts"], rows, strict=True)]
+
+
+class Joining(Alone):
+    """One that rows join, and whose sources can be kept for later."""
+
+    def admit(self, state: dict[str, Any], source: list[list[int]]) -> None:
+        state["sources"] = state["sources"] + source
+        state["pasts"] += [[[]] for _ in source]
+
+    def split(self, source: list[list[int]]) -> list[list[list[int]]]:
+        return [[row] for row in source]
+
+    def join(self, sources: list[list[list[int]]]) -> list[list[int]]:
+        return [row for source in sources for row in source]
+
+    def source_bytes(self, source: list[list[int]]) -> int:
+        return sum(8 * len(row) for row in source)
+
+    def fingerprint(self) -> int:
+        return self.seed
+
+
+class Clock:
+    """Time that goes by when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stepped(backend: Any = None, **limits: Any) -> tuple[Scheduler, Clock]:
+    """A scheduler whose rounds somebody calls."""
+    clock = Clock()
+    return Scheduler(backend or Joining(), SchedulerLimits(**limits), clock=clock, thread=False), clock
+
+
+def run(scheduler: Scheduler, most: int = 10_000) -> int:
+    """All rounds that there are to do; returns how many."""
+    for count in range(1, most):
+        if not scheduler.step():
+            return count
+    raise AssertionError("it does not end")
+
+
+def by_itself(job: GenerationRequest, backend: Any = None) -> list[tuple[list[int], float | None]]:
+    """What the decoding algorithms answer to that source alone: tokens without padding, and scores."""
+    backend, ids = backend or Joining(), job.input_ids[None]
+    options = dict(
+        attention_mask=np.ones_like(ids), max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens
+    )
+    if job.sampling:
+        found = sample(
+            backend, ids, sampling=job.sampling, seed=job.seed, num_return_sequences=job.num_return_sequences, **options
+        )
+    elif job.num_beams == 1:
+        found = greedy(backend, ids, **options)
+    else:
+        found = beam_search(
+            backend, ids, num_beams=job.num_beams, num_return_sequences=job.num_return_sequences,
+            length_penalty=job.length_penalty, early_stopping=job.early_stopping, **options,
+        )  # fmt: skip
+    rows = [[token for token in row if token != backend.pad_token_id] for row in found.sequences.tolist()]
+    return list(zip(rows, [None] * len(rows) if found.scores is None else found.scores.tolist(), strict=True))
+
+
+def pairs(answers: list[GenerationResult]) -> list[tuple[list[int], float | None]]:
+    """As `by_itself` has them: a beam that does not exist, of score -inf, may be made of padding."""
+    return [([token for token in answer.tokens if token != Joining.pad_token_id], answer.score) for answer in answers]
+
+
+@st.composite
+def jobs(draw: st.DrawFn, longest: int = 12) -> GenerationRequest:
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    most = draw(st.integers(1, longest))
+    options: dict[str, Any] = dict(max_new_tokens=most, min_new_tokens=draw(st.integers(0, most)))
+    kind = draw(st.sampled_from(["greedy", "greedy", "beams", "drawn"]))
+    if kind == "beams":
+        beams = draw(st.integers(1, 4))
+        options.update(num_beams=beams, num_return_sequences=draw(st.integers(1, beams)))
+        options.update(length_penalty=draw(st.sampled_from([1.0, 0.0, 2.0])))
+        options.update(early_stopping=draw(st.sampled_from([False, True, "never"])))
+    if kind == "drawn":
+        options.update(
+            sampling=draw(st.sampled_from([Sampling(), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]))
+        )
+        options.update(seed=draw(st.integers(0, 9)), num_return_sequences=draw(st.integers(1, 3)))
+    ids = rng.integers(2, 12, draw(st.integers(1, 20)))
+    return GenerationRequest(ids, priority=draw(st.integers(-1, 1)), **options)
+
+
+Event = tuple[str, Any]
+EVENTS = st.lists(
+    st.tuples(st.just("come"), jobs()) | st.tuples(st.just("cancel"), st.integers(0, 9)) | st.tuples(
+        st.just("rounds"), st.integers(1, 6)), max_size=16)  # fmt: skip
+
+
+def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[RequestHandle], set[int]]:
+    """Submit, cancel and run as the events say, and to the end; returns the tickets and who was cancelled."""
+    tickets: list[RequestHandle] = []
+    cancelled: set[int] = set()
+    for what, which in events:
+        if what == "come":
+            tickets.append(scheduler.submit(which))
+        elif what == "cancel" and which < len(tickets) and not tickets[which].is_done:
+            tickets[which].cancel()
+            cancelled.add(which)
+        elif what == "rounds":
+            for _ in range(which):
+                scheduler.step()
+    run(scheduler)
+    return tickets, cancelled
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone]), cache=st.sampled_from([0, 10**6]),
+    rules=st.sampled_from([
+        NO_CONSTRAINTS, NO_CONSTRAINTS, TokenConstraints(4, 1, (5, 6)), TokenConstraints(forced_eos_token_id=1),
+        TokenConstraints(suppress_tokens=(3,)),
+    ]),
+)  # fmt: skip
+def test_everybody_gets_what_they_would_get_alone(
+    events: list[Event], rows: int, kind: type[Machine], cache: int, rules: TokenConstraints
+) -> None:
+    backend = kind()
+    backend.rules = rules
+    scheduler, _ = stepped(backend, rows=rows, encoder_cache_bytes=cache)
+    tickets, cancelled = play(scheduler, events)
+    for number, ticket in enumerate(tickets):
+        assert ticket.is_done
+        if number in cancelled:
+            with pytest.raises(CancelledError):
+                ticket.result(0)
+        else:
+            assert pairs(ticket.result(0)) == by_itself(ticket.job, backend)
+    assert (scheduler.rows, scheduler.running, scheduler.waiting, scheduler.failures) == (0, 0, 0, 0)
+    assert scheduler.encoded + scheduler.reused >= len(tickets) - len(cancelled)
+
+
+def test_rows_of_every_kind_share_one_step() -> None:
+    scheduler, _ = stepped()
+    wanted = [
+        GenerationRequest([5, 6]),
+        GenerationRequest([7, 3], num_beams=4),
+        GenerationRequest([2], sampling=Sampling(), num_return_sequences=2),
+    ]
+    for job in wanted:
+        scheduler.submit(job)
+    scheduler.step()
+    assert scheduler.backend.shapes == [(7, 1)], "one greedy row, four beams and two drawn ones"
+
+
+def test_who_comes_joins_at_the_next_step_and_who_ends_leaves() -> None:
+    scheduler, _ = stepped(Joining(ends=0))
+    first = scheduler.submit(GenerationRequest([5, 6], max_new_tokens=9))
+    scheduler.step()
+    second = scheduler.submit(GenerationRequest([7, 8], max_new_tokens=2))
+    run(scheduler)
+    assert [count for count, _ in scheduler.backend.shapes] == [1, 2, 2] + [1] * 6
+    assert second.done_s is not None and pairs(first.result(0)) == by_itself(first.job, Joining(ends=0))
+
+
+def test_without_admit_it_says_so_and_batches_do_not_mix() -> None:
+    scheduler, _ = stepped(Alone(ends=0))
+    assert "Alone has no admit()" in scheduler.static_reason and not stepped()[0].static_reason
+    scheduler.submit(GenerationRequest([5, 6], max_new_tokens=3))
+    scheduler.submit(GenerationRequest([5, 6], max_new_tokens=5))
+    scheduler.step()
+    scheduler.submit(GenerationRequest([7, 8], max_new_tokens=2))
+    run(scheduler)
+    assert [count for count, _ in scheduler.backend.shapes] == [2, 2, 2, 1, 1, 1, 1], "the third one waits for both"
+
+
+def test_a_full_batch_makes_wait_and_nobody_overtakes_who_needs_more_room() -> None:
+    scheduler, _ = stepped(Joining(ends=0), rows=5)
+    scheduler.submit(GenerationRequest([5], max_new_tokens=4))
+    scheduler.submit(GenerationRequest([5], max_new_tokens=8, sampling=Sampling(), num_return_sequences=2))
+    beams, later = (
+        scheduler.submit(GenerationRequest([6], num_beams=4, max_new_tokens=3)),
+        scheduler.submit(GenerationRequest([7], max_new_tokens=1)),
+    )
+    scheduler.step()
+    assert (scheduler.rows, scheduler.waiting) == (3, 2), "one more row would fit, but four stand before it"
+    run(scheduler)
+    assert beams.joined_s is not None and later.result(0) and max(count for count, _ in scheduler.backend.shapes) == 5
+
+
+def test_the_higher_priority_goes_first_among_equals_the_older() -> None:
+    scheduler, clock = stepped(Joining(ends=0), rows=1)
+    tickets = [
+        scheduler.submit(GenerationRequest([5], max_new_tokens=2, priority=priority)) for priority in (0, 1, 0, 5, 1)
+    ]
+    while scheduler.step():
+        clock.now += 1
+    assert sorted(range(5), key=lambda i: tickets[i].done_s) == [3, 1, 4, 0, 2]
+
+
+def test_a_low_priority_is_not_held_back_for_ever() -> None:
+    """Somebody of the highest priority comes every second, and one answer takes a second."""
+    scheduler, clock = stepped(Joining(ends=0), rows=1)
+    low = scheduler.submit(GenerationRequest([5], max_new_tokens=1))
+    for _ in range(30):
+        scheduler.submit(GenerationRequest([6], max_new_tokens=1, priority=10**6))
+        scheduler.step()
+        clock.now += 1
+    assert low.is_done and 9 <= low.done_s <= 11
+
+
+def test_what_waits_is_counted_by_its_work() -> None:
+    scheduler, _ = stepped(Joining(ends=0), rows=32, queue=10, queued_tokens=1000)
+    large = GenerationRequest([5] * 10, num_beams=8, max_new_tokens=90)  # 800 tokens
+    scheduler.submit(large)
+    with pytest.raises(QueueFullError, match="800 tokens are waiting and 1000 may"):
+        scheduler.submit(large)
+    with pytest.raises(QueueFullError, match="800 tokens"):
+        scheduler.require_place(GenerationRequest([5], max_new_tokens=49), 5)
+    with pytest.raises(InputError, match="counts as 1600 tokens, and 1000 may wait"):
+        scheduler.submit_all([large, large])
+    with pytest.raises(InputError, match="counts as 11 requests, and 10 may wait"):
+        scheduler.submit_all([GenerationRequest([5], max_new_tokens=1)] * 11)
+    small = scheduler.submit_all([GenerationRequest([5], max_new_tokens=39)] * 5)
+    assert scheduler.waiting == 6
+    run(scheduler)
+    assert all(ticket.is_done for ticket in small) and SchedulerLimits().most_queued_tokens == 256 * 1024
+
+
+@pytest.mark.parametrize("where", ["encode", "step"])
+def test_an_exception_that_is_none_of_python_s_ends_one_request(where: str) -> None:
+    class Panic(BaseException):
+        pass
+
+    class Panicking(Joining):
+        def encode(self, *arguments: Any) -> Any:
+            return fail("encode") or super().encode(*arguments)
+
+        def step(self, *arguments: Any) -> Any:
+            return fail("step") or super().step(*arguments)
+
+    def fail(here: str) -> None:
+        if failing and here == where:
+            raise Panic("of native code")
+
+    failing = [1]
+    with Scheduler(Panicking(), SchedulerLimits()) as scheduler:
+        first = scheduler.submit_all([GenerationRequest([5]), GenerationRequest([5, 6])])
+        for ticket in first:
+            with pytest.raises(EngineError, match="Panic"):
+                ticket.result(9)
+        failing.clear()
+        assert (
+            pairs(scheduler.submit(GenerationRequest([7])).result(9)) == by_itself(GenerationRequest([7]))
+            and scheduler.is_alive
+        )
+
+
+def test_a_cancelled_row_is_free_at_the_next_step() -> None:
+    scheduler, _ = stepped(Joining(ends=0))
+    tickets = [scheduler.submit(GenerationRequest([5 + i], max_new_tokens=9)) for i in range(3)]
+    scheduler.step()
+    tickets[0].cancel()
+    scheduler.step()
+    assert scheduler.backend.shapes == [(3, 1), (2, 1)] and tickets[0].is_done
+    run(scheduler)
+    for ticket in tickets[1:]:
+        assert pairs(ticket.result(0)) == by_itself(ticket.job, Joining(ends=0))
+
+
+def test_a_deadline_ends_waiting_and_working() -> None:
+    scheduler, clock = stepped(Joining(ends=0), rows=1)
+    working = scheduler.submit(GenerationRequest([5], max_new_tokens=500, deadline_s=10.0))
+    waiting = scheduler.submit(GenerationRequest([6], deadline_s=5.0))
+    in_time = scheduler.submit(GenerationRequest([7], max_new_tokens=3, deadline_s=20.0))
+    for _ in range(15):
+        scheduler.step()
+        clock.now += 1
+    for ticket, seconds in ((working, 10), (waiting, 5)):
+        assert ticket.done_s == seconds
+        with pytest.raises(DeadlineError, match=f"within its {seconds} s"):
+            ticket.result(0)
+    assert waiting.joined_s is None and len(in_time.result(0)[0].tokens) == 3
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    scheduler, clock = stepped(Joining(ends=0), rows=1, queue=3)
+    for _ in range(2):
+        scheduler.submit(GenerationRequest([5], max_new_tokens=1))
+    with pytest.raises(QueueFullError) as refused:
+        scheduler.submit_all([GenerationRequest([5]), GenerationRequest([6])])
+    assert refused.value.retry_after_s == 1 and scheduler.waiting == 2, "all of them or none"
+    while scheduler.step():
+        clock.now += 4
+    for _ in range(3):
+        scheduler.submit(GenerationRequest([5], max_new_tokens=1))
+    with pytest.raises(QueueFullError, match="3 requests are waiting and 3 may: try again in 12 s"):
+        scheduler.submit(GenerationRequest([5]))
+
+
+def test_tokens_are_told_as_they_come_and_of_others_only_the_end() -> None:
+    scheduler, _ = stepped(Joining(ends=0))
+    heard: list[tuple[str, int]] = []
+    tickets = {
+        "stream": scheduler.submit(GenerationRequest([5], max_new_tokens=3, stream=True)),
+        "whole": scheduler.submit(GenerationRequest([6], max_new_tokens=3)),
+    }
+    for name, ticket in tickets.items():
+        ticket.listener = lambda name=name, ticket=ticket: heard.append((name, len(ticket.tokens)))
+    run(scheduler)
+    assert heard == [("stream", 1), ("stream", 2), ("stream", 3), ("whole", 0)]
+    assert tickets["stream"].tokens == tickets["stream"].result(0)[0].tokens
+
+
+def test_equal_sources_are_encoded_once() -> None:
+    scheduler, _ = stepped()
+    for ids in ([5, 6], [5, 6], [7]):
+        scheduler.submit(GenerationRequest(ids, num_beams=3))
+    run(scheduler)
+    again = scheduler.submit(GenerationRequest([5, 6]))
+    run(scheduler)
+    assert (scheduler.encoded, scheduler.reused, again.reused) == (2, 2, True)
+
+
+def test_newcomers_stall_the_others_no_longer_than_is_allowed() -> None:
+    """Encoding takes 10 ms a token here."""
+    clock = Clock()
+
+    class Slow(Joining):
+        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[list[int]]:
+            clock.now += 0.01 * input_ids.size
+            return super().encode(input_ids, attention_mask)
+
+    scheduler = Scheduler(Slow(ends=0), SchedulerLimits(max_prefill_stall_s=0.1), clock=clock, thread=False)
+    scheduler.submit(GenerationRequest([5], max_new_tokens=200))
+    scheduler.step()
+    stalls = []
+    for number in range(40):
+        scheduler.submit(
+            GenerationRequest([5 + number % 6, *([2] * (1 + number % 3)), number % 5 + 3], max_new_tokens=3)
+        )
+    scheduler.submit(GenerationRequest([9] * 20, max_new_tokens=3))
+    while scheduler.waiting:
+        before = clock.now
+        scheduler.step()
+        stalls.append(clock.now - before)
+    assert max(stalls) == pytest.approx(0.2), "a single source that needs more, alone"
+    assert sorted(stalls)[-2] <= 0.1 + 1e-9 and scheduler.longest_stall_s == pytest.approx(0.2)
+    assert sum(stalls) / len(stalls) > 0.05, "and not one at a time"
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(1.0, 0.45, 0.55), (0.2, 0.15, 0.25)])
+def test_newcomers_take_their_share_of_the_time_and_come_together(share: float, least: float, most: float) -> None:
+    """One comes before each round; to encode any number takes as long as a step, 10 ms."""
+    clock, encoded = Clock(), []
+
+    class Even(Joining):
+        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[list[int]]:
+            clock.now += 0.01
+            encoded.append(len(input_ids))
+            return super().encode(input_ids, attention_mask)
+
+        def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
+            clock.now += 0.01
+            return super().step(state, input_ids)
+
+    limits = SchedulerLimits(rows=64, prefill_share=share, max_prefill_stall_s=1, encoder_cache_bytes=0)
+    scheduler = Scheduler(Even(ends=0), limits, clock=clock, thread=False)
+    scheduler.submit(GenerationRequest([5], max_new_tokens=400))
+    tickets = []
+    for number in range(100):
+        tickets.append(scheduler.submit(GenerationRequest([5, 2 + number % 10], max_new_tokens=2)))
+        scheduler.step()
+    assert least < 0.01 * len(encoded) / clock.now < most
+    assert np.median(encoded) >= 0.8 / share and all(ticket.is_done for ticket in tickets[:90])
+
+
+def test_the_budget_of_bytes_counts_every_row_as_long_as_the_longest() -> None:
+    class Sized(Joining):
+        class dims:
+            cross_heads, decoder_heads, d_kv = (1,), (1,), 1
+
+    scheduler, _ = stepped(Sized(ends=0), key_value_bytes=4 * 2 * 4 * (64 + 64), source_tokens=100)
+    for length in (5, 5, 100, 5):
+        scheduler.submit(GenerationRequest([7] * length, max_new_tokens=9))
+    scheduler.step()
+    assert scheduler.rows == 2, "with the long one three rows of 128 and 64 positions would be too many"
+    with pytest.raises(InputError, match="needs 6144 bytes of keys and values; 4096 are allowed"):
+        scheduler.submit(GenerationRequest([7] * 100, num_beams=4, max_new_tokens=9))
+    run(scheduler)
+
+
+# What goes wrong
+
+
+class Failing(Joining):
+    """Raises at the calls of ``method`` whose numbers are in ``fails``, before it does anything."""
+
+    def __init__(self, method: str, fails: set[int], **options: Any):
+        super().__init__(**options)
+        self.count = 0
+        real = getattr(self, method)
+
+        def call(*arguments: Any) -> Any:
+            self.count += 1
+            if self.count in fails:
+                raise MemoryError("no room for the secret text")
+            return real(*arguments)
+
+        setattr(self, method, call)
+
+
+def outcomes(tickets: list[RequestHandle]) -> str:
+    """One letter each: answered, failed."""
+    for ticket in tickets:
+        assert ticket.is_done, "nobody may wait for ever"
+        if ticket.error is None:
+            assert pairs(ticket.result(0)) == by_itself(ticket.job, Joining(ends=0))
+        else:
+            assert isinstance(ticket.error, EngineError) and "secret" not in str(ticket.error)
+            assert isinstance(ticket.error.__cause__, MemoryError)
+    return "".join("a" if ticket.error is None else "f" for ticket in tickets)
+
+
+@pytest.mark.parametrize(
+    ("method", "fails", "expected"),
+    [
+        ("step", {3}, "aaf"),  # the last to come goes, the others go on
+        ("step", {3, 4}, "aff"),
+        ("encode", {2}, "aaa"),  # two together fail, each alone does not
+        ("encode", {2, 3}, "afa"),
+        ("admit", {1}, "aaa"),
+        ("admit", {1, 2, 3}, "aff"),
+        ("keep", {1}, "fff"),  # the state may be in any condition
+        ("start", {1}, "faa"),
+    ],
+)
+def test_a_failure_hits_as_few_as_can_be(method: str, fails: set[int], expected: str) -> None:
+    scheduler, _ = stepped(Failing(method, fails, ends=0))
+    lengths = (4, 6, 9)
+    tickets = [scheduler.submit(GenerationRequest([5, 6], max_new_tokens=lengths[0]))]
+    scheduler.step()
+    tickets += [scheduler.submit(GenerationRequest([7 + i, 3], max_new_tokens=n)) for i, n in enumerate(lengths[1:])]
+    run(scheduler)
+    assert outcomes(tickets) == expected and scheduler.failures >= 1
+    later = scheduler.submit(GenerationRequest([9], max_new_tokens=3))
+    run(scheduler)
+    assert outcomes([later]) == "a", "the scheduler goes on"
+
+
+def test_a_branch_that_fails_ends_only_those_it_was_for() -> None:
+    class Branching(Joining):
+        def branch(self, state: dict[str, Any], sources: np.ndarray) -> None:
+            raise MemoryError("no room for the secret text")
+
+    scheduler, _ = stepped(Branching(ends=0))
+    tickets = [
+        scheduler.submit(GenerationRequest([5, 6], max_new_tokens=9)),
+        scheduler.submit(GenerationRequest([5, 6], num_beams=4)),
+    ]
+    run(scheduler)
+    assert outcomes(tickets) == "af"
+
+
+def test_an_end_of_the_thread_leaves_nobody_waiting(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+
+    def tell(tickets: Any) -> None:
+        raise RuntimeError("the listener's mistake")
+
+    scheduler = Scheduler(Joining(ends=0), notify=tell)
+    ticket, other = scheduler.submit_all(
+        [GenerationRequest([5], max_new_tokens=2), GenerationRequest([6], max_new_tokens=400)]
+    )
+    assert ticket.result(30)
+    with pytest.raises(EngineError, match="thread has ended"):
+        other.result(30)
+    assert not scheduler.is_open
+    with pytest.raises(ShuttingDownError):
+        scheduler.submit(GenerationRequest([5]))
+
+
+# Threads, and the end
+
+
+def test_jobs_of_many_threads() -> None:
+    wanted = [
+        GenerationRequest([2 + i % 9, 3, 2 + i % 7], num_beams=1 + i % 4, max_new_tokens=1 + i % 9) for i in range(60)
+    ]
+    found: dict[int, Any] = {}
+    with Scheduler(Joining(), SchedulerLimits(rows=9)) as scheduler:
+
+        def work(first: int) -> None:
+            for number in range(first, len(wanted), 6):
+                found[number] = pairs(scheduler.submit(wanted[number]).result(60))
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not scheduler.is_alive and [found[number] for number in range(60)] == [by_itself(job) for job in wanted]
+
+
+def test_closing_lets_those_finish_who_can_within_the_grace() -> None:
+    scheduler, clock = stepped(Joining(ends=0), rows=2)
+    short, long = (
+        scheduler.submit(GenerationRequest([5], max_new_tokens=3)),
+        scheduler.submit(GenerationRequest([6], max_new_tokens=400)),
+    )
+    queued = scheduler.submit(GenerationRequest([7], max_new_tokens=2))
+    scheduler.drain(grace_s=8.0)
+    with pytest.raises(ShuttingDownError, match="takes no more requests"):
+        scheduler.submit(GenerationRequest([5]))
+    while scheduler.step():
+        clock.now += 1
+    assert clock.now == 8 and len(short.result(0)[0].tokens) == 3 and len(queued.result(0)[0].tokens) == 2
+    with pytest.raises(ShuttingDownError, match="before this request was done"):
+        long.result(0)
+
+
+def test_what_happens_is_observed() -> None:
+    seen: dict[str, list[float]] = {}
+    clock = Clock()
+    observe: Callable[[str, float], None] = lambda name, value: seen.setdefault(name, []).append(value)  # noqa: E731
+    scheduler = Scheduler(Joining(ends=0), SchedulerLimits(rows=4), clock=clock, thread=False, observe=observe)
+    scheduler.submit(GenerationRequest([5], max_new_tokens=3))
+    scheduler.submit(GenerationRequest([6], max_new_tokens=2, deadline_s=1.0))
+    while scheduler.step():
+        clock.now += 1
+    assert seen["first_token_s"] == [0, 0] and seen["total_s"] == [2] and seen["DeadlineError"] == [1]
+    assert sum(seen["tokens"]) == 4 and len(seen["queue_s"]) == 2
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(input_ids=[]), "input_ids"),
+        (dict(input_ids=[[5]]), "input_ids"),
+        (dict(input_ids=[12]), "0 … 11"),
+        (dict(input_ids=[5] * 41), "41 input_ids; at most 40"),
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(max_new_tokens=71), "max_new_tokens is 71; at most 70"),
+        (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens"),
+        (dict(num_beams=5), "num_beams is 5; at most 4"),
+        (dict(sampling=Sampling(), num_return_sequences=5), "num_return_sequences is 5; at most 4"),
+        (dict(num_beams=0), "num_beams"),
+        (dict(num_return_sequences=2), "num_return_sequences is 2"),
+        (dict(num_beams=2, length_penalty=float("nan")), "length_penalty is nan"),
+        (dict(num_beams=2, early_stopping="x"), "early_stopping is 'x'"),
+        (dict(sampling=Sampling(), num_beams=2), "tokens are drawn, or beams are searched"),
+        (dict(sampling="hot"), "sampling is 'hot'"),
+        (dict(seed=-1), "seed"),
+        (dict(priority=0.5), "priority"),
+        (dict(priority=10**7), "priority is 10000000"),
+        (dict(deadline_s=0), "deadline_s is 0"),
+        (dict(deadline_s=float("nan")), "deadline_s is nan"),
+        (dict(stream=True, num_beams=2), "stream is for one answer"),
+    ],
+    ids=str,
+)
+def test_no_job(options: dict[str, Any], match: str) -> None:
+    scheduler, _ = stepped(rows=4, source_tokens=40, new_tokens=70)
+    with pytest.raises(InputError, match=match):
+        scheduler.submit(GenerationRequest(**{"input_ids": [5], **options}))
+    assert not scheduler.step() and not scheduler.backend.calls
+
+
+NO_LIMITS = [
+    dict(rows=0),
+    dict(queue=1.5),
+    dict(max_prefill_stall_s=-1),
+    dict(key_value_bytes=0),
+    dict(prefill_share=0),
+]
+
+
+@pytest.mark.parametrize("options", NO_LIMITS, ids=str)
+def test_no_limits(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        SchedulerLimits(**options)
+
+
+def test_the_engine_needs_no_web_and_no_torch() -> None:
+    modules = loaded_by("import t5accel.serve.scheduler, t5accel.backends.ort_static")
+    assert not {"torch", "transformers", "fastapi", "pydantic", "prometheus_client", "uvicorn"} & modules

@@ -1,0 +1,1416 @@
+"""The server: its answers, every limit with its status, clients that vanish, stall or attack, and how it ends.
+
+Most of it asks the application directly, around a toy. What needs sockets and signals asks a process of its own, which
+serves the bundled model in int8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from test_scheduler import Joining
+from typer.testing import CliRunner
+
+import t5accel.serve.server
+from bench.serving.fuzz import KINDS, fuzz_server, fuzz_under_load, head, malformed_request, request, send
+from t5accel.cli import app as commands
+from t5accel.errors import InputError
+from t5accel.models.load import data_folder
+from t5accel.serve import logs, responses
+from t5accel.serve.app import make_app
+from t5accel.serve.middleware import HEALTH
+from t5accel.serve.settings import Settings
+from t5accel.tokenization import tokenizer_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "translate English to French: I am tired."
+
+
+class Letters:
+    """A toy tokenizer of `Machine`'s vocabulary: a space and b to j are its tokens."""
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, np.ndarray]:
+        rows = [[2 + ord(letter) % 10 for letter in text] or [2] for text in texts]
+        mask = np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]
+        ids = np.zeros(mask.shape, dtype=np.int64)
+        ids[mask] = np.concatenate(rows)
+        return {"input_ids": ids, "attention_mask": mask.astype(np.int64)}
+
+    def batch_decode(self, rows: Any, skip_special_tokens: bool) -> list[str]:
+        return ["".join(" bcdefghij"[token - 2] for token in row if token > 1) for row in rows]
+
+
+class Slow(Joining):
+    """A step takes a moment, and nothing ends by itself."""
+
+    def __init__(self, step_s: float = 0.002):
+        super().__init__(ends=0)
+        self.step_s = step_s
+
+    def step(self, *arguments: Any) -> np.ndarray:
+        time.sleep(self.step_s)
+        return super().step(*arguments)
+
+
+@asynccontextmanager
+async def served(backend: Any = None, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A client of the application around a toy, without sockets; and its scheduler."""
+    app = make_app(backend or Joining(), Letters(), Settings(**settings))
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            yield client, app.state.service.scheduler
+
+
+def asked(path: str = "/generate", *, backend: Any = None, headers: dict[str, str] | None = None, content: Any = None,
+          settings: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:  # fmt: skip
+    """One answer of a fresh application."""
+
+    async def ask() -> httpx.Response:
+        async with served(backend, **(settings or {})) as (client, _):
+            body = json.dumps(fields) if content is None else content
+            return await client.post(
+                path, content=body, headers={"content-type": "application/json", **(headers or {})}
+            )
+
+    return asyncio.run(ask())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    (error,) = response.json().values()
+    assert error.keys() == {"message", "type", "param", "code"} and len(error["message"]) > 10
+    return error
+
+
+# Answers
+
+
+def test_an_answer_for_each_text_with_its_times() -> None:
+    found = asked(text=["hello", "bye"], max_new_tokens=9, num_beams=3, num_return_sequences=2)
+    assert found.status_code == 200
+    first, second = found.json()["answers"]
+    assert len(first["texts"]) == len(second["scores"]) == 2 and first["source_tokens"] == 5
+    assert first["scores"][0] >= first["scores"][1] and max(first["tokens"]) <= 9
+    assert 0 <= first["timings"]["queue_s"] <= first["timings"]["first_token_s"] <= first["timings"]["total_s"]
+
+
+def test_what_is_drawn_can_be_drawn_again() -> None:
+    options = dict(text="hello", do_sample=True, temperature=2.0, num_return_sequences=3, max_new_tokens=20)
+    first = asked(**options).json()
+    again = asked(**options, seed=first["seed"]).json()
+    assert first["answers"][0]["texts"] == again["answers"][0]["texts"] and len(set(again["answers"][0]["texts"])) > 1
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_stream_is_the_answer_in_pieces() -> None:
+    whole = asked(text="hello", max_new_tokens=150, backend=Slow()).json()["answers"][0]
+    response = asked(text="hello", max_new_tokens=150, stream=True, backend=Slow())
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *pieces, last = events_of(response)
+    assert "".join(event["text"] for event in [*pieces, last]) == whole["texts"][0] and len(pieces) > 2
+    assert (last["tokens"], last["ended"]) == (150, False) and last["timings"]["total_s"] > 0
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_what_fails_in_a_stream_is_its_last_event(path: str) -> None:
+    named = (
+        dict(text="hi", max_new_tokens=500) if path == "/generate" else dict(prompt="hi", model="mini", max_tokens=500)
+    )
+    response = asked(path, stream=True, deadline_s=0.4, backend=Slow(0.01), **named)
+    assert response.status_code == 200 and "event: error" in response.text
+    assert "within its 0.4 s" in events_of(response)[-1]["error"]["message"]
+
+
+def test_the_page_of_the_interface_knows_the_fields() -> None:
+    async def ask() -> tuple[Any, httpx.Response]:
+        async with served() as (client, _):
+            return (await client.get("/openapi.json")).json(), await client.get("/docs")
+
+    schema, page = asyncio.run(ask())
+    body = schema["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"text", "num_beams", "stream", "priority", "deadline_s"} <= body["properties"].keys()
+    assert page.status_code == 200 and all(f"<td>{name}</td>" in page.text for name in body["properties"])
+    assert "/v1/completions" in page.text and not re.search("://|<script|<link|<img|src=|url\\(", page.text)
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_the_description_says_what_each_route_answers_and_all_its_references_lead_somewhere() -> None:
+    async def ask() -> tuple[Any, ...]:
+        async with served() as (client, _):
+            description = (await client.get("/openapi.json")).json()
+            others = [await client.get(path) for path in ("/", "/version", "/health", "/v1/chat/completions")]
+            return description, *others
+
+    description, about, version, health, missing = asyncio.run(ask())
+    for path, methods in description["paths"].items():
+        for answers in (operation["responses"] for operation in methods.values()):
+            (kind, *_) = answers["200"]["content"].values()
+            assert kind["schema"], path
+            assert (
+                path in HEALTH
+                or answers["401"]["content"]["application/json"]["schema"]["$ref"][-13:] == "ErrorResponse"
+            )
+    for pointer in re.findall(r'"\$ref": "#/([^"]+)"', json.dumps(description)):
+        found = description
+        for name in pointer.split("/"):
+            found = found[name]
+        assert found["properties"]
+    assert description["info"]["version"] == about.json()["version"] == version.json()["version"] == t5accel.__version__
+    assert health.json()["ready"] is True
+    assert missing.status_code == 404 and "POST /v1/completions" in error_of(missing)["message"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_responses_are_as_they_are_described(path: str) -> None:
+    shapes = {"/generate": responses.GenerateResponse, "/v1/completions": responses.CompletionResponse}
+    body = {"/generate": dict(text="hello", do_sample=True), "/v1/completions": dict(prompt=["a", "b"], model="mini")}
+    found = asked(path, **body[path]).json()
+    assert shapes[path].model_validate(found).model_dump() == found
+    event = {"/generate": responses.GenerateEvent, "/v1/completions": responses.CompletionResponse}[path]
+    for one in asked(path, **body[path], stream=True).text.split("\n\n")[:-1]:
+        if one != "data: [DONE]":
+            given = json.loads(one.removeprefix("data: "))
+            assert event.model_validate(given).model_dump(exclude_unset=True) == given
+    refused = asked(path, **body[path], nothing=1).json()
+    assert responses.ErrorResponse.model_validate(refused).model_dump() == refused
+
+
+# What OpenAI's clients send
+
+NEUTRAL = dict(temperature=0, top_p=1, frequency_penalty=0, presence_penalty=0, n=1, best_of=1, logit_bias={},
+               seed=None, stop=None, logprobs=None, echo=False, suffix="", user="somebody", stream=False,
+               stream_options=None)  # fmt: skip
+
+
+@pytest.mark.parametrize("neutral", [
+    NEUTRAL, dict(stop=[]), dict.fromkeys({**NEUTRAL, "max_tokens": 0}),
+    dict(frequency_penalty=0.0, n=2, best_of=2, temperature=1.0, seed=3),
+], ids=str)  # fmt: skip
+def test_values_that_change_nothing_are_taken(neutral: dict[str, Any]) -> None:
+    given = dict(model="mini", prompt="hello")
+    plain = {name: neutral[name] for name in ("n", "temperature", "seed") if neutral.get(name)}
+    found, expected = (asked("/v1/completions", **given, **more) for more in (neutral, plain))
+    assert found.status_code == 200 and found.json()["choices"] == expected.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("frequency_penalty", 0.5, "frequency_penalty must be 0 or null, got 0.5"),
+        ("presence_penalty", -1, "presence_penalty must be 0 or null"),
+        ("echo", True, "echo must be false or null, got true"),
+        ("logprobs", 0, "logprobs must be null, got 0"),
+        ("logit_bias", {"5": 1}, "logit_bias must be {} or null"),
+        ("logit_bias", {str(i): "x" for i in range(50_000)}, "logit_bias must be {} or null"),
+        ("suffix", "end", 'suffix must be "" or null'),
+        ("best_of", 2, "best_of must be n, 1, or null, got 2"),
+        ("top_p", 0.5, "top_p and n need a temperature"),
+        ("prompt", [5, 6], "prompt must be a text .* Token ids are not supported"),
+        ("prompt", [[5, 6], [7]], "Token ids are not supported"),
+        ("stop", "", "stop must be up to 4 texts of 1 to"),
+        ("stop", ["a"] * 5, "stop must be up to 4 texts"),
+        ("stop", ["a" * 300], "stop must be up to 4 texts of 1 to 256"),
+        ("best_of", True, "best_of"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_values_that_would_change_something_are_refused_by_name(name: str, value: Any, match: str) -> None:
+    response = asked("/v1/completions", **{"model": "mini", "prompt": "a", name: value})
+    assert response.status_code == 400 and re.search(match, error_of(response)["message"])
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_stream_of_several_texts_says_which_one_each_piece_is_of(path: str) -> None:
+    texts, is_openai = ["hello", "bye", "hi"], path != "/generate"
+    fields = dict(prompt=texts, model="mini", max_tokens=60) if is_openai else dict(text=texts, max_new_tokens=60)
+    streamed = asked(
+        path,
+        **fields,
+        stream=True,
+        backend=Slow(),
+        **(dict(stream_options={"include_usage": True}) if is_openai else {}),
+    )
+    joined, ends = ["", "", ""], [0, 0, 0]
+    blocks = [block.removeprefix("data: ") for block in streamed.text.split("\n\n")[:-1]]
+    if is_openai:
+        assert blocks.pop() == "[DONE]"
+        assert json.loads(blocks.pop())["usage"]["completion_tokens"] == 180
+    for event in map(json.loads, blocks):
+        one = event["choices"][0] if is_openai else event
+        joined[one["index"]] += one["text"]
+        ends[one["index"]] += bool(one["finish_reason"] if is_openai else "tokens" in one)
+    expected = asked(path, **fields, backend=Slow()).json()
+    assert joined == [choice["text"] for choice in expected["choices"]] if is_openai else (
+        joined == [answer["texts"][0] for answer in expected["answers"]])  # fmt: skip
+    assert ends == [1, 1, 1]
+
+
+@pytest.mark.parametrize("drawn", [{}, dict(do_sample=True, seed=4, min_new_tokens=150)], ids=["greedy", "drawn"])
+def test_an_answer_ends_before_a_stop_text_and_nothing_more_is_computed(drawn: dict[str, Any]) -> None:
+    fields = dict(text="hello", max_new_tokens=150, **drawn)
+    (whole,) = asked(**fields, backend=Slow(0)).json()["answers"][0]["texts"]
+    for place in (1, 40, 90):
+        stop = whole[place : place + 4]
+        answer = asked(**fields, backend=Slow(0), stop=["never", stop]).json()["answers"][0]
+        at = whole.find(stop)
+        assert answer["texts"] == [whole[:at]] and answer["ended"] == [True]
+        assert answer["tokens"] == [at + len(stop)], "it ends with the token that completes the text"
+        events = events_of(asked(**fields, backend=Slow(), stop=stop, stream=True))
+        assert "".join(event["text"] for event in events) == whole[:at] and events[-1]["ended"]
+    for stream in (False, True):
+        unmet = asked(**fields, backend=Slow(0), stop="never", stream=stream)
+        texts = unmet.json()["answers"][0]["texts"] if not stream else [event["text"] for event in events_of(unmet)]
+        assert "".join(texts) == whole
+    refused = asked(text="a", num_beams=2, stop="b")
+    assert refused.status_code == 422 and "stop is for answers without beams" in error_of(refused)["message"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "match"),
+    [
+        (dict(), 422, "text"),
+        (dict(text=5), 422, "text"),
+        (dict(text=[]), 422, "0 texts; give 1 to 64"),
+        (dict(text=["a"] * 65), 422, "65 texts"),
+        (dict(text="a" * 99), 413, "99 tokens, and 20 are allowed"),
+        (dict(text="a", num_beams="4"), 422, "num_beams"),
+        (dict(text="a", num_beams=True), 422, "num_beams"),
+        (dict(text="a", num_beams=40), 422, "num_beams is 40; at most 8"),
+        (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
+        (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
+        (dict(text="a", do_sample=True, temperature=-1.0), 422, "temperature is -1.0"),
+        (dict(text="a", stream=True, num_beams=2), 422, "stream is for one answer"),
+        (dict(text="a", deadline_s=-1.0), 422, "deadline_s is -1"),
+        (dict(text="a", beams=4), 400, "beams is not supported"),
+    ],
+    ids=str,
+)
+def test_bad_values(fields: dict[str, Any], status: int, match: str) -> None:
+    response = asked(**fields, settings=dict(max_source_tokens=20))
+    assert response.status_code == status and re.search(match, error_of(response)["message"])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[" * 100_000, b"null", b'{"text": "\xff"}', b'{"text": "\\ud800"}',
+                b'{"text": "a", "length_penalty": NaN}', b'{"text": "a", "seed": ' + b"9" * 5000 + b"}",
+                b'{"text":' + b'{"a":' * 5000 + b"1"])  # fmt: skip
+def test_bodies_that_are_none(content: bytes) -> None:
+    response = asked(content=content)
+    assert response.status_code == 422 and error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("fields", [
+    dict(), dict(prompt=5), dict(prompt=[]), dict(prompt="a" * 99),
+    dict(prompt="a", max_tokens=0), dict(prompt="a", max_tokens="4"), dict(prompt="a", n=2),
+    dict(prompt="a", echo=True), dict(prompt="a", temperature=-1.0), dict(prompt="a", temperature=1.0, top_p=2.0),
+    dict(prompt="a", stream_options={}),
+], ids=str)  # fmt: skip
+def test_bad_values_of_openai_s_clients_are_what_openai_answers(fields: dict[str, Any]) -> None:
+    response = asked("/v1/completions", model="mini", **fields, settings=dict(max_source_tokens=20))
+    error = error_of(response)
+    assert response.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] != "text"
+
+
+def test_a_source_is_cut_only_if_that_is_asked_for() -> None:
+    response = asked(text="a" * 99, truncate=True, settings=dict(max_source_tokens=20))
+    assert response.json()["answers"][0]["source_tokens"] == 20
+
+
+def test_a_body_that_is_too_large() -> None:
+    for headers in ({}, {"content-length": "5"}):  # as it says, and as it comes
+        response = asked(content=b" " * 3000, headers=headers, settings=dict(body_kb=1))
+        assert response.status_code == 413 and "1024 bytes" in error_of(response)["message"]
+
+
+def test_a_deadline_that_passes() -> None:
+    response = asked(text="a", max_new_tokens=500, deadline_s=0.2, backend=Slow(0.02))
+    assert response.status_code == 504 and "within its 0.2 s" in error_of(response)["message"]
+    default = asked(text="a", max_new_tokens=500, backend=Slow(0.02), settings=dict(deadline_s=0.1))
+    assert default.status_code == 504
+
+
+def test_a_full_queue_says_when_to_come_again_and_an_end_that_it_ends() -> None:
+    async def ask() -> tuple[list[httpx.Response], httpx.Response, httpx.Response, httpx.Response]:
+        async with served(Slow(), max_batch_rows=1, max_queue=2) as (client, scheduler):
+            coming = [client.post("/generate", json=dict(text="a", max_new_tokens=99)) for _ in range(9)]
+            found = await asyncio.gather(*coming)
+            scheduler.drain(1)
+            return found, await client.post("/generate", json=dict(text="a")), await client.get("/health/ready"), (
+                await client.get("/health/live"))  # fmt: skip
+
+    found, closed, ready, live = asyncio.run(ask())
+    statuses = [response.status_code for response in found]
+    assert set(statuses) == {200, 429} and statuses.count(200) >= 2
+    for response in found:
+        if response.status_code == 429:
+            assert int(response.headers["retry-after"]) >= 1 and error_of(response)["type"] == "rate_limit_error"
+    assert closed.status_code == ready.status_code == 503 and "shutting down" in error_of(closed)["message"]
+    assert live.status_code in (200, 503)
+
+
+def test_a_failing_engine_is_said_without_the_text_and_the_next_request_goes_on(caplog) -> None:
+    class Broken(Joining):
+        broken = True
+
+        def step(self, *arguments: Any) -> np.ndarray:
+            if self.broken:
+                raise RuntimeError("the secret text")
+            return super().step(*arguments)
+
+    async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        async with served(backend := Broken()) as (client, _):
+            first = await client.post("/generate", json=dict(text="a"))
+            backend.broken = False
+            return first, await client.post("/generate", json=dict(text="a")), await client.get("/metrics")
+
+    first, second, metrics = asyncio.run(ask())
+    assert (first.status_code, second.status_code) == (500, 200) and "RuntimeError" in error_of(first)["message"]
+    assert "secret" not in first.text + caplog.text and re.search("RuntimeError at .*test_server.py:", caplog.text)
+    assert (
+        "t5accel_engine_failures 1.0" in metrics.text
+        and 't5accel_failed_total{reason="EngineError"} 1.0' in metrics.text
+    )
+
+
+def test_a_mistake_of_ours_is_said_without_the_text(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(Letters, "__call__", lambda self, texts, **_: [][0] if texts == ["secret"] else None)
+    response = asked(text="secret")
+    assert response.status_code == 500 and error_of(response)["message"] == "Unexpected IndexError."
+    assert "unexpected IndexError at" in caplog.text and "secret" not in caplog.text
+
+
+def test_an_engine_that_hangs_is_not_alive() -> None:
+    async def ask() -> int:
+        async with served(Slow(1.0), unhealthy_after_s=0.2) as (client, _):
+            working = asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=1)))
+            await asyncio.sleep(0.5)
+            status = (await client.get("/health/live")).status_code
+            await working
+            assert (await client.get("/health/live")).status_code == 200
+            return status
+
+    assert asyncio.run(ask()) == 503
+
+
+@pytest.mark.parametrize(
+    "key", ["", "wrong", "geheim", "Bearer geheim", "bearer geheim", "Bearer geheimé", "Basic geheim"]
+)
+def test_the_key(key: str, monkeypatch) -> None:
+    monkeypatch.setenv("T5ACCEL_API_KEY", "geheim")
+
+    async def ask() -> list[int]:
+        async with served() as (client, _):
+            headers = {b"authorization": key.encode()}
+            paths = ["/metrics", "/v1/models", "/openapi.json", "/nothing", "/docs", "/health/ready"]
+            return [(await client.get(path, headers=headers)).status_code for path in paths]
+
+    right = key.lower() == "bearer geheim"
+    assert asyncio.run(ask()) == ([200, 200, 200, 404, 200, 200] if right else [401, 401, 401, 401, 200, 200])
+
+
+def test_texts_are_in_the_log_only_if_that_is_asked_for(caplog) -> None:
+    caplog.set_level("DEBUG")
+    asked(text="hello there")
+    assert "POST /generate 200" in caplog.text and "hello" not in caplog.text
+    asked(text="hello there", settings=dict(log_texts=True))
+    assert "hello there" in caplog.text and "answers: " in caplog.text
+
+
+def test_probes_are_in_the_log_only_for_debugging(caplog) -> None:
+    async def ask() -> None:
+        async with served() as (client, scheduler):
+            for path in (*HEALTH, "/metrics", "/version"):
+                await client.get(path)
+            scheduler.drain(0)
+            await client.get("/health/ready")
+
+    caplog.set_level("INFO", "t5accel")
+    asyncio.run(ask())
+    assert [line.split(" ")[:3] for line in caplog.messages if line.startswith("GET")] == [
+        ["GET", "/version", "200"], ["GET", "/health/ready", "503"]]  # fmt: skip
+    caplog.clear()
+    caplog.set_level("DEBUG", "t5accel")
+    asyncio.run(ask())
+    assert "GET /metrics 200" in caplog.text and "GET /health/live 200" in caplog.text
+
+
+def raises_in_a_thread() -> None:
+    def fail() -> None:
+        raise ValueError("of two\nlines")
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+
+
+def test_every_line_of_the_log_is_an_object(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    settings = Settings(log_level="WARNING", log_format="JSON")
+    logs.configure(settings.log_level, settings.log_format)
+    logging.getLogger("a").warning("one\n%s", "two")
+    logging.getLogger("uvicorn.error").info("not written")
+    raises_in_a_thread()
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["level"], first["logger"], first["message"]) == ("warning", "a", "one\ntwo")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+    assert second["level"] == "critical" and "of two\nlines" in second["exception"]
+
+
+def test_a_line_of_text_has_time_level_logger_and_message(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    logs.configure("info", "text")
+    logging.getLogger("one").info("here")
+    assert re.fullmatch(r"[\d-]+ [\d:,]+ INFO one here\n", capsys.readouterr().err)
+
+
+class Panic(BaseException):
+    """What a tokenizer written in Rust raises when it panics is no ``Exception``."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["tokenizer", "encoder", "step", "decoder", "decoder, asked for stop texts"])
+def test_whatever_one_text_raises_is_one_answer(where: str, stream: bool, monkeypatch, caplog) -> None:
+    class Panicking(Joining):
+        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
+            fail("encoder")
+            return super().encode(input_ids, attention_mask)
+
+        def step(self, *arguments: Any) -> np.ndarray:
+            fail("step")
+            return super().step(*arguments)
+
+    def fail(here: str) -> None:
+        if failing and where.startswith(here):
+            raise Panic("the secret text")
+
+    def failing_at(name: str, here: str) -> None:
+        usual = getattr(Letters, name)
+        monkeypatch.setattr(Letters, name, lambda *args, **options: (fail(here), usual(*args, **options))[1])
+
+    failing_at("__call__", "tokenizer")
+    failing_at("batch_decode", "decoder")
+    failing = [1]
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        async with served(Panicking()) as (client, scheduler):
+            fields = dict(text="abc", stream=stream, **({"stop": "never"} if "stop" in where else {}))
+            first = await client.post("/generate", json=fields)
+            failing.clear()
+            assert scheduler.is_alive
+            return first, await client.post("/generate", json=fields)
+
+    first, second = asyncio.run(ask())
+    assert first.status_code == 500 or "event: error" in first.text
+    assert "Panic" in first.text and second.status_code == 200 and "error" not in second.text
+    assert "Panic at " in caplog.text and "secret" not in first.text + caplog.text
+
+
+def test_a_long_text_is_tokenised_beside_the_event_loop(monkeypatch) -> None:
+    usual, release = Letters.__call__, threading.Event()
+    monkeypatch.setattr(Letters, "__call__", lambda *args, **options: (release.wait(9), usual(*args, **options))[1])
+
+    async def ask() -> tuple[int, list[int]]:
+        async with served() as (client, _):
+            long = dict(text="a" * 2000, truncate=True)
+            working = asyncio.create_task(client.post("/generate", json=long))
+            await asyncio.sleep(0.05)
+            began = time.perf_counter()
+            live = [(await client.get("/health/live")).status_code for _ in range(3)]
+            assert time.perf_counter() - began < 1 and not working.done()
+            release.set()
+            return (await working).status_code, live
+
+    assert asyncio.run(ask()) == (200, [200, 200, 200])
+
+
+async def through_the_guard(path: str, *headers: tuple[bytes, bytes], **settings: Any) -> dict[bytes, bytes]:
+    """The status and headers of an answer to a request whose body never comes."""
+    app, sent = make_app(Joining(), Letters(), Settings(**settings)), []
+
+    async def receive() -> Any:
+        if path != "/docs":
+            await asyncio.sleep(9)
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "method": "POST" if path == "/generate" else "GET",
+             "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
+             "headers": list(headers), "client": None, "server": None, "http_version": "1.1"}  # fmt: skip
+    await asyncio.wait_for(app(scope, receive, send), 2)
+    app.state.service.close()
+    return {b"status": sent[0]["status"], **dict(sent[0]["headers"])}
+
+
+HOST, JSON = (b"host", b"localhost:8000"), (b"content-type", b"application/json")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/health/live", [(b"content-length", b"5")], 200),
+        ("/health/live", [(b"host", b"evil.example")], 200),
+        ("/generate", [HOST, JSON, (b"content-length", b"5")], 401),
+        ("/generate", [(b"host", b"evil.example"), JSON], 421),
+        ("/generate", [HOST, JSON, (b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
+        ("/generate", [HOST, (b"authorization", b"BEARER  geheim"), (b"content-type", b"text/plain")], 415),
+        ("/generate", [HOST, (b"authorization", b"bearer geheim")], 415),
+        ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-length", b"2000000")], 413),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_head_says_is_answered_before_a_body_is_read(
+    path: str, headers: list[Any], status: int, monkeypatch
+) -> None:
+    monkeypatch.setenv("T5ACCEL_API_KEY", "geheim")
+    found = asyncio.run(through_the_guard(path, *headers))
+    assert found[b"status"] == status and (status == 200 or found[b"connection"] == b"close")
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        (dict(), b"localhost:80", 200), (dict(), b"[::1]:8000", 200), (dict(), b"127.0.0.1", 200),
+        (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example, b.example"), b"B.example:1", 200),
+        (dict(allowed_hosts="*"), b"evil.example", 200), (dict(host="0.0.0.0"), b"any.example", 200),
+        (dict(host="0.0.0.0", allowed_hosts="a.example"), b"any.example", 421),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_names_by_which_a_server_is_asked(settings: dict[str, Any], host: bytes, status: int) -> None:
+    assert asyncio.run(through_the_guard("/docs", (b"host", host), **settings))[b"status"] == status
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "match"),
+    [
+        (dict(text="a" * 700), 413, "700 characters, and 640 are allowed"),
+        (dict(text=["a", "b" * 10**5]), 413, "100000 characters"),
+        (dict(text=[5] * 100_000), 422, "text must be a text or a list of texts"),
+        (dict(text=["a"] * 100_000), 422, "100000 texts"),
+        (dict(text="a", **{f"f{i}": 1 for i in range(50_000)}), 400, "f0 is not supported"),
+        (dict(text="a", num_beams=9), 422, "num_beams is 9; at most 8"),
+        (dict(text="a", do_sample=True, num_return_sequences=9), 422, "num_return_sequences is 9; at most 8"),
+        (dict(text=["a"] * 5, max_new_tokens=99), 422, "counts as 500 tokens, and 400 may wait"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused_before_it_is_tokenised(fields: dict[str, Any], status: int, match: str, monkeypatch) -> None:
+    monkeypatch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
+    began = time.perf_counter()
+    response = asked(**fields, settings=dict(max_source_tokens=20, max_queued_tokens=400))
+    assert response.status_code == status and re.search(match, error_of(response)["message"])
+    assert time.perf_counter() - began < 5
+
+
+def test_a_full_queue_is_asked_before_the_tokenizer() -> None:
+    async def ask() -> None:
+        async with served(Slow(0.01), max_batch_rows=1, max_queue=1) as (client, scheduler):
+            running = [asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=500)))]
+            while not scheduler.running:
+                await asyncio.sleep(0.01)
+            running.append(asyncio.create_task(client.post("/generate", json=dict(text="a"))))
+            while not scheduler.waiting:
+                await asyncio.sleep(0.01)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
+                assert (await client.post("/generate", json=dict(text="a"))).status_code == 429
+            scheduler.drain(0)
+            await asyncio.gather(*running)
+
+    asyncio.run(ask())
+
+
+def test_what_is_cut_is_cut_before_it_is_tokenised(monkeypatch) -> None:
+    usual, lengths = Letters.__call__, []
+    monkeypatch.setattr(Letters, "__call__", lambda self, texts, **options: (
+        lengths.extend(map(len, texts)), usual(self, texts, **options))[1])  # fmt: skip
+    assert asked(text="a" * 10**5, truncate=True, settings=dict(max_source_tokens=20)).status_code == 200
+    assert lengths == [640]
+
+
+def test_paths_and_methods_that_there_are_not_have_the_shape_of_all_errors() -> None:
+    async def ask() -> list[httpx.Response]:
+        async with served() as (client, _):
+            return [await client.get("/nothing"), await client.get("/generate"),
+                    await client.post("/generate/", json={})]  # fmt: skip
+
+    missing, method, redirected = asyncio.run(ask())
+    assert [one.status_code for one in (missing, method, redirected)] == [404, 405, 404]
+    assert all(error_of(one)["type"] == "invalid_request_error" for one in (missing, method, redirected))
+    assert method.headers["allow"] == "POST" and "location" not in redirected.headers
+
+
+def test_a_refusal_at_the_end_sends_clients_elsewhere() -> None:
+    async def ask() -> httpx.Response:
+        async with served() as (client, scheduler):
+            scheduler.drain(1)
+            return await client.post("/generate", json=dict(text="a"))
+
+    response = asyncio.run(ask())
+    assert (response.status_code, response.headers["retry-after"], response.headers["connection"]) == (
+        503,
+        "1",
+        "close",
+    )
+
+
+def test_the_folder_of_a_model_is_not_told(tmp_path: Path) -> None:
+    folder = tmp_path / "secret" / "translator"
+    folder.mkdir(parents=True)
+    for settings, name in ((dict(model=str(folder)), "translator"), (dict(model="google/t5"), "google/t5"),
+                           (dict(model=str(folder), served_model_name="ours"), "ours")):  # fmt: skip
+        response = asked(text="a", settings=settings)
+        assert response.json()["model"] == name and "secret" not in response.text
+
+
+# The command
+
+
+def test_every_setting_is_a_flag_but_the_key() -> None:
+    shown = CliRunner().invoke(commands, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    assert {name for name in Settings.model_fields if f"--{name.replace('_', '-')} " in shown} == (
+        Settings.model_fields.keys() - {"api_key"}
+    )
+
+
+def test_flags_win_over_the_environment(monkeypatch) -> None:
+    given: list[Settings] = []
+    monkeypatch.setattr(t5accel.serve.server, "serve", given.append)
+    monkeypatch.setenv("T5ACCEL_MAX_BATCH_ROWS", "5")
+    monkeypatch.setenv("T5ACCEL_MAX_QUEUE", "6")
+    result = CliRunner().invoke(commands, ["serve", "--max-batch-rows", "7"])
+    assert result.exit_code == 0 and (given[0].max_batch_rows, given[0].max_queue, given[0].host) == (7, 6, "127.0.0.1")
+    result = CliRunner().invoke(commands, ["serve", "--max-batch-rows", "0"])
+    assert result.exit_code == 2 and "--max-batch-rows is 0" in result.stderr
+    result = CliRunner().invoke(commands, ["serve", "--precision", "int8-dynamic"])
+    assert len(given) == 2, "which precision can be served is known where the model is opened"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "match"),
+    [
+        (["--host", "0.0.0.0"], {}, "host is '0.0.0.0'.*Set T5ACCEL_API_KEY, or give --allow-unauthenticated"),
+        (["--host", "::"], {}, "there is no API key"),
+        ([], {"T5ACCEL_API_KEY": ""}, "T5ACCEL_API_KEY must not be empty"),
+        ([], {"T5ACCEL_API_KEY": " "}, "T5ACCEL_API_KEY must be printable ASCII without blanks"),
+        ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
+        ([], {"T5ACCEL_API_KEY": "gehäim"}, "must be printable ASCII"),
+        ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
+        ([], {"T5ACCEL_MAX_BATCH_ROW": "8"}, "Rename it to T5ACCEL_MAX_BATCH_ROWS"),
+        (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
+        (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
+        (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
+        (["--log-level", "loud"], {}, "--log-level is 'loud'.*'debug', 'info'"),
+        ([], {"T5ACCEL_SOURCE_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_SOURCE_TOKENS"),
+        ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
+        (["--key-value-mb", "0"], {}, "--key-value-mb is 0"),
+        (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
+    ],
+    ids=str,
+)
+def test_what_would_serve_nobody_or_everybody_is_refused_at_the_start(
+    arguments: list[str], environment: dict[str, str], match: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(t5accel.serve.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(commands, ["serve", *arguments])
+    assert result.exit_code == 2 and re.search(match, result.stderr) and result.stderr.count("\n") == 1
+    assert "geheim" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--host", "0.0.0.0", "--allow-unauthenticated"], {}),
+        (["--host", "0.0.0.0"], {"T5ACCEL_API_KEY": "geheim"}),
+        (["--host", "localhost"], {"T5ACCEL_SERVICE_HOST": "10.0.0.1", "T5ACCEL_CACHE": "/tmp"}),
+    ],
+)
+def test_what_may_be_served(arguments: list[str], environment: dict[str, str], monkeypatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    opened: list[Settings] = []
+    monkeypatch.setattr(t5accel.serve.server, "create_app", opened.append)
+    CliRunner().invoke(commands, ["serve", "--port", "0", *arguments])
+    assert len(opened) == 1
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(commands, ["serve", "--port", str(port)])
+    assert result.exit_code == 2 and re.search(f"port {port} cannot be served: .*in use", result.stderr)
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken_while_the_model_loads_is_one_sentence(monkeypatch) -> None:
+    """Two servers may bind one port as long as none listens."""
+    settings = Settings(port=0)
+    (first,) = t5accel.serve.server.bound(settings)
+    with first:
+        settings = Settings(port=first.getsockname()[1])
+        second = t5accel.serve.server.bound(settings)
+        first.listen()
+        with pytest.raises(InputError, match=f"port {settings.port} cannot be served: .*in use"):
+            t5accel.serve.server.run_server(None, None, settings, second)
+        second[0].close()
+
+
+def test_a_precision_that_cannot_be_served_is_refused_before_a_model_is_opened(monkeypatch) -> None:
+    monkeypatch.setattr(t5accel.serve.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
+    for precision, match in (("int8-dynamic", "depend on who else is being served"), ("int9", "precision .*'int9'")):
+        result = CliRunner().invoke(commands, ["serve", "--precision", precision])
+        assert result.exit_code == 2 and re.search(match, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--precision", "int8"], "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
+        (["--engine", "ray"], "engine must be local on cuda, got 'ray'"),
+        (["--encoder-cache-mb", "9"], "--encoder-cache-mb is for device cpu"),
+        ([], "device='cuda' needs a GPU"),
+    ],
+    ids=str,
+)
+def test_what_a_gpu_cannot_serve_is_refused(monkeypatch, flags: list[str], match: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(commands, ["serve", "--device", "cuda", "--port", "0", *flags])
+    assert result.exit_code == 2 and match in result.stderr
+    result = CliRunner().invoke(commands, ["serve", "--device", "tpu"])
+    assert result.exit_code == 2 and "device is 'tpu'" in result.stderr
+
+
+def test_on_torch_static_requests_are_served_as_on_the_engine_of_the_cpu(mini, monkeypatch) -> None:
+    """What `--device cuda` opens, here without graphs: greedy, streamed, beams, drawn, stop strings, metrics."""
+    from t5accel.backends.torch_static import TorchStatic
+
+    given: dict[str, Any] = {}
+
+    def open_backend(name: str, **options: Any) -> Any:
+        given.update(options)
+        return TorchStatic(mini[0]), tokenizer_of(data_folder() / "mini-t5"), "torch"
+
+    monkeypatch.setattr(t5accel.serve.server, "open_backend", open_backend)
+    app = t5accel.serve.server.create_app(Settings(device="cuda", precision="bf16"))
+    assert (given["device"], given["precision"]) == ("cuda", "bf16")
+
+    async def ask() -> None:
+        async with app.router.lifespan_context(app), httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
+        ) as client:  # fmt: skip
+            for more in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 1}):
+                found = await client.post("/generate", json={"text": TEXT, "max_new_tokens": 20, **more})
+                assert found.json()["answers"][0]["texts"] == ["Je suis fatigué."]
+            stopped = await client.post("/generate", json={"text": TEXT, "stop": "fatigué"})
+            assert stopped.json()["answers"][0]["texts"] == ["Je suis "]
+            streamed = await client.post("/generate", json={"text": TEXT, "stream": True})
+            assert "".join(event["text"] for event in events_of(streamed)) == "Je suis fatigué."
+            assert (await client.get("/health/ready")).json()["continuous"]
+            assert "t5accel_token_seconds_count" in (await client.get("/metrics")).text
+
+    asyncio.run(ask())
+
+
+def test_serving_everybody_warns(caplog) -> None:
+    t5accel.serve.server.checked(Settings(host="0.0.0.0", allow_unauthenticated=True), {})
+    t5accel.serve.server.checked(Settings(host="0.0.0.0"), {"T5ACCEL_API_KEY": "geheim"})
+    t5accel.serve.server.checked(Settings(allow_unauthenticated=True), {})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "no API key" in record.getMessage()
+
+
+def test_a_batch_in_which_no_request_fits_is_refused(folder: Path, monkeypatch) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(folder / "cache"))
+    with pytest.raises(InputError, match="1 rows, 1 source tokens and 1 new tokens needs .* bytes of keys and values"):
+        t5accel.serve.server.create_app(Settings(precision="int8", key_value_mb=1))
+
+
+# A process of its own
+
+# Says on standard error what it opens, once it has heard SIGUSR1.
+WATCHED = """
+import os, signal, sys
+watched = []
+def hook(event, arguments):
+    if watched and event == "open":
+        os.write(2, f"TOUCHED {arguments[0]!r}\\n".encode())
+sys.addaudithook(hook)
+signal.signal(signal.SIGUSR1, lambda *_: watched.append(1))
+sys.argv[0] = "t5accel"
+from t5accel.cli import app
+app()
+"""
+LIMITS = dict(
+    max_batch_rows=6,
+    max_queue=40,
+    max_source_tokens=64,
+    max_new_tokens=4096,
+    body_kb=64,
+    body_timeout_s=1,
+    header_timeout_s=1,
+    write_timeout_s=1,
+    shutdown_grace_s=20,
+)
+
+
+class Process:
+    """A server of the bundled model in int8."""
+
+    def __init__(self, folder: Path, **limits: Any):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = limits.pop("port", free.getsockname()[1])
+        flags = [
+            f"--{name.replace('_', '-')}={value}" for name, value in {**LIMITS, **limits, "port": self.port}.items()
+        ]
+        self.log_file = folder / f"server-{time.monotonic_ns()}.log"
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "T5ACCEL_CACHE": str(folder / "cache")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WATCHED, "serve", "--precision=int8", "--threads=1", *flags], cwd=folder,
+            env=environment, stdout=subprocess.DEVNULL, stderr=self.log_file.open("wb"),
+        )  # fmt: skip
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8")
+
+    def ready(self) -> Process:
+        while self.process.poll() is None:
+            try:
+                if self.client.get("/health/ready").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.05)
+        raise AssertionError(self.log)
+
+    def load(self) -> dict[str, Any]:
+        return self.client.get("/health/ready").json()
+
+    def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait, as long as it takes, for the load to be such."""
+        while not condition(load := self.load()):
+            time.sleep(0.01)
+        return load
+
+    def idle(self) -> None:
+        self.until(lambda load: not load["rows"] and not load["waiting"])
+
+    def socket(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120)
+
+    def end(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Process]:
+    process = Process(folder).ready()
+    yield process
+    process.end()
+
+
+def test_the_openai_package_is_served(server: Process) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["mini"] and client.models.retrieve(
+        "mini"
+    ).owned_by == "t5accel"
+    ask = client.completions.create
+    found = ask(model="mini", prompt=[TEXT, "translate English to French: Where is my bag?"])
+    assert [choice.text for choice in found.choices] == ["Je suis fatigué.", "Où est mon sac ?"]
+    assert {choice.finish_reason for choice in found.choices} == {"stop"} and found.usage.prompt_tokens == 21
+    assert ask(model="mini", prompt=TEXT, max_tokens=2).choices[0].finish_reason == "length"
+    chunks = list(ask(model="mini", prompt=TEXT, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "Je suis fatigué."
+    assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.completion_tokens == 5
+    drawn = ask(model="mini", prompt=TEXT, temperature=1.5, top_p=0.9, n=3, seed=4)
+    assert len(drawn.choices) == 3
+    with pytest.raises(openai.NotFoundError):
+        ask(model="gpt", prompt=TEXT)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(model="mini", prompt=TEXT, logprobs=2)
+    assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError, match="n need a temperature"):
+        ask(model="mini", prompt=TEXT, n=2)
+    as_langchain = dict(
+        temperature=0.0, max_tokens=256, top_p=1, frequency_penalty=0, presence_penalty=0, n=1, seed=None
+    )
+    found = ask(model="mini", prompt=[TEXT], **as_langchain, logit_bias={}, stop=["\n", "guez"])
+    assert found.choices[0].text == "Je suis fatigué."
+    both = [TEXT, "translate English to French: Where is my bag?"]
+    texts = ["", ""]
+    for chunk in ask(model="mini", prompt=both, stream=True, stop=" fati"):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["Je suis", "Où est mon sac ?"]
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(model="mini", prompt="word " * 100)
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+    client.close()
+
+
+LONG = dict(text=TEXT, max_new_tokens=4096, min_new_tokens=4096)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_frees_its_row(server: Process, stream: bool) -> None:
+    server.idle()
+    connection = server.socket()
+    connection.sendall(request({**LONG, "stream": stream}))
+    server.until(lambda load: load["rows"] == 1)
+    connection.close()
+    server.until(lambda load: load["rows"] == 0)
+    assert server.client.post("/generate", json=dict(text=TEXT)).json()["answers"][0]["texts"] == ["Je suis fatigué."]
+
+
+def test_who_does_not_read_is_cut_off(server: Process) -> None:
+    """Answers that nobody reads fill the buffers, and wait no longer than a second."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000)
+        with pytest.raises(ConnectionError):
+            while True:  # until what is sent can no more arrive
+                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                time.sleep(0.05)
+    assert 0 < server.log.count("GET unknown 200") < 500 and "Traceback" not in server.log
+
+
+def test_heads_and_bodies_that_come_too_slowly(server: Process) -> None:
+    with server.socket() as body:
+        body.sendall(head("content-length: 50") + b"{")
+        answer = body.recv(65536)
+        assert b"408" in answer.split(b"\r\n")[0] and b"connection: close" in answer.lower()
+    for first, start in (
+        (b"", b""),
+        (b"", b"GET /v1/models HTTP/1.1\r\nho"),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", b"GE"),
+    ):
+        with server.socket() as start_only:
+            start_only.sendall(first)
+            answer = start_only.recv(65536) if first else b""
+            start_only.sendall(start)
+            while chunk := start_only.recv(65536):
+                answer += chunk
+            assert b"HTTP/1.1 408" in answer, start
+
+
+def test_two_hundred_hostile_requests(server: Process) -> None:
+    """Each is answered or cut off; the server goes on, knows nobody's text, and opens no file."""
+    good = dict(text=TEXT)
+    for path, fields in (("/generate", good), ("/generate", {**good, "stream": True}), ("/nothing", {})):
+        server.client.post(path, json=fields)  # what is imported when it is first needed
+    for seed in range(KINDS):
+        send(server.port, malformed_request(seed))
+    server.process.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    found = fuzz_server(server.port)
+    assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 415, 421, 422, 429, 504}, found
+    assert len(found.statuses) >= 5 and found.cut_off < 60 and found.cut_off + found.statuses.total() == 200
+    server.idle()
+    assert server.client.post("/generate", json=good).json()["answers"][0]["texts"] == ["Je suis fatigué."]
+    assert server.process.poll() is None and "TOUCHED" not in server.log
+    assert "tired" not in server.log and "passwd" not in server.log and "Traceback" not in server.log
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path) -> None:
+    server = Process(folder, shutdown_grace_s=120).ready()
+    found: list[httpx.Response] = []
+    asks = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/generate", json=dict(
+        LONG, max_new_tokens=2500, min_new_tokens=2500), timeout=300)))  # fmt: skip
+    asks.start()
+    server.until(lambda load: load["rows"] == 1)
+    server.process.send_signal(signal.SIGTERM)
+    server.until(lambda load: not load["ready"])
+    late = server.client.post("/generate", json=dict(text=TEXT))
+    assert late.status_code == 503 and "shutting down" in error_of(late)["message"]
+    refused: list[bytes] = []
+
+    def ask_again_and_again() -> None:  # who are refused keep nobody waiting
+        while answer := send(server.port, request(dict(text=TEXT))):
+            refused.append(answer)
+            time.sleep(0.05)
+
+    others = [threading.Thread(target=ask_again_and_again) for _ in range(4)]
+    for other in others:
+        other.start()
+    asks.join()
+    ended = time.monotonic()
+    assert server.process.wait() in (0, -signal.SIGTERM) and time.monotonic() - ended < 4
+    for other in others:
+        other.join()
+    assert refused and all(answer.startswith(b"HTTP/1.1 503") for answer in refused)
+    assert found[0].json()["answers"][0]["tokens"] == [2500]
+    server.end()
+
+
+def test_ctrl_c_ends_a_server_in_good_order_and_its_log_is_json(folder: Path) -> None:
+    server = Process(folder, log_format="json", log_level="debug").ready()
+    assert server.client.post("/generate", json=dict(text=TEXT)).status_code == 200
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait() == 0
+    lines = [json.loads(line) for line in server.log.splitlines()]
+    assert {"t5accel.serve", "uvicorn.error"} <= {line["logger"] for line in lines}
+    assert any(line["message"].startswith("GET /health/ready 200") for line in lines)
+    server.end()
+
+
+def test_the_grace_ends_and_a_killed_server_starts_again_on_its_port(folder: Path) -> None:
+    server = Process(folder, shutdown_grace_s=0.3).ready()
+    with server.socket() as connection:
+        connection.sendall(request(LONG))
+        server.until(lambda load: load["rows"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert b"503" in connection.recv(65536).split(b"\r\n")[0]
+    server.process.wait()
+    server.end()
+    for _ in range(2):
+        server = Process(folder, port=server.port).ready()
+        assert server.client.post("/generate", json=dict(text=TEXT)).status_code == 200
+        server.process.kill()
+        server.end()
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Iterator[Process]:
+    """A server with few places, and a client that needs them."""
+    process = Process(folder, connections=12, body_timeout_s=60, header_timeout_s=60).ready()
+    yield process
+    process.end()
+
+
+READY = b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def told(server: Process, content: bytes, *, ends: bool = False) -> bytes:
+    """All that comes back until the server closes the connection; with ``ends`` the client half-closes it."""
+    with server.socket() as connection:
+        connection.sendall(content)
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while chunk := connection.recv(65536):
+            found += chunk
+        return found
+
+
+def open_sockets(server: Process) -> int:
+    return sum(1 for one in Path(f"/proc/{server.process.pid}/fd").iterdir() if "socket:" in os.readlink(one))
+
+
+def silent(server: Process, content: bytes) -> socket.socket:
+    """A client that sends that and reads nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(content)
+    return connection
+
+
+def test_clients_that_read_nothing_lose_their_places(small: Process) -> None:
+    """Small answers, which never reach a high-water mark, and connections that the server has closed already."""
+    before = open_sockets(small)
+    held = [silent(small, READY * 550 + end) for end in (b"", b"", b"nonsense\r\n\r\n")]
+    while open_sockets(small) == before:
+        time.sleep(0.01)
+    began = time.monotonic()
+    while open_sockets(small) > before:  # write_s is a second
+        assert time.monotonic() - began < 9, "they stay"
+        time.sleep(0.1)
+    assert small.client.post("/generate", json=dict(text=TEXT)).status_code == 200
+    for connection in held:
+        connection.close()
+
+
+def test_idle_connections_make_room(small: Process) -> None:
+    size = len(small.log)
+    held = [silent(small, content) for content in (b"", b"GET /hea") * 100]
+    for _ in range(3):
+        assert send(small.port, READY).startswith(b"HTTP/1.1 200")
+        assert send(small.port, request(dict(text=TEXT))).startswith(b"HTTP/1.1 200")
+    assert open_sockets(small) < 30 and len(small.log) - size < 10_000
+    for connection in held:
+        connection.close()
+
+
+def test_as_many_connections_as_are_allowed_are_served_and_health_beyond(small: Process) -> None:
+    slow = head("content-length: 50") + b"{"
+    held = [silent(small, slow) for _ in range(11)]
+    time.sleep(0.2)
+    assert httpx.post(f"{small.url}/generate", json=dict(text=TEXT)).status_code == 200, "the twelfth"
+    held.append(silent(small, slow))
+    time.sleep(0.2)
+    for _ in range(40):  # more than are kept beyond the limit: each leaves at once
+        assert send(small.port, READY).startswith(b"HTTP/1.1 200")
+    response = httpx.post(f"{small.url}/generate", json=dict(text=TEXT))
+    assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+    assert "All 12 connections are in use" in error_of(response)["message"]
+    for connection in held:
+        connection.close()
+    small.idle()
+
+
+def test_a_body_in_very_many_pieces_is_cut_off(server: Process) -> None:
+    for start in (head("transfer-encoding: chunked"), READY[:-2] + b"transfer-encoding: chunked\r\n\r\n"):
+        found = b""
+        with server.socket() as connection:
+            try:
+                connection.sendall(start + b"1\r\na\r\n" * 20_000)
+                while chunk := connection.recv(65536):
+                    found += chunk
+            except ConnectionError:  # the server has not read all of it
+                pass
+        assert found[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 200", b""), found
+    body = json.dumps(dict(text=TEXT)).encode()
+    pieces = b"".join(b"1\r\n%c\r\n" % letter for letter in body) + b"0\r\n\r\n"
+    assert b"fatigu" in told(server, head("transfer-encoding: chunked", "connection: close") + pieces)
+
+
+def test_a_client_that_has_said_all_still_hears_and_one_that_has_gone_frees_its_row(server: Process) -> None:
+    server.idle()
+    answer = told(server, request(dict(text=TEXT, max_new_tokens=400, min_new_tokens=400)), ends=True)
+    first, _, rest = answer.partition(b"\r\n\r\n")
+    assert first == b"HTTP/1.1 100 Continue" and rest.startswith(b"HTTP/1.1 200") and b"fatigu" in rest
+    assert told(server, READY * 3, ends=True).count(b"HTTP/1.1 200") == 3
+    assert told(server, request(dict(text=TEXT, stream=True)), ends=True).count(b"data: ") >= 1
+    assert told(server, b"GET /health", ends=True) == b""
+
+
+def test_lengths_that_contradict_each_other_end_the_connection(server: Process) -> None:
+    found = told(server, head("content-length: 4", "transfer-encoding: chunked") + b"0\r\n\r\n" + READY)
+    assert found.startswith(b"HTTP/1.1 400") and found.count(b"HTTP/1.1") == 1 and b'{"error"' in found
+
+
+def test_a_limit_of_open_files_is_raised_or_named(folder: Path) -> None:
+    import resource
+
+    for hard, code in ((4096, 0), (200, 2)):
+        found = subprocess.run(
+            [sys.executable, "-c", "import resource; from t5accel.serve.server import checked, Settings\n"
+             "from t5accel.errors import T5AccelError\n"
+             "try: checked(Settings(connections=1000))\n"
+             "except T5AccelError as error: print(error); raise SystemExit(2)\n"
+             "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"],
+            preexec_fn=lambda hard=hard: resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard)),
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True,
+        )  # fmt: skip
+        assert found.returncode == code, found.stderr
+        if code:
+            assert re.search("connections must be at most 4 where 200 files may be open, got 1000", found.stdout)
+        else:
+            assert int(found.stdout) > 1100
+
+
+def test_parts_of_an_answer_are_not_held_back() -> None:
+    """asyncio switches Nagle's delay off where a socket names its protocol, which accepted ones take over."""
+    (listening,) = t5accel.serve.server.bound(Settings(port=0))
+    with listening:
+        assert listening.proto == socket.IPPROTO_TCP
+
+
+# Says what the environment holds when ONNX Runtime is imported.
+IMPORTED = """
+import importlib.abc, os, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "onnxruntime":
+            os.write(2, b"IMPORTED %s\\n" % os.environ.get("ORT_DISABLE_TELEMETRY", "without").encode())
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("start", [["-m", "t5accel"], ["-c", "from t5accel.cli import app; app()"]])
+def test_a_command_does_not_report_to_the_maker_of_onnx_runtime(start: list[str], folder: Path, tmp_path: Path) -> None:
+    """The runtime reads the variable when it is imported, and keeps what it is about to send below these folders."""
+    (tmp_path / "sitecustomize.py").write_text(IMPORTED)
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "HOME": str(tmp_path / "home"),
+                    "TMPDIR": str(tmp_path / "temporary"), "XDG_CACHE_HOME": str(tmp_path / "home/.cache"),
+                    "T5ACCEL_CACHE": str(folder / "cache")}  # fmt: skip
+    command = [sys.executable, *start, "serve", "--precision=int8", "--threads=1", "--port=0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, cwd=tmp_path, text=True) as process:
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if "listening at" in line:
+                break
+        process.terminate()
+        seen += process.stderr.readlines()
+    assert "IMPORTED 1\n" in seen and "IMPORTED without\n" not in seen, "".join(seen)
+    written = [path.name for path in tmp_path.rglob("*")]
+    assert ".ses" not in written and "Microsoft" not in written
+
+
+APART = ["unshare", "-rnm"]
+LOOKS_UP = "import socket; socket.getaddrinfo('seen.invalid', 1)"
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare") or subprocess.run([*APART, "true"], capture_output=True).returncode != 0,
+    reason="needs namespaces of its own",
+)
+def test_a_server_looks_up_no_name(folder: Path) -> None:
+    """Without the variable ONNX Runtime asks for its maker's address some seconds after a session was opened."""
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"PYTHONPATH": str(ROOT), "T5ACCEL_CACHE": str(folder / "cache")}
+    serve = ["-m", "t5accel", "serve", "--precision=int8", "--threads=1", "--port=0"]
+    found = {}
+    for ready, command in (("listening at", serve), ("not known", ["-c", LOOKS_UP])):
+        watched = [*APART, sys.executable, str(ROOT / "tests" / "lookups.py"), "10", ready, sys.executable, *command]
+        run = subprocess.run(watched, env=environment, capture_output=True, text=True, timeout=300)
+        assert ready in run.stderr, run.stderr
+        found[ready] = {*run.stdout.split()}
+    assert found == {"listening at": set(), "not known": {"seen.invalid"}}
+
+
+FUZZED_S = float(os.environ.get("FUZZED_S", 100))
+
+
+@pytest.mark.long
+def test_a_fuzz_of_a_hundred_seconds(folder: Path) -> None:
+    server = Process(folder, connections=64).ready()
+    fuzz_under_load(server.port, 5)  # buffers grow to what is needed
+    pages = Path(f"/proc/{server.process.pid}/statm")
+    before, log = int(pages.read_text().split()[1]), len(server.log)
+    found = fuzz_under_load(server.port, FUZZED_S)
+    assert {*found.statuses} <= {200, 400, 404, 405, 408, 413, 415, 421, 422, 429, 504}, found
+    assert found.statuses.total() > 10 * FUZZED_S and found.longest_s < 15 and found.live_s < 1, found
+    assert int(pages.read_text().split()[1]) < 1.2 * before + 10_000, "memory grows"
+    lines = len(server.log[log:].splitlines())
+    assert lines < found.statuses.total() + 30 * FUZZED_S and "Traceback" not in server.log
+    server.idle()
+    assert server.client.post("/generate", json=dict(text=TEXT)).json()["answers"][0]["texts"] == ["Je suis fatigué."]
+    server.end()
+
+
+@pytest.mark.long
+def test_a_soak_at_three_times_what_it_can(folder: Path) -> None:
+    """20,000 requests; a tenth is cancelled, a tenth vanishes, a tenth is malformed. None is lost, none is crossed."""
+    texts = [
+        f"translate English to French: {words}"
+        for words in (
+            "I am tired.",
+            "Where is my bag?",
+            "The house is small.",
+            "We have two cats.",
+            "She reads a book.",
+            "Help me.",
+        )
+    ]
+    with_room = dict(
+        max_batch_rows=16, max_queue=64, max_new_tokens=64, header_timeout_s=60, body_timeout_s=60, write_timeout_s=60
+    )
+    server = Process(folder, **with_room).ready()
+    expected = {
+        text: server.client.post("/generate", json=dict(text=text)).json()["answers"][0]["texts"] for text in texts
+    }
+    assert len(set(map(tuple, expected.values()))) == len(texts)
+    counts: dict[str, int] = {}
+    sizes: list[int] = []
+
+    def memory() -> int:
+        return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+
+    async def soak(client: httpx.AsyncClient, number: int) -> None:
+        rng = random.Random(number)
+        text, kind = (
+            rng.choice(texts),
+            ["cancel", "vanish", "bad", "stream", "beams"][number % 10] if number % 10 < 5 else "plain",
+        )
+        fields: dict[str, Any] = dict(text=text)
+        if kind == "beams":
+            fields["num_beams"] = rng.randint(1, 4)
+        if kind == "bad":
+            fields = rng.choice([dict(text=5), dict(), dict(text="a", num_beams=-1), dict(text="b " * 500)])
+        if kind == "cancel":
+            try:
+                await asyncio.wait_for(client.post("/generate", json=fields), rng.random() * 0.05)
+            except TimeoutError:
+                pass
+        elif kind == "vanish":
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(request({**fields, "stream": rng.random() < 0.5}))
+            await writer.drain()
+            await asyncio.sleep(rng.random() * 0.02)
+            writer.transport.abort()
+        else:
+            response = await client.post("/generate", json={**fields, "stream": kind == "stream"})
+            status = response.status_code
+            if kind == "bad":
+                assert status in (413, 422, 429), status
+            elif status == 429:
+                assert int(response.headers["retry-after"]) >= 1
+            elif kind == "stream":
+                assert "".join(event["text"] for event in events_of(response)) == expected[text][0]
+            elif kind == "plain":
+                assert response.json()["answers"][0]["texts"] == expected[text]
+            else:
+                assert status == 200 and response.json()["answers"][0]["texts"][0]
+            counts[f"{kind} {status}"] = counts.get(f"{kind} {status}", 0) + 1
+
+    async def all_of_them() -> None:
+        limits = httpx.Limits(max_connections=300, max_keepalive_connections=100, keepalive_expiry=1)
+        numbers = iter(range(20_000))
+
+        async def one_after_another(client: httpx.AsyncClient) -> None:
+            for number in numbers:
+                await soak(client, number)
+                if number % 2_000 == 1_999:
+                    sizes.append(memory())
+
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+            await asyncio.gather(*[one_after_another(client) for _ in range(200)])
+
+    asyncio.run(all_of_them())
+    server.idle()
+    metrics = server.client.get("/metrics").text
+    assert "t5accel_engine_failures 0.0" in metrics and "Traceback" not in server.log
+    assert (
+        sum(count for what, count in counts.items() if what.endswith("200")) > 500 and counts.get("plain 429", 0) > 100
+    )
+    assert np.median(sizes[-4:]) < 1.05 * sizes[2], f"memory grows: {sizes}"  # one may see buffers as they grow
+    assert server.client.post("/generate", json=dict(text=texts[0])).json()["answers"][0]["texts"] == expected[texts[0]]
+    server.end()
