@@ -106,7 +106,7 @@ def advise(
     task: Annotated[str | None, typer.Option(help="translation, summaries or questions. Default: all.")] = None,
     matters: Annotated[str, typer.Option(help="latency, throughput, memory or quality.")] = "latency",
     batch: Annotated[int | None, typer.Option(help="Texts answered at once. Default: 1, for throughput 32.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy search.")] = 1,
+    beams: Annotated[int, typer.Option(min=1, help="BeamState; 1 is greedy search.")] = 1,
     source_tokens: Annotated[int, typer.Option(help="The typical number of tokens of a source.")] = 64,
     new_tokens: Annotated[int, typer.Option(help="The typical number of tokens of an answer.")] = 64,
     max_loss: Annotated[
@@ -153,7 +153,7 @@ def evaluate(
     runtime: RuntimeOption = None,
     device: DeviceOption = Device.CPU,
     threads: ThreadsOption = None,
-    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy search.")] = 1,
+    beams: Annotated[int, typer.Option(min=1, help="BeamState; 1 is greedy search.")] = 1,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="The most tokens of an answer. Default: 64; with --data, twice the longest target's."),

@@ -97,7 +97,7 @@ def agreement(
 
 def _log_probabilities(backend: OrtStatic, example: CalibrationSample) -> np.ndarray:
     """(B, T, V) float64."""
-    state = backend.start(backend.encode(example.input_ids, example.attention_mask))
+    state = backend.new_state(backend.encode(example.input_ids, example.attention_mask))
     logits = backend.step(state, example.decoder_input_ids[:, None])[:, 0].astype(np.float64)
     logits -= logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

@@ -22,7 +22,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.models.load import cast_model, load_model
 from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.request import GenerationRequest
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from t5accel.decoding.backend import Backend
 
 SMALL = "random:t5-small"
-SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=0.95)  # of what is timed
+SAMPLING = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)  # of what is timed
 # (input_ids (B, S), attention_mask (B, S), new tokens, beams) -> exactly so many new tokens (B, L), int64 numpy
 Generate = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
 

@@ -71,7 +71,7 @@ ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="CPU threads. Default: all cores that this process may use.")
 ]
 BeamsOption = Annotated[
-    int | None, typer.Option(min=1, help="Beams; 1 is greedy search. Default: the number in the model's settings.")
+    int | None, typer.Option(min=1, help="BeamState; 1 is greedy search. Default: the number in the model's settings.")
 ]
 NewTokensOption = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
 

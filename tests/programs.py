@@ -47,7 +47,9 @@ def broken(**methods: Callable[..., Any]) -> type[TorchEager]:
 
 NoMask = broken(encode=lambda self, ids, mask: TorchEager.encode(self, ids, np.ones_like(mask)))
 NoReorder = broken(reorder=lambda self, state, rows: None)
-KeepsTheFirst = broken(keep=lambda self, state, sources: TorchEager.keep(self, state, np.arange(len(sources))))
+KeepsTheFirst = broken(
+    select_sources=lambda self, state, sources: TorchEager.select_sources(self, state, np.arange(len(sources)))
+)
 
 Program = list[tuple[str, int]]
 
@@ -58,7 +60,7 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
     Logits that were handed out stay as they are, whatever comes after. An operation is a name and the seed of its
     arguments; of a step, its number of tokens comes from the seed, too.
     """
-    state, last = backend.start(backend.encode(ids, mask), rows), 0
+    state, last = backend.new_state(backend.encode(ids, mask), rows), 0
     handed_out: list[tuple[np.ndarray, np.ndarray]] = []
     histories: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in ids]
     for name, seed in program:
@@ -75,9 +77,9 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
             whole = teacher_forced(model, ids.repeat(rows, 0), mask.repeat(rows, 0), flat)
             expected = np.stack([whole[i, len(h) - last : len(h)] for i, h in enumerate(flat)])
             assert_close(logits, expected.reshape(logits.shape), atol=ATOL)
-        elif name == "trim":
+        elif name == "rollback":
             accepted = rng.integers(0, last + 1, (len(ids), rows))
-            backend.trim(state, accepted)
+            backend.rollback(state, accepted)
             for source, source_rows in enumerate(histories):
                 for row, history in enumerate(source_rows):
                     del history[len(history) - last + accepted[source, row] :]
@@ -88,7 +90,7 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
             histories = [[list(old[row]) for row in chosen[source]] for source, old in enumerate(histories)]
         else:
             kept = rng.permutation(len(ids))[: max(1, len(ids) - 1)]
-            backend.keep(state, kept)
+            backend.select_sources(state, kept)
             ids, mask, histories = ids[kept], mask[kept], [histories[source] for source in kept]
     for logits, copied in handed_out:
         np.testing.assert_array_equal(logits, copied)
@@ -96,11 +98,11 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
 
 def logits_after_all(backend: Any, ids: np.ndarray, mask: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Each operation once: a step of ``new`` (6, 2, T), T >= 3; a ragged trim; … -> the logits of one more step."""
-    state = backend.start(backend.encode(ids, mask), 2)
+    state = backend.new_state(backend.encode(ids, mask), 2)
     backend.step(state, new)
-    backend.trim(state, np.arange(12).reshape(6, 2) % 4)
+    backend.rollback(state, np.arange(12).reshape(6, 2) % 4)
     backend.reorder(state, np.array([[1, 0]] * 6))
-    backend.keep(state, np.array([4, 0]))
+    backend.select_sources(state, np.array([4, 0]))
     return backend.step(state, new[:2])
 
 
@@ -150,12 +152,15 @@ class Watched:
         return partial(self.around, method) if name.startswith("run") else method
 
 
-operations = st.tuples(st.sampled_from(["step", "step", "trim", "reorder", "keep"]), st.integers(0, 2**16))
+operations = st.tuples(
+    st.sampled_from(["step", "step", "rollback", "reorder", "select_sources"]), st.integers(0, 2**16)
+)
 
 
 # Ragged acceptances in front of everything else; a reordering and a leaving source after them.
-PROGRAM: Program = [("step", 8), ("trim", 1), ("step", 2), ("reorder", 3), ("step", 4), ("trim", 5), ("keep", 7),
-                    ("step", 6), ("trim", 9), ("trim", 0), ("reorder", 1), ("step", 3)]  # fmt: skip
+PROGRAM: Program = [("step", 8), ("rollback", 1), ("step", 2), ("reorder", 3), ("step", 4), ("rollback", 5),
+                    ("select_sources", 7),
+                    ("step", 6), ("rollback", 9), ("rollback", 0), ("reorder", 1), ("step", 3)]  # fmt: skip
 
 
 @dataclass
@@ -189,7 +194,7 @@ class Strict:
         self.masks.append(attention_mask)
         return input_ids.shape
 
-    def start(self, source: tuple[int, ...], rows_per_source: int = 1) -> StrictState:
+    def new_state(self, source: tuple[int, ...], rows_per_source: int = 1) -> StrictState:
         assert isinstance(source, tuple) and type(rows_per_source) is int and rows_per_source >= 1
         return StrictState(np.zeros((source[0], rows_per_source), dtype=np.int64))
 
@@ -207,12 +212,12 @@ class Strict:
         assert rows.shape == state.lengths.shape and rows.min() >= 0 and rows.max() < rows.shape[1]
         state.lengths = np.take_along_axis(state.lengths, rows, axis=1)
 
-    def trim(self, state: StrictState, accepted: np.ndarray) -> None:
+    def rollback(self, state: StrictState, accepted: np.ndarray) -> None:
         _integers(accepted, 2)
         assert accepted.shape == state.lengths.shape and accepted.min() >= 0 and accepted.max() <= state.last
         state.lengths, state.last = state.lengths - state.last + accepted, 0
 
-    def keep(self, state: StrictState, sources: np.ndarray) -> None:
+    def select_sources(self, state: StrictState, sources: np.ndarray) -> None:
         _integers(sources, 1)
         assert sources.size and sources.min() >= 0 and sources.max() < len(state.lengths)
         state.lengths = state.lengths[sources]
@@ -224,11 +229,11 @@ class Strict:
 class StrictChooser(Strict):
     """The same with ``next_tokens``."""
 
-    def next_tokens(self, state: StrictState, input_ids: np.ndarray, *, forbidden: int | None = None) -> np.ndarray:
-        assert forbidden is None or 0 <= forbidden < self.vocab_size
+    def next_tokens(self, state: StrictState, input_ids: np.ndarray, *, suppressed: int | None = None) -> np.ndarray:
+        assert suppressed is None or 0 <= suppressed < self.vocab_size
         logits = self.step(state, input_ids)[:, :, -1].copy()
-        if forbidden is not None:
-            logits[..., forbidden] = -np.inf
+        if suppressed is not None:
+            logits[..., suppressed] = -np.inf
         return logits.argmax(axis=-1)
 
 

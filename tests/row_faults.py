@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from t5accel.backends.ort_static import Buffers, OrtStatic
-from t5accel.decoding.backend import Histories
+from t5accel.decoding.backend import PastLengths
 
 
 def stale_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before a row came is taken for its history."""
-    monkeypatch.setattr(Histories, "joined", lambda self, n: self._with_padding(np.pad(self.padding, ((0, n), (0, 0)))))
+    monkeypatch.setattr(
+        PastLengths, "joined", lambda self, n: self._with_padding(np.pad(self.padding, ((0, n), (0, 0))))
+    )
 
 
 def shifted_column(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED
 from bench.baselines.layouts import Layout, read_layout
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager, TorchState
-from t5accel.decoding.backend import Histories
+from t5accel.decoding.backend import PastLengths
 from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, kv_names
@@ -41,7 +41,7 @@ class RowSource:
 class RowState:
     """A decoder state of R rows."""
 
-    rows: Histories  # how long each row's past is
+    rows: PastLengths  # how long each row's past is
     # what the graphs are handed for the sources, by name, (R, …): from the first step on also keys and values of
     # cross-attention, (R, H_i, S, d_kv)
     source: Arrays
@@ -73,8 +73,8 @@ class RowBackend(ABC):
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> RowSource:
         return RowSource(self._run_encoder(np.ascontiguousarray(input_ids), np.ascontiguousarray(attention_mask)))
 
-    def start(self, source: RowSource, rows_per_source: int = 1) -> RowState:
-        rows = Histories.empty(len(source.inputs["attention_mask"]), rows_per_source)
+    def new_state(self, source: RowSource, rows_per_source: int = 1) -> RowState:
+        rows = PastLengths.empty(len(source.inputs["attention_mask"]), rows_per_source)
         return RowState(rows, {name: array.repeat(rows.shape[1], 0) for name, array in source.inputs.items()})
 
     def step(self, state: RowState, input_ids: np.ndarray) -> np.ndarray:
@@ -93,14 +93,14 @@ class RowBackend(ABC):
             state.past = _rows_of(state.past, index)
         state.rows = histories
 
-    def trim(self, state: RowState, accepted: np.ndarray) -> None:
+    def rollback(self, state: RowState, accepted: np.ndarray) -> None:
         histories, index = state.rows.trimmed(accepted)
         if index is not None:
             flat = index.reshape(math.prod(histories.shape), histories.width)
             state.past = {name: _positions_of(array, flat) for name, array in state.past.items()}
         state.rows = histories
 
-    def keep(self, state: RowState, sources: np.ndarray) -> None:
+    def select_sources(self, state: RowState, sources: np.ndarray) -> None:
         histories, kept = state.rows.kept(sources)
         rows_per_source = histories.shape[1]
         index = (kept[:, None] * rows_per_source + np.arange(rows_per_source)).ravel()
@@ -115,7 +115,7 @@ class RowBackend(ABC):
         return {"attention_mask": mask, "encoder_hidden_states": hidden}
 
     @abstractmethod
-    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+    def _inputs(self, state: RowState, new: np.ndarray, rows: PastLengths) -> tuple[str, Arrays]:
         """For (R, T) tokens, after which the histories are ``rows``, the graph to run and all that it is handed."""
 
     def _after(self, state: RowState, inputs: Arrays, outputs: Arrays) -> tuple[Arrays, Arrays]:
@@ -155,7 +155,7 @@ class ThreeGraphs(RowBackend):
 
     layout = "fastt5"
 
-    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+    def _inputs(self, state: RowState, new: np.ndarray, rows: PastLengths) -> tuple[str, Arrays]:
         if not self._has_begun(state):
             return INIT_DECODER, {"input_ids": new, **state.source}
         return DECODER, {"input_ids": new, "past_mask": self._past_mask(state), **state.source, **state.past}
@@ -174,7 +174,7 @@ class MergedGraphs(RowBackend):
 
     layout = "merged"
 
-    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+    def _inputs(self, state: RowState, new: np.ndarray, rows: PastLengths) -> tuple[str, Arrays]:
         begun = self._has_begun(state)
         always = {"input_ids": new, "past_mask": self._past_mask(state), "use_cache_branch": np.array([begun])}
         nothing = {} if begun else self._nothing(len(new))
@@ -198,7 +198,7 @@ class WholeGraph(RowBackend):
     def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> Arrays:
         return {"input_ids": ids, "attention_mask": mask}
 
-    def _inputs(self, state: RowState, new: np.ndarray, rows: Histories) -> tuple[str, Arrays]:
+    def _inputs(self, state: RowState, new: np.ndarray, rows: PastLengths) -> tuple[str, Arrays]:
         past = state.past.get("decoder_input_ids", new[:, :0])
         tokens = np.concatenate([past, new], axis=1)
         mask = rows.mask().reshape(tokens.shape)

@@ -17,7 +17,7 @@ from t5accel.backends.cuda_graphs import captured, side_stream
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_numpy import OrtSource, OrtState
 from t5accel.backends.ort_session import open_session
-from t5accel.decoding.backend import Forbidden, right_aligned
+from t5accel.decoding.backend import SuppressedTokens, right_aligned
 from t5accel.graphs.contract import DECODER
 
 LONGEST_RUN = 64  # steps that are queued before the host reads the tokens
@@ -100,25 +100,25 @@ class OrtCaptured(OrtPointers):
                 provider_options={"enable_cuda_graph": "1", "user_compute_stream": str(self._stream.cuda_stream)},
             )  # fmt: skip
 
-    def start(self, source: OrtSource, rows_per_source: int = 1) -> OrtState:
-        state = super().start(source, rows_per_source)
+    def new_state(self, source: OrtSource, rows_per_source: int = 1) -> OrtState:
+        state = super().new_state(source, rows_per_source)
         state.token = np.full(state.rows.shape, self.decoder_start_token_id)
         return state
 
-    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
-        state.token = super().next_tokens(state, input_ids, forbidden=forbidden)
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
+        state.token = super().next_tokens(state, input_ids, suppressed=suppressed)
         return state.token
 
     def reorder(self, state: OrtState, rows: np.ndarray) -> None:
         super().reorder(state, rows)
         state.token = np.take_along_axis(state.token, np.asarray(rows), axis=1)
 
-    def keep(self, state: OrtState, sources: np.ndarray) -> None:
-        super().keep(state, sources)
+    def select_sources(self, state: OrtState, sources: np.ndarray) -> None:
+        super().select_sources(state, sources)
         state.token = state.token[np.asarray(sources)]
 
     @torch.inference_mode()
-    def run_greedy(self, state: OrtState, k: int, *, forbidden: Forbidden = None) -> np.ndarray:
+    def run_greedy(self, state: OrtState, k: int, *, suppressed: SuppressedTokens = None) -> np.ndarray:
         """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
 
         Arguments and result (B, K, n) int64 are those of `torch_static.TorchStatic.run_greedy`; n is at most
@@ -136,7 +136,7 @@ class OrtCaptured(OrtPointers):
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if fixed.binding is None:
                 self._prepare(fixed)
-            self._fill(fixed, state, forbidden)
+            self._fill(fixed, state, suppressed)
             for _ in range(count):
                 self._captured.run_with_iobinding(fixed.binding, fixed.options)
                 fixed.choose_and_move() if fixed.between is None else fixed.between.replay()
@@ -145,7 +145,7 @@ class OrtCaptured(OrtPointers):
         state.rows, state.past, state.token = rows.appended(count), past, chosen[..., -1]
         return chosen
 
-    def _fill(self, fixed: Fixed, state: OrtState, forbidden: Forbidden) -> None:
+    def _fill(self, fixed: Fixed, state: OrtState, suppressed: SuppressedTokens) -> None:
         """The state's tensors where the steps expect them: sources on the left of their places, the past on the right.
 
         What lies beyond is masked, and was written by nobody or by steps like these: finite numbers, times nothing.
@@ -162,8 +162,8 @@ class OrtCaptured(OrtPointers):
             place[..., width - held :, :] = past
         fixed.count.zero_()
         fixed.penalty.zero_()
-        if forbidden is not None:
-            fixed.penalty[torch.as_tensor(forbidden)] = -torch.inf
+        if suppressed is not None:
+            fixed.penalty[torch.as_tensor(suppressed)] = -torch.inf
 
     def _prepare(self, fixed: Fixed) -> None:
         """Bind every tensor, once; on a GPU capture a run of the decoder, and what comes after it."""

@@ -33,7 +33,7 @@ from bench.systems import (
 from t5accel import machine
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.backends.torch_static_model import LONGEST_RUN
-from t5accel.decoding.sampling import Sampling, probabilities, sample
+from t5accel.decoding.sampling import SamplingParams, probabilities, sample
 from t5accel.errors import InputError
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_close, assert_varied
@@ -175,7 +175,7 @@ def _teacher_forced(model: Any, ids: np.ndarray, mask: np.ndarray, given: np.nda
 
 def _by_steps(backend: Any, ids: np.ndarray, mask: np.ndarray, given: np.ndarray) -> np.ndarray:
     """The same by a chunk and single steps, so that both ways of a backend are looked at: (B, T, V)."""
-    state = backend.start(backend.encode(ids, mask))
+    state = backend.new_state(backend.encode(ids, mask))
     chunks = [given[:, None, :4], *(given[:, None, i : i + 1] for i in range(4, given.shape[1]))]
     return np.concatenate([backend.step(state, chunk)[:, 0] for chunk in chunks], axis=1)
 
@@ -186,7 +186,7 @@ def draws(cell: Cell, subject: ModelOnDevice) -> list[Row]:
     Of two tokens at each step, so that the texts can be counted: the error is half of all differences of frequency and
     probability, and twice what chance brings on average is allowed.
     """
-    sampling, count = Sampling(temperature=0.7, top_k=2), 1024
+    sampling, count = SamplingParams(temperature=0.7, top_k=2), 1024
     ids, mask = batch_of(cell, subject.model.config.vocab_size)
     start, end = subject.model.config.decoder_start_token_id, subject.model.config.eos_token_id
     texts, chances = np.array([[start]]), np.ones(1)
@@ -374,7 +374,7 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
     model, dims, device = subject.model, T5Dims.of(subject.model), torch.device(subject.device)
     ids, mask = batch_of(cell, dims.vocab_size)
     backend = TorchStatic(model)
-    state = backend.start(backend.encode(ids, mask))
+    state = backend.new_state(backend.encode(ids, mask))
     while (left := max(cell.new_tokens - 8, 1) - state.rows.width) > 0:  # nearly to the end, when memory is widest
         backend.run_greedy(state, min(left, LONGEST_RUN))
     longer, shorter = (partial(subject.generate, REFERENCE, ids, mask, tokens, 1) for tokens in (9, 1))
@@ -403,7 +403,7 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
         return {"eager_kernels": (kernels(longer).total() - kernels(shorter).total()) / 8}
 
     def copies() -> Row:
-        found = kernels(lambda: backend.run_greedy(backend.start(state.source), 16))
+        found = kernels(lambda: backend.run_greedy(backend.new_state(state.source), 16))
         return {
             f"copies_to_{place}": sum(count for name, count in found.items() if direction in name)
             for place, direction in (("host", "DtoH"), ("device", "HtoD"))
@@ -414,7 +414,7 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(machine.gpu_clocks_mhz)
             while not asked.done():
-                backend.run_greedy(backend.start(state.source), LONGEST_RUN)
+                backend.run_greedy(backend.new_state(state.source), LONGEST_RUN)
         return {f"clock_{name}_mhz": value for name, value in asked.result().items()}
 
     yield counted

@@ -99,7 +99,7 @@ def call_rows(precision: str, backend: OrtStatic, rounds: int) -> Iterator[Row]:
         counts = (1, 2, 3, 4, 6, 8, 12, 16)
         seconds: dict[int, list[float]] = {count: [] for count in counts}
         cuts: list[float] = []
-        state = backend.start(backend.encode(ids, np.ones_like(ids)))
+        state = backend.new_state(backend.encode(ids, np.ones_like(ids)))
         backend.step(state, rng.integers(3, backend.vocab_size, (batch, 1, 20)))
         for _ in range(10 * rounds):
             for count in counts:
@@ -107,7 +107,7 @@ def call_rows(precision: str, backend: OrtStatic, rounds: int) -> Iterator[Row]:
                 begin = perf_counter()
                 backend.step(state, new).argmax(axis=-1)
                 middle = perf_counter()
-                backend.trim(state, np.zeros((batch, 1), dtype=np.int64))
+                backend.rollback(state, np.zeros((batch, 1), dtype=np.int64))
                 seconds[count].append(middle - begin)
                 cuts.append(perf_counter() - middle)
         one = median(seconds[1])

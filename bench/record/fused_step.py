@@ -86,7 +86,7 @@ def _errors(folder: Path, opened: dict[type[OrtNumpy], OrtNumpy]) -> tuple[float
     tokens = rng.integers(3, portable.vocab_size, (4, 1, 24))
 
     def logits(backend: OrtNumpy) -> np.ndarray:
-        state = backend.start(source)
+        state = backend.new_state(source)
         return np.concatenate([backend.step(state, tokens[:, :, i : i + 1]) for i in range(24)], axis=2)
 
     expected = logits(portable)

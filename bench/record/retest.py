@@ -126,7 +126,7 @@ def naive_beam_search(backend: Backend, ids: np.ndarray, tokens: int, beams: int
     Returns:
         (B, L), the best answer of each source: that of `beam_search`.
     """
-    state = backend.start(backend.encode(ids, np.ones_like(ids)), rows_per_source=beams)
+    state = backend.new_state(backend.encode(ids, np.ones_like(ids)), rows_per_source=beams)
     written = [[[] for _ in range(beams)] for _ in ids]
     sums = [[0.0] + [-np.inf] * (beams - 1) for _ in ids]  # at first all rows are one hypothesis
     given = np.full((len(ids), beams, 1), backend.decoder_start_token_id)
@@ -162,7 +162,7 @@ def beam_rows(
             answer = vectorised()
 
             def steps_alone(ids: np.ndarray = ids, answer: np.ndarray = answer) -> np.ndarray:
-                state = backend.start(backend.encode(ids, np.ones_like(ids)), rows_per_source=beams)
+                state = backend.new_state(backend.encode(ids, np.ones_like(ids)), rows_per_source=beams)
                 read = np.insert(answer[:, :-1], 0, backend.decoder_start_token_id, axis=1)
                 for token in read.T:
                     backend.step(state, np.repeat(token[:, None, None], beams, axis=1))

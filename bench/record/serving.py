@@ -170,7 +170,7 @@ def lead(backend: Backend, job: GenerationRequest, alone: Sequence[int], other: 
     """Where two answers part, by how much that of the job alone led, in standard deviations of the logits."""
     until = next(place for place, (one, two) in enumerate(zip(alone, other, strict=False)) if one != two)
     ids = job.input_ids[None]
-    state = backend.start(backend.encode(ids, np.ones_like(ids)))
+    state = backend.new_state(backend.encode(ids, np.ones_like(ids)))
     for token in [backend.decoder_start_token_id, *alone[:until]]:
         logits = backend.step(state, np.full((1, 1, 1), token))[0, 0, 0]
     return float((logits[alone[until]] - logits[other[until]]) / logits.std())
@@ -203,7 +203,7 @@ class Plan:
     sentences: int = 10  # of each kind, that are answered beside each other
 
 
-# Of the larger model. Answers may take 4 s, so a rate that is too high shows only after some time.
+# Of the larger model. FinishedHypotheses may take 4 s, so a rate that is too high shows only after some time.
 SLOWER = Plan(seconds=10.0, fewest=50, lengths=(LENGTHS[0], LENGTHS[-1]), beside_s=8.0, besides=3, pairs=3)
 QUICK = Plan(
     seconds=1.0,

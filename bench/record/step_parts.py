@@ -110,7 +110,7 @@ def runner(path: Path, arrays: Mapping[str, np.ndarray], settings: SessionSettin
 
 def _in_the_middle(backend: OrtStatic, encoded: Encoded) -> tuple[Any, dict[str, np.ndarray]]:
     """A state in the middle of an answer, and by name what its step reads and writes."""
-    state, tokens = backend.start(encoded.source), np.full((1, 1, 1), backend.decoder_start_token_id)
+    state, tokens = backend.new_state(encoded.source), np.full((1, 1, 1), backend.decoder_start_token_id)
     for _ in range(TOKENS // 2):
         tokens = backend.next_tokens(state, tokens)[:, :, None]
     buffers = state.buffers

@@ -40,7 +40,7 @@ class _Static:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
-        if name == "admit":
+        if name == "add_sources":
             raise AttributeError(name)
         return getattr(self._backend, name)
 
@@ -51,7 +51,7 @@ def watch(
     """Run jobs that come at given steps, and note after each step who had which row.
 
     Args:
-        backend: with ``admit``.
+        backend: with ``add_sources``.
         jobs: each with the step before which it comes, in order.
         static: those that are there form a batch, nobody joins it, and its answers are handed out when all are done.
     """

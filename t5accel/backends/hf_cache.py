@@ -161,7 +161,7 @@ class DecoderCache:
         logits = logits.reshape(rows, count, -1)
         if padding is not None:
             logits = np.take_along_axis(logits, ((np.arange(count) - padding) % count)[..., None], axis=1)
-            self.backend.trim(self.state, (count - padding).reshape(batch, per_source))
+            self.backend.rollback(self.state, (count - padding).reshape(batch, per_source))
             self._last, self._padded = 0, True
         return torch.from_numpy(logits if logits.flags.writeable else logits.copy())
 
@@ -190,7 +190,7 @@ class DecoderCache:
         if not np.array_equal(flat, whole) or len(np.unique(kept)) < len(kept):
             raise InputError(f"indices must name all {per_source} rows of a source, in order, got {flat.tolist()}.")
         self._read()
-        self.backend.keep(self.state, kept)
+        self.backend.select_sources(self.state, kept)
         self.sources, self.shape, self.history = self.sources[kept], (len(kept), per_source), None
 
     def activate_past_recording(self) -> None:
@@ -208,7 +208,7 @@ class DecoderCache:
         if dropped <= 0:
             return
         if dropped <= self._last:
-            self.backend.trim(self.state, np.full(self.shape, self._last - dropped))
+            self.backend.rollback(self.state, np.full(self.shape, self._last - dropped))
             self._last = 0
         elif not length:
             self._restart()
@@ -223,9 +223,9 @@ class DecoderCache:
 
     def _restart(self, unread: np.ndarray | None = None) -> None:
         """Start a new state, whose next step reads these tokens (R, T) before its own."""
-        state = self.backend.start(self.encoded.source, self.shape[1])
+        state = self.backend.new_state(self.encoded.source, self.shape[1])
         if not np.array_equal(self.sources, np.arange(len(self.encoded.mask))):
-            self.backend.keep(state, self.sources)
+            self.backend.select_sources(state, self.sources)
         self.state, self._unread, self._last, self._padded = state, unread, 0, False
 
     def _read(self) -> None:

@@ -119,7 +119,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         generation_config: GenerationConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        check_backend(backend, ("reorder", "trim", "keep"))
+        check_backend(backend, ("reorder", "rollback", "select_sources"))
         # Marian's target may have a vocabulary of its own.
         entries = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
         if entries != backend.vocab_size:

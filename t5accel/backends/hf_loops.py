@@ -26,13 +26,14 @@ from transformers.generation import (
 )
 
 from t5accel.backends.hf_cache import DecoderCache
-from t5accel.decoding.beam import Beams
+from t5accel.decoding.beam import BeamState
 from t5accel.decoding.request import StepStream
-from t5accel.decoding.sampling import Sampling, generators, run_steps
+from t5accel.decoding.sampling import SamplingParams, generators, run_steps
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 
-# In the order in which `sampling.probabilities` applies them: where each number stands, and its name in `Sampling`.
+# In the order in which `sampling.probabilities` applies them: where each number stands, and its name in
+# `SamplingParams`.
 _CHANGES = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -100,12 +101,13 @@ class DeviceLoops:
         )  # fmt: skip
 
 
-def _beams(backend: Any, request: Any, config: Any) -> Beams | None:
-    """The search that is asked for; ``None`` where `Beams` refuses it, or an answer would end with its first token."""
+def _beams(backend: Any, request: Any, config: Any) -> BeamState | None:
+    """The search that is asked for; ``None`` where `BeamState` refuses it, or an answer would end with its first
+    token."""
     if request.rules.forced_bos_token_id in request.eos_token_ids:
         return None
     try:
-        return Beams(
+        return BeamState(
             len(request.ids), config.num_beams, vocab_size=backend.vocab_size, eos_token_id=request.eos_token_ids[0],
             max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens,
             length_penalty=config.length_penalty, early_stopping=config.early_stopping,
@@ -148,11 +150,12 @@ def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConstraints
     return TokenConstraints(**fields, suppress_tokens=tuple(sorted(never))), others
 
 
-def _sampling(processors: Sequence[Any]) -> tuple[Sampling, list[Any]] | None:
-    """What is changed in the distribution, and the other processors; ``None`` where `Sampling` means something else.
+def _sampling(processors: Sequence[Any]) -> tuple[SamplingParams, list[Any]] | None:
+    """What is changed in the distribution, and the other processors; ``None`` where `SamplingParams` means
+    something else.
 
     >>> _sampling([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7), "other"])
-    (Sampling(temperature=0.5, top_k=7, top_p=1.0, min_p=0.0, repetition_penalty=1.0), ['other'])
+    (SamplingParams(temperature=0.5, top_k=7, top_p=1.0, min_p=0.0, repetition_penalty=1.0), ['other'])
     """
     changes = [each for each in processors if type(each) in _CHANGES]
     order = [[*_CHANGES].index(type(each)) for each in changes]
@@ -163,6 +166,6 @@ def _sampling(processors: Sequence[Any]) -> tuple[Sampling, list[Any]] | None:
         return None
     fields = {_CHANGES[type(each)][1]: getattr(each, _CHANGES[type(each)][0]) for each in changes}
     try:
-        return Sampling(**fields), [each for each in processors if type(each) not in _CHANGES]
+        return SamplingParams(**fields), [each for each in processors if type(each) not in _CHANGES]
     except InputError:
         return None

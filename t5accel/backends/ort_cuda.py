@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from t5accel.backends.ort_numpy import OrtNumpy, OrtState
-from t5accel.decoding.backend import Forbidden
+from t5accel.decoding.backend import SuppressedTokens
 from t5accel.errors import InputError, MissingPackageError
 
 ELEMENT_TYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
@@ -105,13 +105,13 @@ class OrtPointers(OrtNumpy):
         self._run(self.encoder, self.encoder.io_binding(), inputs, dict(zip(self.cross_names, cross, strict=True)))
         return cross
 
-    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
         """The likeliest is found where the logits are: of them only its number comes to the host."""
         new = np.ascontiguousarray(input_ids)
         logits, past = self._decode(state, new, state.rows.mask())
         last = logits[:, :, -1]  # of memory that nobody else reads
-        if forbidden is not None:
-            last[..., forbidden] = -torch.inf
+        if suppressed is not None:
+            last[..., suppressed] = -torch.inf
         tokens = self._to_host(last.argmax(dim=-1))
         state.rows, state.past = state.rows.appended(new.shape[2]), past
         return tokens

@@ -20,7 +20,7 @@ from t5accel.backends import ort_memory as memory
 from t5accel.backends.ort_memory import Pool, Spare, encode_in_slices, run_into
 from t5accel.backends.ort_session import SessionSettings, open_session, require_contract, shared_weights, shortlist_of
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Forbidden, Histories, of_each_head
+from t5accel.decoding.backend import PastLengths, SuppressedTokens, expand_index_to_heads
 from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import ExportError, InputError
@@ -65,7 +65,7 @@ class OrtState:
     """
 
     source: OrtSource
-    rows: Histories
+    rows: PastLengths
     past: list[Any]
     binding: Any = field(default=None, repr=False)
     spare: Spare = field(default_factory=Spare, repr=False)
@@ -164,8 +164,8 @@ class OrtNumpy:
             return self._encoded_in_slices(ids, mask)
         return self._source(self._run_encoder(ids, mask), mask)
 
-    def start(self, source: OrtSource, rows_per_source: int = 1) -> OrtState:
-        rows = Histories.empty(len(source.mask), rows_per_source)
+    def new_state(self, source: OrtSource, rows_per_source: int = 1) -> OrtState:
+        rows = PastLengths.empty(len(source.mask), rows_per_source)
         empty = [self._zeros((*rows.shape, heads, 0, self.dims.d_kv)) for heads in self.past_heads]
         return OrtState(source, rows, [self._hold(array) for array in empty])
 
@@ -175,15 +175,15 @@ class OrtNumpy:
         state.rows, state.past = state.rows.appended(new.shape[2]), past
         return logits
 
-    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
+    def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
         """By the shortlist, if there is one and it pays; else, or where that is not certain, by all exact logits."""
         new, mask, tokens = np.ascontiguousarray(input_ids), state.rows.mask(), None
         if self.shortlist and self.shortlist.is_worthwhile(new.shape[0] * new.shape[1]):
             results, past = self._run_step(state, new, mask, SHORTLIST_OUTPUTS, exact=False)
-            tokens = self.shortlist.choose(results, forbidden)
+            tokens = self.shortlist.choose(results, suppressed)
         if tokens is None:
             logits, past = self._run_decoder(state, new, mask)
-            tokens = argmax_tokens(logits[:, :, -1], forbidden)
+            tokens = argmax_tokens(logits[:, :, -1], suppressed)
         state.rows, state.past = state.rows.appended(new.shape[2]), past
         return tokens.reshape(new.shape[:2])
 
@@ -193,17 +193,17 @@ class OrtNumpy:
             state.past = self._reordered(state, self._from_host(index))
         state.rows = histories
 
-    def trim(self, state: OrtState, accepted: np.ndarray) -> None:
+    def rollback(self, state: OrtState, accepted: np.ndarray) -> None:
         histories, index = state.rows.trimmed(accepted)
         if index is not None and not histories.ragged and not state.rows.ragged:  # all rows lose their last ones
             state.past = [self._hold(self._array(past)[..., : histories.width, :]) for past in state.past]
         elif index is not None:
             flat, positions = index.reshape(-1, index.shape[2]), state.rows.width
-            by_heads = {heads: of_each_head(flat, heads, positions) for heads in set(self.past_heads)}
+            by_heads = {heads: expand_index_to_heads(flat, heads, positions) for heads in set(self.past_heads)}
             state.past = self._trimmed(state, index.shape, by_heads)
         state.rows = histories
 
-    def keep(self, state: OrtState, sources: np.ndarray) -> None:
+    def select_sources(self, state: OrtState, sources: np.ndarray) -> None:
         histories, kept = state.rows.kept(sources)
         index = self._from_host(kept)
         past = [self._gathered(past, 1, index, kept.shape) for past in state.past]
@@ -211,7 +211,7 @@ class OrtNumpy:
         source = self._source(cross, state.source.mask[kept])
         state.source, state.rows, state.past, state.binding = source, histories, past, None
 
-    def admit(self, state: OrtState, source: OrtSource) -> None:
+    def add_sources(self, state: OrtState, source: OrtSource) -> None:
         joined, histories = self.join([state.source, source]), state.rows.joined(len(source.mask))
         past = []
         for heads, held in zip(self.past_heads, state.past, strict=True):
@@ -220,8 +220,9 @@ class OrtNumpy:
             past.append(self._hold(longer))
         state.source, state.rows, state.past, state.binding = joined, histories, past, None
 
-    def branch(self, state: OrtState, sources: np.ndarray) -> None:
-        """As ``keep`` with some sources twice and others not at all, but what is equal for both is left alone."""
+    def reorder_sources(self, state: OrtState, sources: np.ndarray) -> None:
+        """As ``select_sources`` with some sources twice and others not at all, but what is equal for both is left
+        alone."""
         histories, kept = state.rows.kept(sources)
         state.past = [self._gathered(past, 1, self._from_host(kept), kept.shape) for past in state.past]
         state.rows = histories
@@ -233,7 +234,8 @@ class OrtNumpy:
         for row, real in enumerate(source.mask.astype(bool)):
             positions = np.flatnonzero(real)[None]
             flat = {
-                heads: self._from_host(of_each_head(positions, heads, len(real))) for heads in set(self.cross_heads)
+                heads: self._from_host(expand_index_to_heads(positions, heads, len(real)))
+                for heads in set(self.cross_heads)
             }
             cross = [
                 self._hold(self._take(array[row : row + 1], 3, flat[heads], (1, heads, positions.size)))

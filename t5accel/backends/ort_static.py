@@ -21,7 +21,7 @@ import numpy as np
 
 from t5accel.backends.ort_memory import Pool
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, OrtState
-from t5accel.decoding.backend import Forbidden, Histories, right_aligned
+from t5accel.decoding.backend import PastLengths, SuppressedTokens, right_aligned
 from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.graphs.contract import SHORTLIST_OUTPUTS, STEP
 from t5accel.graphs.ort_levels import import_onnxruntime
@@ -30,7 +30,7 @@ COLUMNS, MOST_COLUMNS = 64, 512  # of the first buffers: at least, and at most w
 # Before, the operator computed nonsense of an empty history, and wrote beyond its buffers.
 OLDEST = (1, 31)  # onnxruntime
 Take = Callable[["StaticState", np.ndarray], np.ndarray]
-Move = tuple[np.ndarray, Any, np.ndarray]
+BeamUpdate = tuple[np.ndarray, Any, np.ndarray]
 ONE_BY_ONE = 8  # the longest beginning that is read token by token: opening the other graph takes longer
 
 
@@ -55,7 +55,7 @@ class Buffers:
     tokens: np.ndarray
     length: np.ndarray
     results: dict[str, np.ndarray]
-    moves: list[Move] = field(default_factory=list, repr=False)
+    moves: list[BeamUpdate] = field(default_factory=list, repr=False)
     bindings: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict, repr=False)
 
     def settle(self) -> None:
@@ -131,9 +131,9 @@ class OrtStatic(OrtNumpy):
     def decoder(self, session: Any) -> None:
         self._portable = session
 
-    def start(self, source: OrtSource, rows_per_source: int = 1) -> StaticState:
-        past = super().start(source, rows_per_source).past if self.why_portable else []
-        return StaticState(source, Histories.empty(len(source.mask), rows_per_source), past)
+    def new_state(self, source: OrtSource, rows_per_source: int = 1) -> StaticState:
+        past = super().new_state(source, rows_per_source).past if self.why_portable else []
+        return StaticState(source, PastLengths.empty(len(source.mask), rows_per_source), past)
 
     def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
         if self._is_portable(state, input_ids.shape[2]):
@@ -143,12 +143,14 @@ class OrtStatic(OrtNumpy):
             return logits[0] if len(logits) == 1 else np.concatenate(logits, axis=2)
         return self._at_once(state, np.ascontiguousarray(input_ids))
 
-    def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
+    def next_tokens(
+        self, state: StaticState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None
+    ) -> np.ndarray:
         if self._is_portable(state, input_ids.shape[2]):
-            return super().next_tokens(state, input_ids, forbidden=forbidden)
+            return super().next_tokens(state, input_ids, suppressed=suppressed)
         if input_ids.shape[2] <= ONE_BY_ONE:
-            return self._token_by_token(state, input_ids, partial(self._choose, forbidden=forbidden))[-1]
-        return argmax_tokens(self._at_once(state, np.ascontiguousarray(input_ids))[:, :, -1], forbidden)
+            return self._token_by_token(state, input_ids, partial(self._choose, suppressed=suppressed))[-1]
+        return argmax_tokens(self._at_once(state, np.ascontiguousarray(input_ids))[:, :, -1], suppressed)
 
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
         if state.buffers is None:
@@ -163,20 +165,20 @@ class OrtStatic(OrtNumpy):
             state.buffers.mask[:] = 1  # the next step masks what is ragged then
             state.rows, state.shared, state.buffers.moves = histories, shared, moves
 
-    def trim(self, state: StaticState, accepted: np.ndarray) -> None:
+    def rollback(self, state: StaticState, accepted: np.ndarray) -> None:
         if state.buffers is None:
-            super().trim(state, accepted)
+            super().rollback(state, accepted)
             return
         histories, index = state.rows.trimmed(accepted)
         if index is None or not (histories.ragged or state.rows.ragged):  # all keep all, or lose their last ones
             state.rows, state.shared = histories, np.minimum(state.shared, histories.width)
         else:
             self._leave_buffers(state)
-            super().trim(state, accepted)
+            super().rollback(state, accepted)
 
-    def keep(self, state: StaticState, sources: np.ndarray) -> None:
+    def select_sources(self, state: StaticState, sources: np.ndarray) -> None:
         if state.buffers is None:
-            super().keep(state, sources)
+            super().select_sources(state, sources)
             return
         state.buffers.settle()
         histories, kept = state.rows.kept(sources)
@@ -205,10 +207,10 @@ class OrtStatic(OrtNumpy):
         state.source, state.rows, state.shared, state.buffers = source, histories, shared, buffers
         state.cross, state.laid_anew_bytes = room, state.laid_anew_bytes + anew
 
-    def branch(self, state: StaticState, sources: np.ndarray) -> None:
+    def reorder_sources(self, state: StaticState, sources: np.ndarray) -> None:
         """Only the rows that change are copied, and of them what is theirs."""
         if state.buffers is None:
-            super().branch(state, sources)
+            super().reorder_sources(state, sources)
             return
         (histories, kept), per_source = state.rows.kept(sources), state.rows.shape[1]
         changed = np.flatnonzero(kept != np.arange(kept.size))
@@ -218,10 +220,10 @@ class OrtStatic(OrtNumpy):
             state.buffers.mask[:] = 1  # the next step masks what is ragged then
             state.rows, state.shared, state.buffers.moves = histories, state.shared[kept], moves
 
-    def admit(self, state: StaticState, source: OrtSource) -> None:
+    def add_sources(self, state: StaticState, source: OrtSource) -> None:
         """No key and no value of self-attention is copied, unless there is no room for so many rows: it doubles."""
         if state.buffers is None and (state.past or self.why_portable):
-            super().admit(state, source)
+            super().add_sources(state, source)
             return
         if state.buffers is None:
             self._enter_buffers(state)
@@ -262,7 +264,7 @@ class OrtStatic(OrtNumpy):
         """A beginning (B, K, T) -> logits (B, K, T, V), by the portable graph."""
         while new.shape[2] > state.buffers.mask.shape[1]:
             self._grow(state)
-        begun = super().start(state.source, new.shape[1])
+        begun = super().new_state(state.source, new.shape[1])
         logits, present = self._run_decoder(begun, new, begun.rows.mask())
         for array, columns in zip(self._arrays(state.buffers), present, strict=True):
             array[:, :, : new.shape[2]] = columns.reshape(-1, *columns.shape[2:])
@@ -271,16 +273,16 @@ class OrtStatic(OrtNumpy):
 
     # One token
 
-    def _choose(self, state: StaticState, new: np.ndarray, *, forbidden: Forbidden) -> np.ndarray:
+    def _choose(self, state: StaticState, new: np.ndarray, *, suppressed: SuppressedTokens) -> np.ndarray:
         """(B, K, 1) -> (B, K), the likeliest next ones."""
         tokens, results = None, self._fed(state, new).results
         if self.shortlist and self.shortlist.is_worthwhile(len(results["logits"])):
             self._run_fused(state, "near")
-            tokens = self.shortlist.choose([results[name] for name in SHORTLIST_OUTPUTS], forbidden)
+            tokens = self.shortlist.choose([results[name] for name in SHORTLIST_OUTPUTS], suppressed)
         if tokens is None:
             self._run_fused(state, "exact")
-            if forbidden is not None:
-                results["logits"][..., forbidden] = -np.inf  # nobody else reads them
+            if suppressed is not None:
+                results["logits"][..., suppressed] = -np.inf  # nobody else reads them
             tokens = argmax_tokens(results["logits"])
         self._appended(state, new)
         return tokens.reshape(new.shape[:2])
@@ -322,7 +324,7 @@ class OrtStatic(OrtNumpy):
         except BaseException:
             state.rows, state.shared = before
             raise
-        state.rows = before[0].appended(len(found))  # of which `trim` may take back some
+        state.rows = before[0].appended(len(found))  # of which `rollback` may take back some
         return found
 
     def _run_fused(self, state: StaticState, kind: str) -> None:
@@ -397,7 +399,7 @@ class OrtStatic(OrtNumpy):
         parts = {heads: iter(group) for heads, group in buffers.groups.items()}
         return [next(parts[heads]) for heads in self.past_heads]
 
-    def _moves(self, state: StaticState, rows: np.ndarray, first: int, shift: int = 0) -> list[Move]:
+    def _moves(self, state: StaticState, rows: np.ndarray, first: int, shift: int = 0) -> list[BeamUpdate]:
         """That each row becomes the one numbered ``rows`` from column ``first`` on, and moves left; not yet written."""
         state.buffers.settle()
         changed = np.arange(rows.size) if shift else np.flatnonzero(rows != np.arange(rows.size))

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from t5accel.decoding.backend import Histories
+from t5accel.decoding.backend import PastLengths
 from t5accel.decoding.token_constraints import constraints_from_config, special_tokens
 from t5accel.errors import InputError
 from t5accel.models.registry import family_of_model
@@ -56,7 +56,7 @@ class TorchState:
 
     hidden: torch.Tensor
     mask: torch.Tensor
-    rows: Histories
+    rows: PastLengths
     tokens: torch.Tensor
     cache: EncoderDecoderCache | None
 
@@ -134,8 +134,8 @@ class TorchEager:
         views = tuple((w._version, w.dtype, w.shape, w.stride(), w.storage_offset()) for w in weights)
         return _optimizer_steps, encoder.training, storages, views
 
-    def start(self, source: TorchSource, rows_per_source: int = 1) -> TorchState:
-        rows = Histories.empty(len(source.hidden), rows_per_source)
+    def new_state(self, source: TorchSource, rows_per_source: int = 1) -> TorchState:
+        rows = PastLengths.empty(len(source.hidden), rows_per_source)
         hidden, mask = (tensor.repeat_interleave(rows.shape[1], 0) for tensor in (source.hidden, source.mask))
         tokens = torch.empty((len(hidden), 0), dtype=torch.long, device=self.device)
         return TorchState(hidden, mask, rows, tokens, self._empty_cache())
@@ -160,14 +160,14 @@ class TorchEager:
             self._select(state, flat)
         state.rows = histories
 
-    def keep(self, state: TorchState, sources: np.ndarray) -> None:
+    def select_sources(self, state: TorchState, sources: np.ndarray) -> None:
         histories, kept = state.rows.kept(sources)
         rows_per_source = histories.shape[1]
         self._select(state, (kept[:, None] * rows_per_source + np.arange(rows_per_source)).ravel())
         state.rows = histories
 
     @torch.inference_mode()
-    def trim(self, state: TorchState, accepted: np.ndarray) -> None:
+    def rollback(self, state: TorchState, accepted: np.ndarray) -> None:
         histories, old_positions = state.rows.trimmed(accepted)
         if old_positions is not None:
             index = torch.as_tensor(old_positions.reshape(len(state.hidden), histories.width), device=self.device)

@@ -22,7 +22,7 @@ from t5accel.backends import torch_static_beams, torch_static_sampling
 from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.torch_static_model import LONGEST_RUN, KeysAndValues, Slot, StaticT5
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Forbidden, Histories
+from t5accel.decoding.backend import PastLengths, SuppressedTokens
 from t5accel.decoding.token_constraints import constraints_from_config, special_tokens
 from t5accel.errors import InputError
 
@@ -67,7 +67,7 @@ class StaticState:
     """
 
     source: StaticSource
-    rows: Histories
+    rows: PastLengths
     slot: Slot
     lease: Any = None
 
@@ -75,7 +75,7 @@ class StaticState:
 class TorchStatic:
     """A `Backend` over a model of torch of any family, whose keys and values lie in memory of fixed size.
 
-    A row's positions begin at its first place, so rows of unequal length need no padding, and `trim` moves nothing.
+    A row's positions begin at its first place, so rows of unequal length need no padding, and `rollback` moves nothing.
     Memory comes in buckets of lengths and is used again by the next state of the same shape, with the graph that was
     captured on it. States of one backend run one after the other: it is for one thread.
 
@@ -154,8 +154,8 @@ class TorchStatic:
         return StaticSource(slot.cross.clone(), slot.mask.clone())
 
     @torch.inference_mode()
-    def start(self, source: StaticSource, rows_per_source: int = 1) -> StaticState:
-        rows = Histories.empty(len(source.mask), rows_per_source)
+    def new_state(self, source: StaticSource, rows_per_source: int = 1) -> StaticState:
+        rows = PastLengths.empty(len(source.mask), rows_per_source)
         state = StaticState(source, rows, self._slot(*rows.shape, source, self.buckets[0]))
         state.slot.token.fill_(self.decoder_start_token_id)
         self._take(state)
@@ -167,7 +167,7 @@ class TorchStatic:
         slot = state.slot
         if input_ids.shape[2] == 1:  # as greedy steps, so that beams and samples have the graph, too
             self._feed(slot, input_ids)
-            self._advance(slot, forbidden=None)
+            self._advance(slot, suppressed=None)
             logits = slot.logits  # (R, V)
         else:
             logits = self.decoder.logits(self.decoder.read(slot, self._on_device(input_ids)))  # (R, T, V)
@@ -175,21 +175,23 @@ class TorchStatic:
         return logits.to("cpu", copy=True).numpy().reshape(*input_ids.shape, self.vocab_size)
 
     @torch.inference_mode()
-    def next_tokens(self, state: StaticState, input_ids: np.ndarray, *, forbidden: Forbidden = None) -> np.ndarray:
+    def next_tokens(
+        self, state: StaticState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None
+    ) -> np.ndarray:
         self._make_room(state, input_ids.shape[2])
         slot = state.slot
         if input_ids.shape[2] == 1:
             self._feed(slot, input_ids)
-            self._advance(slot, forbidden)
+            self._advance(slot, suppressed)
         else:
             hidden = self.decoder.read(slot, self._on_device(input_ids))  # (R, T, d_model)
-            self._prepare(slot, forbidden)
+            self._prepare(slot, suppressed)
             self.decoder.choose(slot, hidden)
         state.rows = state.rows.appended(input_ids.shape[2])
         return slot.token.to("cpu", copy=True).numpy().reshape(input_ids.shape[:2])
 
     @torch.inference_mode()
-    def run_greedy(self, state: StaticState, k: int, *, forbidden: Forbidden = None) -> np.ndarray:
+    def run_greedy(self, state: StaticState, k: int, *, suppressed: SuppressedTokens = None) -> np.ndarray:
         """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
 
         The first step reads the start token, or what the last `next_tokens` or `run_greedy` chose.
@@ -197,7 +199,7 @@ class TorchStatic:
         Args:
             state: gets one position for each step.
             k: how many; no more than `LONGEST_RUN` are taken.
-            forbidden: tokens that shall not be chosen.
+            suppressed: tokens that shall not be chosen.
 
         Returns:
             (B, K, n) int64, n <= k: what was chosen. Rows do not stop at an end token.
@@ -205,7 +207,7 @@ class TorchStatic:
         count = min(k, LONGEST_RUN)
         self._make_room(state, count)
         slot = state.slot
-        self._advance(slot, forbidden, count)
+        self._advance(slot, suppressed, count)
         state.rows = state.rows.appended(count)
         return slot.chosen[:, :count].to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)
 
@@ -226,13 +228,13 @@ class TorchStatic:
         state.rows = histories
 
     @torch.inference_mode()
-    def trim(self, state: StaticState, accepted: np.ndarray) -> None:
+    def rollback(self, state: StaticState, accepted: np.ndarray) -> None:
         """Only how long each row is changes: what is beyond is masked, and written over later."""
         histories, _ = state.rows.trimmed(accepted)
         state.slot.lengths.copy_(torch.as_tensor(histories.lengths.ravel()))
         state.rows = histories
 
-    def keep(self, state: StaticState, sources: np.ndarray) -> None:
+    def select_sources(self, state: StaticState, sources: np.ndarray) -> None:
         histories, kept = state.rows.kept(sources)
         index = torch.tensor(kept, device=self.device)
         source = StaticSource(state.source.cross.rows(index), state.source.mask[index])
@@ -271,7 +273,7 @@ class TorchStatic:
 
     @torch.inference_mode()
     def _move(
-        self, state: StaticState, source: StaticSource, histories: Histories, flat: np.ndarray, width: int
+        self, state: StaticState, source: StaticSource, histories: PastLengths, flat: np.ndarray, width: int
     ) -> None:
         """Go on with these rows in other memory; if there is none, the state is as it was."""
         old = state.slot
@@ -298,22 +300,22 @@ class TorchStatic:
     def _feed(self, slot: Slot, new: np.ndarray) -> None:
         slot.token.copy_(self._on_device(new))
 
-    def _advance(self, slot: Slot, forbidden: Forbidden, count: int = 1) -> None:
+    def _advance(self, slot: Slot, suppressed: SuppressedTokens, count: int = 1) -> None:
         """Greedy steps from the slot's token on, by the graph where there is one."""
         if self.graphs and slot.graph is None:
             self._capture(slot)
-        self._prepare(slot, forbidden)
+        self._prepare(slot, suppressed)
         for _ in range(count):
             if slot.graph is None:
                 self._step(slot)
             else:
                 slot.graph.replay()
 
-    def _prepare(self, slot: Slot, forbidden: Forbidden) -> None:
+    def _prepare(self, slot: Slot, suppressed: SuppressedTokens) -> None:
         slot.count.zero_()
         slot.penalty.zero_()
-        if forbidden is not None:
-            slot.penalty[torch.as_tensor(forbidden)] = -torch.inf
+        if suppressed is not None:
+            slot.penalty[torch.as_tensor(suppressed)] = -torch.inf
 
     def _compiled(self) -> Any:
         step = torch.compile(self.decoder.advance, **COMPILE)

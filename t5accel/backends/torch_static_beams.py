@@ -1,6 +1,7 @@
 """Beam search on `TorchStatic`, many steps without the host: ranking, reordering and candidates stay on the device.
 
-The host reads the candidates of a run at once and decides by them what ended (`beam.Beams`). The device needs to know
+The host reads the candidates of a run at once and decides by them what ended (`beam.BeamState`). The device needs
+to know
 only how the beams go on: with the best K candidates that do not end.
 
 Shapes: B sources, K beams each, R = B * K, V entries, m = K * (1 + the number of end tokens) candidates of a source.
@@ -16,7 +17,7 @@ import torch
 
 from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.torch_static_model import Slot, StaticT5
-from t5accel.decoding.backend import Forbidden
+from t5accel.decoding.backend import SuppressedTokens
 from t5accel.decoding.beam import LONGEST_RUN
 
 if TYPE_CHECKING:
@@ -53,12 +54,12 @@ class Loop:
         """Read the slot's token, choose the next one. Touches nothing but the slot and the loop's own memory."""
         raise NotImplementedError
 
-    def prepare(self, forbidden: Forbidden) -> None:
+    def prepare(self, suppressed: SuppressedTokens) -> None:
         """Begin a run, in which these tokens are not chosen."""
         self.at.zero_()
         self.penalty.zero_()
-        if forbidden is not None:
-            self.penalty[torch.as_tensor(forbidden, device=self.penalty.device)] = -torch.inf
+        if suppressed is not None:
+            self.penalty[torch.as_tensor(suppressed, device=self.penalty.device)] = -torch.inf
 
     def logits(self) -> torch.Tensor:
         """(R, V) float32 after the slot's token, which is read."""
@@ -90,7 +91,7 @@ class BeamLoop(Loop):
     Args:
         decoder, slot: as of `Loop`.
         ends: the tokens that end an answer.
-        renormalized: what is forbidden keeps no share of the probability.
+        renormalized: what is suppressed keeps no share of the probability.
 
     Attributes:
         scores: (B, K) float32, the sum of the log-probabilities of each beam's tokens so far.
@@ -140,14 +141,14 @@ AnyLoop = TypeVar("AnyLoop", bound=Loop)
 
 
 def begin(
-    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, count: int, forbidden: Forbidden, key: Any,
+    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, count: int, suppressed: SuppressedTokens, key: Any,
     make: Callable[[StaticT5, Slot], AnyLoop],
 ) -> AnyLoop:  # fmt: skip
     """The loop that is to take ``count`` steps behind these tokens (B, K, T), of which all but the last are read.
 
     Args:
         backend, state: whose.
-        input_ids, count, forbidden: as of `run_beams`.
+        input_ids, count, suppressed: as of `run_beams`.
         key, make: what the loop is like, and how one is made where the state's memory has none yet.
     """
     backend._make_room(state, input_ids.shape[2] - 1 + count)
@@ -159,7 +160,7 @@ def begin(
     if backend.graphs and loop.graph is None:
         loop.capture()
         backend.captured += 1
-    loop.prepare(forbidden)
+    loop.prepare(suppressed)
     if tokens.shape[1] > 1:
         backend.decoder.read(slot, tokens[:, :-1])
     slot.token.copy_(tokens[:, -1:])
@@ -169,14 +170,14 @@ def begin(
 @torch.inference_mode()
 def run_beams(
     backend: TorchStatic, state: StaticState, input_ids: np.ndarray, scores: np.ndarray, k: int, *,
-    ends: tuple[int, ...], forbidden: Forbidden = None, renormalized: bool = False,
+    ends: tuple[int, ...], suppressed: SuppressedTokens = None, renormalized: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """``run_beams`` of `decoding.backend.Backend`, on a `TorchStatic`.
 
     >>> from t5accel.backends.torch_static import TorchStatic
     >>> from t5accel.models.random_init import random_t5
     >>> backend = TorchStatic(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
-    >>> state = backend.start(backend.encode(np.array([[5, 6, 7, 1]]), np.ones((1, 4), dtype=np.int64)), 2)
+    >>> state = backend.new_state(backend.encode(np.array([[5, 6, 7, 1]]), np.ones((1, 4), dtype=np.int64)), 2)
     >>> start, scores = np.zeros((1, 2, 1), dtype=np.int64), np.array([[0, -np.inf]], dtype=np.float32)
     >>> [array.shape for array in run_beams(backend, state, start, scores, 5, ends=(1,))]
     [(5, 1, 4), (5, 1, 4), (5, 1, 4)]
@@ -186,7 +187,7 @@ def run_beams(
     def make(decoder: StaticT5, slot: Slot) -> BeamLoop:
         return BeamLoop(decoder, slot, ends=ends, renormalized=renormalized)
 
-    loop = begin(backend, state, input_ids, count, forbidden, ("beams", ends, renormalized), make)
+    loop = begin(backend, state, input_ids, count, suppressed, ("beams", ends, renormalized), make)
     loop.scores.copy_(torch.from_numpy(scores))
     loop.run(count)
     state.rows = state.rows.appended(input_ids.shape[2] - 1 + count)

@@ -13,9 +13,9 @@ import torch
 
 from t5accel.backends.torch_static_beams import Loop, begin
 from t5accel.backends.torch_static_model import Slot, StaticT5
-from t5accel.decoding.backend import Forbidden
+from t5accel.decoding.backend import SuppressedTokens
 from t5accel.decoding.beam import LONGEST_RUN
-from t5accel.decoding.sampling import Sampling
+from t5accel.decoding.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticState, TorchStatic
@@ -31,20 +31,20 @@ class SampleLoop(Loop):
         sampling: which of its steps are taken, and ``top_k``; the other numbers are those of the run.
 
     Attributes:
-        numbers: by their names in `Sampling`, () float64 each.
+        numbers: by their names in `SamplingParams`, () float64 each.
         uniform: (LONGEST_RUN, R) float64, one for each draw of a run.
         chosen: (LONGEST_RUN, R) int64, the tokens drawn.
         seen: (R, V) bool, which tokens stand in each row's history; ``None`` where nothing is penalised for that.
 
     >>> from t5accel.models.random_init import random_t5
     >>> t5 = StaticT5(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
-    >>> loop = SampleLoop(t5, t5.slot(batch=1, rows=3, source=4, width=8), Sampling(top_k=1))
+    >>> loop = SampleLoop(t5, t5.slot(batch=1, rows=3, source=4, width=8), SamplingParams(top_k=1))
     >>> loop.step()
     >>> bool((loop.slot.token == loop.slot.token[0]).all())
     True
     """
 
-    def __init__(self, decoder: StaticT5, slot: Slot, sampling: Sampling):
+    def __init__(self, decoder: StaticT5, slot: Slot, sampling: SamplingParams):
         super().__init__(decoder, slot)
         device, rows = decoder.device, len(slot.token)
         self.sampling = sampling
@@ -68,7 +68,7 @@ class SampleLoop(Loop):
 
 
 def probabilities(
-    logits: torch.Tensor, seen: torch.Tensor | None, sampling: Sampling, numbers: dict[str, torch.Tensor]
+    logits: torch.Tensor, seen: torch.Tensor | None, sampling: SamplingParams, numbers: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """What `decoding.sampling.probabilities` finds, by operators that a graph can hold.
 
@@ -81,7 +81,7 @@ def probabilities(
     Returns:
         (R, V) float64, in proportion to the probabilities: they need not sum to 1.
 
-    >>> logits, sampling = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), Sampling(top_p=0.7)
+    >>> logits, sampling = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), SamplingParams(top_p=0.7)
     >>> numbers = {name: torch.tensor(getattr(sampling, name), dtype=torch.float64) for name in _NUMBERS}
     >>> odds = probabilities(logits, None, sampling, numbers)
     >>> (odds / odds.sum()).round(decimals=3).tolist()
@@ -124,27 +124,31 @@ def draw(odds: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def run_samples(
-    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, uniform: np.ndarray, *, sampling: Sampling,
-    forbidden: Forbidden = None, history: np.ndarray | None = None,
+    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, uniform: np.ndarray, *, sampling: SamplingParams,
+    suppressed: SuppressedTokens = None, history: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """``run_samples`` of `decoding.backend.Backend`, on a `TorchStatic`.
 
     >>> from t5accel.backends.torch_static import TorchStatic
     >>> from t5accel.models.random_init import random_t5
     >>> backend = TorchStatic(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
-    >>> state = backend.start(backend.encode(np.array([[5, 6, 7, 1]]), np.ones((1, 4), dtype=np.int64)), 2)
+    >>> state = backend.new_state(backend.encode(np.array([[5, 6, 7, 1]]), np.ones((1, 4), dtype=np.int64)), 2)
     >>> start, uniform = np.zeros((1, 2, 1), dtype=np.int64), np.random.default_rng(0).random((1, 2, 5))
-    >>> run_samples(backend, state, start, uniform, sampling=Sampling()).shape
+    >>> run_samples(backend, state, start, uniform, sampling=SamplingParams()).shape
     (1, 2, 5)
     """
     count = uniform.shape[2]
     # One loop, and one graph, for all values of the numbers.
-    key = ("samples", sampling.top_k, *(getattr(sampling, name) != getattr(Sampling(), name) for name in _NUMBERS))
+    key = (
+        "samples",
+        sampling.top_k,
+        *(getattr(sampling, name) != getattr(SamplingParams(), name) for name in _NUMBERS),
+    )
 
     def make(decoder: StaticT5, slot: Slot) -> SampleLoop:
         return SampleLoop(decoder, slot, sampling)
 
-    loop = begin(backend, state, input_ids, count, forbidden, key, make)
+    loop = begin(backend, state, input_ids, count, suppressed, key, make)
     for name, number in loop.numbers.items():
         number.fill_(getattr(sampling, name))
     rows = len(state.slot.token)

@@ -5,7 +5,7 @@ from importlib import import_module
 _MODULES = {
     "EncoderCache": "encoder_cache",
     "Generated": "backend",
-    "Sampling": "sampling",
+    "SamplingParams": "sampling",
     "beam_search": "beam",
     "greedy": "greedy_search",
     "prompt_lookup": "ngram_lookup",
@@ -18,7 +18,7 @@ _MODULES = {
 __all__ = [
     "EncoderCache",
     "Generated",
-    "Sampling",
+    "SamplingParams",
     "beam_search",
     "greedy",
     "prompt_lookup",
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from t5accel.decoding.encoder_cache import EncoderCache
     from t5accel.decoding.greedy_search import greedy
     from t5accel.decoding.ngram_lookup import prompt_lookup
-    from t5accel.decoding.sampling import Sampling, sample
+    from t5accel.decoding.sampling import SamplingParams, sample
     from t5accel.decoding.speculation import speculative
     from t5accel.decoding.streaming import stream, stream_text
 else:

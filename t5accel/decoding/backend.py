@@ -1,6 +1,6 @@
 """What a runtime must offer so that every decoding algorithm works on it, and what an algorithm returns.
 
-`Histories` keeps the lengths of a batch's pasts for it, apart from any tensors.
+`PastLengths` keeps the lengths of a batch's pasts for it, apart from any tensors.
 
 Shapes: B sources in the batch, K rows (beams, samples, drafts) that share one source, S source positions, T new and P
 past decoder positions, V vocabulary entries.
@@ -19,7 +19,7 @@ from t5accel.errors import InputError
 
 Source = Any  # what `encode` returns: belongs to the backend, opaque to the algorithms
 State = Any  # the same for the decoder's state; methods that take one change it in place
-Forbidden = int | tuple[int, ...] | None  # a token that shall not be chosen, or several
+SuppressedTokens = int | tuple[int, ...] | None  # a token that shall not be chosen, or several
 
 
 @runtime_checkable
@@ -32,9 +32,9 @@ class Backend(Protocol):
     answers for that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way,
     for want of memory or by an interrupt, leaves the state as it was.
 
-    A backend may also offer ``run_greedy(state, k, *, forbidden=None) -> (B, K, n)``, n <= k greedy steps without
+    A backend may also offer ``run_greedy(state, k, *, suppressed=None) -> (B, K, n)``, n <= k greedy steps without
     returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
-    ``next_tokens(state, input_ids, *, forbidden=None)``, a ``step`` that returns the likeliest next token of each row,
+    ``next_tokens(state, input_ids, *, suppressed=None)``, a ``step`` that returns the likeliest next token of each row,
     (B, K) int64, as `argmax_tokens` would find it in the logits at the last position; ``run_beams`` and
     ``run_samples``, as below; and the four methods that `encoder_cache.EncoderCache` builds on:
 
@@ -47,23 +47,25 @@ class Backend(Protocol):
     And it may know more about its model: ``rules``, what is asked of every answer (`TokenConstraints`); ``positions``,
     how many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
 
-    ``run_beams(state, input_ids, scores, k, *, ends, forbidden=None, renormalized=False)`` takes n <= k steps of beam
+    ``run_beams(state, input_ids, scores, k, *, ends, suppressed=None, renormalized=False)`` takes n <= k steps of beam
     search. First every row reads its tokens (B, K, T), which stand behind histories of one length. A step ranks the
     continuations of all K beams of a source by ``scores`` (B, K) float32 plus the new token's log-probability, never
-    ``forbidden``, which is left out of the distribution if ``renormalized``. Rows go on with the best K that are none
+    ``suppressed``, which is left out of the distribution if ``renormalized``. Rows go on with the best K that are none
     of ``ends``. Returns the best m = K * (1 + len(ends)) of every step, best first, m being at most V: their scores
     float32, the beams that they continue and their tokens, both int64, (n, B, m) each. Afterwards the rows' last tokens
     are not read yet: the next call gets them.
 
-    ``run_samples(state, input_ids, uniform, *, sampling, forbidden=None, history=None)`` takes n steps that draw, at
+    ``run_samples(state, input_ids, uniform, *, sampling, suppressed=None, history=None)`` takes n steps that draw, at
     most `beam.LONGEST_RUN`, and begins as ``run_beams`` does. The tokens are those of `sampling.draw`, by
-    ``uniform`` (B, K, n) float64, from `sampling.probabilities` of ``sampling``, never ``forbidden``. ``history``
+    ``uniform`` (B, K, n) float64, from `sampling.probabilities` of ``sampling``, never ``suppressed``. ``history``
     (B, K, L) int64 is what each row has so far; it is needed, and goes on with the drawn tokens, where repetitions are
     penalised. Returns them, (B, K, n) int64.
 
-    For serving there is, beside ``keep``, by which rows leave a running state, ``admit(state, source) -> None``: the
+    For serving there is, beside ``select_sources``, by which rows leave a running state, ``add_sources(state,
+    source) -> None``: the
     sources of another batch join it, behind those that are there, with K rows each that have no history yet. A state
-    of one row for each source may hold the K beams of a text as K sources; ``branch(state, sources) -> None`` reorders
+    of one row for each source may hold the K beams of a text as K sources; ``reorder_sources(state, sources) ->
+    None`` reorders
     them: the row of source b goes on from the history of source ``sources[b]``, (B,) int64, which is the same text.
     """
 
@@ -78,7 +80,7 @@ class Backend(Protocol):
         A source may keep the arrays: nobody writes to them any more.
         """
 
-    def start(self, source: Source, rows_per_source: int = 1) -> State:
+    def new_state(self, source: Source, rows_per_source: int = 1) -> State:
         """An empty decoder state (P = 0) with K = ``rows_per_source`` rows that share each source."""
 
     def step(self, state: State, input_ids: np.ndarray) -> np.ndarray:
@@ -87,13 +89,13 @@ class Backend(Protocol):
     def reorder(self, state: State, rows: np.ndarray) -> None:
         """Row k of source b goes on from the history of row ``rows[b, k]`` of the same source. (B, K) int64."""
 
-    def trim(self, state: State, accepted: np.ndarray) -> None:
+    def rollback(self, state: State, accepted: np.ndarray) -> None:
         """Of the positions of the last step keep the first ``accepted[b, k]`` (0 … T) in each row. (B, K) int64.
 
-        Histories of unequal length are aligned to the right and masked, so that T5's relative positions stay right.
+        PastLengths of unequal length are aligned to the right and masked, so that T5's relative positions stay right.
         """
 
-    def keep(self, state: State, sources: np.ndarray) -> None:
+    def select_sources(self, state: State, sources: np.ndarray) -> None:
         """Only these sources, in this order, stay in the batch (finished ones leave it). (n,) int64, n >= 1."""
 
 
@@ -105,13 +107,13 @@ def check_backend(backend: Any, methods: Iterable[str] = ()) -> None:
 
     Args:
         backend: anything.
-        methods: beside ``encode``, ``start`` and ``step``.
+        methods: beside ``encode``, ``new_state`` and ``step``.
 
     >>> check_backend("mini")
     Traceback (most recent call last):
     t5accel.errors.InputError: str is no backend, it lacks vocab_size, pad_token_id, eos_token_id, ...
     """
-    missing = [name for name in (*_NUMBERS, "encode", "start", "step", *methods) if not hasattr(backend, name)]
+    missing = [name for name in (*_NUMBERS, "encode", "new_state", "step", *methods) if not hasattr(backend, name)]
     if missing:
         raise InputError(
             f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
@@ -150,7 +152,7 @@ def right_aligned(lengths: np.ndarray, width: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Histories:
+class PastLengths:
     """B sources of K rows each, whose pasts end together at the right of ``width`` positions (P).
 
     It never changes. A method returns what the histories are afterwards, and where that moves
@@ -163,7 +165,7 @@ class Histories:
         last: T of the last step, of which `trimmed` may drop some.
         ragged: whether there is any padding.
 
-    >>> rows = Histories.empty(batch=1, rows_per_source=2).appended(3)
+    >>> rows = PastLengths.empty(batch=1, rows_per_source=2).appended(3)
     >>> rows, index = rows.trimmed(np.array([[1, 3]]))  # row 0 keeps one of three positions, moved to the right end
     >>> index.tolist(), rows.mask().tolist()
     ([[[0, 0, 0], [0, 1, 2]]], [[[0, 0, 1], [1, 1, 1]]])
@@ -175,7 +177,7 @@ class Histories:
     ragged: bool = False
 
     @classmethod
-    def empty(cls, batch: int, rows_per_source: int) -> Histories:
+    def empty(cls, batch: int, rows_per_source: int) -> PastLengths:
         """Nothing yet."""
         return cls(np.zeros((batch, rows_per_source), dtype=np.int64))
 
@@ -195,11 +197,11 @@ class Histories:
             return np.ones((*self.padding.shape, self.width), dtype=np.int64)
         return right_aligned(self.lengths, self.width)
 
-    def appended(self, count: int) -> Histories:
+    def appended(self, count: int) -> PastLengths:
         """Every row has ``count`` more positions."""
-        return Histories(self.padding, self.width + count, count, self.ragged)
+        return PastLengths(self.padding, self.width + count, count, self.ragged)
 
-    def reordered(self, rows: np.ndarray) -> tuple[Histories, np.ndarray | None]:
+    def reordered(self, rows: np.ndarray) -> tuple[PastLengths, np.ndarray | None]:
         """Row k of source b goes on as row ``rows[b, k]`` of the same source.
 
         Returns:
@@ -210,20 +212,20 @@ class Histories:
         flat = (np.arange(self.shape[0])[:, None] * self.shape[1] + rows).ravel()
         return self._with_padding(self.padding.ravel()[flat].reshape(self.shape)), flat
 
-    def kept(self, sources: np.ndarray) -> tuple[Histories, np.ndarray]:
+    def kept(self, sources: np.ndarray) -> tuple[PastLengths, np.ndarray]:
         """Only these sources (n,) stay, in this order; returns the histories, and ``sources`` to gather by."""
         return self._with_padding(self.padding[sources]), sources
 
-    def joined(self, sources: int) -> Histories:
+    def joined(self, sources: int) -> PastLengths:
         """So many more sources, whose rows have no history yet.
 
-        >>> Histories.empty(batch=1, rows_per_source=1).appended(2).joined(1).mask().tolist()
+        >>> PastLengths.empty(batch=1, rows_per_source=1).appended(2).joined(1).mask().tolist()
         [[[1, 1]], [[0, 0]]]
         """
         new = np.full((sources, self.shape[1]), self.width)
         return self._with_padding(np.concatenate([self.padding, new]))
 
-    def trimmed(self, accepted: np.ndarray) -> tuple[Histories, np.ndarray | None]:
+    def trimmed(self, accepted: np.ndarray) -> tuple[PastLengths, np.ndarray | None]:
         """Of the last step keep the first ``accepted[b, k]`` positions.
 
         Returns:
@@ -232,22 +234,22 @@ class Histories:
         """
         dropped = self.last - accepted
         if not dropped.any():
-            return Histories(self.padding, self.width, 0, self.ragged), None
+            return PastLengths(self.padding, self.width, 0, self.ragged), None
         ends = self.width - dropped  # of the rows' pasts; all of them move to the new right end
         lengths = ends - self.padding
         width = int(lengths.max())
         index = np.maximum(np.arange(width) + (ends - width)[..., None], 0)
         padding = width - lengths
-        return Histories(padding, width, 0, bool(padding.any())), index
+        return PastLengths(padding, width, 0, bool(padding.any())), index
 
-    def _with_padding(self, padding: np.ndarray) -> Histories:
-        return Histories(padding, self.width, self.last, bool(padding.any()))
+    def _with_padding(self, padding: np.ndarray) -> PastLengths:
+        return PastLengths(padding, self.width, self.last, bool(padding.any()))
 
 
-def of_each_head(index: np.ndarray, heads: int, width: int) -> np.ndarray:
+def expand_index_to_heads(index: np.ndarray, heads: int, width: int) -> np.ndarray:
     """Positions within rows -> the same positions of each head, counted through (R, H, width): (R, n) -> (R * H * n,).
 
-    >>> of_each_head(np.array([[0, 2]]), heads=2, width=3).tolist()
+    >>> expand_index_to_heads(np.array([[0, 2]]), heads=2, width=3).tolist()
     [0, 2, 3, 5]
     """
     first = np.arange(len(index) * heads).reshape(len(index), heads, 1) * width

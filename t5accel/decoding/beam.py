@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5accel.checks import as_count, is_number
-from t5accel.decoding.backend import Backend, Forbidden, Generated, State
+from t5accel.decoding.backend import Backend, Generated, State, SuppressedTokens
 from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, is_eos
 from t5accel.decoding.topk import BeamTopK, take_rows
@@ -57,7 +57,7 @@ class Tree:
         return sequences
 
 
-class Answers:
+class FinishedHypotheses:
     """The best K answers of each of B sources that have ended, and which sources may still find better ones.
 
     The rules are those of transformers 4.57 and 5.x (``_update_finished_beams`` and ``_check_early_stop_heuristic`` in
@@ -152,7 +152,7 @@ def beam_search(
     """Search for the likeliest answers with K beams for each source, and return the best.
 
     Every step ranks all continuations of a source's beams by one token. Those among the best K that end are answers,
-    the best K that do not end are the next beams. `Answers` says which answers stay, and when a source
+    the best K that do not end are the next beams. `FinishedHypotheses` says which answers stay, and when a source
     stops. Rules and numbers are those of transformers 4.57 and 5.x (``_beam_search`` in ``generation/utils.py``), the
     code is not. One thing differs: after its end an answer is padded with the pad id, where transformers repeats the
     end token if the pad id is 0.
@@ -187,10 +187,10 @@ def beam_search(
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
     ...     odds = np.array([[0, 0.6, 0.4, 0], [0.4, 0, 0.3, 0.3], [0.1, 0, 0, 0.9], [1, 0, 0, 0]]) + 1e-9
     ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
+    ...     def new_state(self, source, rows_per_source=1): return None
     ...     def step(self, state, input_ids): return np.log(self.odds)[input_ids]
     ...     def reorder(self, state, rows): pass
-    ...     def keep(self, state, sources): pass
+    ...     def select_sources(self, state, sources): pass
     >>> beam_search(Chain(), [[1]], num_beams=1, max_new_tokens=5).sequences.tolist()  # 1 is likelier than 2
     [[1, 0, 1, 0, 1]]
     >>> best = beam_search(Chain(), [[1]], num_beams=2, max_new_tokens=5)
@@ -200,7 +200,7 @@ def beam_search(
     request = GenerationInputs.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
-        decoder_start_token_id=decoder_start_token_id, methods=("reorder", "keep"),
+        decoder_start_token_id=decoder_start_token_id, methods=("reorder", "select_sources"),
     )  # fmt: skip
     if num_beams is None:
         num_beams = request.rules.num_beams if request.rules.num_beams > 1 else DEFAULT_BEAMS
@@ -208,12 +208,12 @@ def beam_search(
     returned = as_count(num_return_sequences, "num_return_sequences", at_least=1)
     if returned > beams:
         raise InputError(f"num_return_sequences is {returned}: give at most num_beams, {beams}, or raise that.")
-    search = Beams(
+    search = BeamState(
         batch, beams, vocab_size=backend.vocab_size, eos_token_id=backend.eos_token_id,
         max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens, length_penalty=length_penalty,
         early_stopping=early_stopping, rules=request.rules, begun=request.prefix.shape[1] > 1,
     )  # fmt: skip
-    state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=beams)
+    state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=beams)
     search.run(backend, state, request.prefix)
     # (B * N, L)
     new, scores = search.best(returned, pad_token_id=backend.pad_token_id)
@@ -221,7 +221,7 @@ def beam_search(
     return Generated(np.concatenate([given, new], axis=1), decoder_calls=search.length, scores=scores)
 
 
-class Move(NamedTuple):
+class BeamUpdate(NamedTuple):
     """What the decoder is to do before it is asked for the next logits, in this order.
 
     Attributes:
@@ -235,7 +235,7 @@ class Move(NamedTuple):
     tokens: np.ndarray
 
 
-class Beams:
+class BeamState:
     """The K beams of each of B sources: all of a beam search but the decoder, which whoever owns it asks for logits.
 
     Args:
@@ -252,7 +252,7 @@ class Beams:
     Raises:
         InputError: a type or bound is wrong.
 
-    >>> beams = Beams(1, 2, vocab_size=4, eos_token_id=3, max_new_tokens=2)
+    >>> beams = BeamState(1, 2, vocab_size=4, eos_token_id=3, max_new_tokens=2)
     >>> beams.advance(np.log([[[0.1, 0.5, 0.3, 0.1], [0.1, 0.5, 0.3, 0.1]]])).tokens.tolist()
     [[1, 2]]
     >>> beams.advance(np.log([[[0.3, 0.3, 0.3, 0.1], [0.01, 0.01, 0.01, 0.97]]])) is None
@@ -285,7 +285,7 @@ class Beams:
             )
         length_penalty = rules.length_penalty if length_penalty is None else length_penalty
         early_stopping = rules.early_stopping if early_stopping is None else early_stopping
-        self._answers = Answers(
+        self._answers = FinishedHypotheses(
             (batch, beams),
             length_penalty=_penalty(length_penalty, max_new_tokens),
             early_stopping=_rule(early_stopping) or beams == 1,  # greedy search ends with its first answer
@@ -310,7 +310,7 @@ class Beams:
             return self._run_at_once(backend, state, step_input)
         while (move := self.advance(backend.step(state, step_input)[:, :, -1])) is not None:
             if move.kept is not None:
-                backend.keep(state, move.kept)
+                backend.select_sources(state, move.kept)
             if move.rows is not None:
                 backend.reorder(state, move.rows)
             step_input = move.tokens[:, :, None]  # (n, K, 1)
@@ -330,7 +330,7 @@ class Beams:
                     self._scores
                 )  # before the first step rows are equal: one counts
                 found = backend.run_beams(
-                    state, unread, scores, min(count, steps), ends=self._ends, forbidden=self._forbidden(),
+                    state, unread, scores, min(count, steps), ends=self._ends, suppressed=self._suppressed(),
                     renormalized=self._rules.renormalize_logits,
                 )  # fmt: skip
                 for ranked, rows, tokens in zip(*found, strict=True):  # (B, m) each
@@ -341,7 +341,7 @@ class Beams:
                         going = going[move.kept]
                 batch, steps = len(unread), min(2 * steps, LONGEST_RUN)
                 if (kept := shrunk(going, batch)) is not None:
-                    backend.keep(state, kept)
+                    backend.select_sources(state, kept)
                     batch, going = len(kept), np.searchsorted(kept, going)
                 unread = np.zeros((batch, len(self._order), 1), dtype=np.int64)
                 unread[going] = move.tokens[:, :, None]
@@ -349,19 +349,19 @@ class Beams:
             if move is None:
                 return
 
-    def advance(self, logits: np.ndarray) -> Move | None:
+    def advance(self, logits: np.ndarray) -> BeamUpdate | None:
         """One step: the next-token logits (n, K, V) of all beams -> how they go on; ``None`` where all is found."""
         if (forced := self._forced()) is not None:
             return self._take(*self._all(forced))
         return self._take(*self._continuations.best(
-            logits[:, : self._scores.shape[1]], self._scores, self._ranked, forbidden=self._forbidden(),
+            logits[:, : self._scores.shape[1]], self._scores, self._ranked, suppressed=self._suppressed(),
             renormalized=self._rules.renormalize_logits,
         ))  # fmt: skip
 
     def _forced(self) -> int | None:
         return self._rules.forced_token(self.length, longest=self._longest, has_prefix=self._begun)
 
-    def _forbidden(self) -> Forbidden:
+    def _suppressed(self) -> SuppressedTokens:
         return self._rules.suppressed(self._ends if self.length < self._shortest else ())
 
     def _all(self, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -369,7 +369,7 @@ class Beams:
         shape = self._scores.shape
         return self._scores, np.broadcast_to(self._order[: shape[1]], shape), np.full(shape, token, dtype=np.int64)
 
-    def _take(self, scores: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> Move | None:
+    def _take(self, scores: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> BeamUpdate | None:
         """The likeliest continuations, (n, m) each and best first -> how the beams go on."""
         beams, nodes, active = len(self._order), self._nodes, self._active
         parents = nodes + rows  # (n, m)
@@ -400,10 +400,10 @@ class Beams:
                 active, nodes, scores, rows, tokens = (array[kept] for array in (active, nodes, scores, rows, tokens))
         self._active, self._nodes, self._scores = active, nodes, scores
         if tokens.shape[1] == 1:  # there is one beam, or the first token was forced: all rows go on alike
-            return Move(kept, None, np.repeat(tokens, beams, axis=1))
+            return BeamUpdate(kept, None, np.repeat(tokens, beams, axis=1))
         moved = not self._read_alike and (rows != self._order).any()
         self._read_alike = False
-        return Move(kept, rows if moved else None, tokens)
+        return BeamUpdate(kept, rows if moved else None, tokens)
 
     def best(self, count: int, *, pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
         """The ``count`` best answers of each source, best first: (B * n, L) int64, and their scores (B * n,)."""

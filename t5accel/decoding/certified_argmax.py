@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from t5accel.decoding.backend import Forbidden
+from t5accel.decoding.backend import SuppressedTokens
 
 UNIT = 2.0**-24  # u: the largest relative change by rounding to float32
 TINY = 2.0**-90  # more than all that can underflow, even where a CPU flushes the smallest numbers to zero
@@ -69,7 +69,7 @@ class ApproxLogits(NamedTuple):
 #
 # A bias c of the logits is one more product, c times 1, in w·h, n and the approximate logit. The copy has it exactly,
 # so b grows only by what its addition rounds, and n by γ |c|.
-def certify_argmax(head: OutputHead, approx: ApproxLogits, forbidden: Forbidden = None) -> np.ndarray | None:
+def certify_argmax(head: OutputHead, approx: ApproxLogits, suppressed: SuppressedTokens = None) -> np.ndarray | None:
     """The token of the largest exact logit in each of R rows, (R,) int64; ``None`` unless all are certain.
 
     No token is certain where numbers are not finite or near overflow, or more than `MAX_CANDIDATES` remain. Writes to
@@ -78,12 +78,12 @@ def certify_argmax(head: OutputHead, approx: ApproxLogits, forbidden: Forbidden 
     >>> head = OutputHead(np.array([[1, 0], [0, 1], [1, 1]], np.float32), largest_row=1.5, largest_error=0.01)
     >>> hidden, norms, errors = np.array([[2, 1]], np.float32), np.array([2.24]), np.array([0.01])
     >>> approx = ApproxLogits(hidden @ head.rows.T, hidden, norms, errors)
-    >>> certify_argmax(head, approx), certify_argmax(head, approx, forbidden=2)
+    >>> certify_argmax(head, approx), certify_argmax(head, approx, suppressed=2)
     (array([2]), array([0]))
     """
     logits, hidden = (array.reshape(-1, array.shape[-1]) for array in approx[:2])
-    if forbidden is not None:
-        logits[:, forbidden] = -np.inf
+    if suppressed is not None:
+        logits[:, suppressed] = -np.inf
     tokens = []
     # Row by row: a row's candidates are so few that arrays of all rows would cost more than they save.
     for row in zip(logits, hidden, approx.norms.ravel().tolist(), approx.errors.ravel().tolist(), strict=True):
@@ -180,10 +180,10 @@ class Shortlist:
         allowed = MIN_FALLBACKS + MAX_FALLBACK_SHARE * self._steps[rows]
         return rows <= MAX_ROWS and self._fallbacks[rows] <= allowed
 
-    def choose(self, results: Sequence[np.ndarray], forbidden: Forbidden) -> np.ndarray | None:
+    def choose(self, results: Sequence[np.ndarray], suppressed: SuppressedTokens) -> np.ndarray | None:
         """(R,) tokens from the arrays of `ApproxLogits`, or ``None`` without certainty; counted."""
         approx = ApproxLogits(*results)
-        tokens = certify_argmax(self.head, approx, forbidden)
+        tokens = certify_argmax(self.head, approx, suppressed)
         with self._lock:
             self._steps[approx.norms.size] += 1
             self._fallbacks[approx.norms.size] += tokens is None

@@ -47,15 +47,17 @@ class Verifier(Protocol):
 def verify_drafts(backend: Backend, request: GenerationInputs, drafter: Drafter, verify: Verifier) -> Iterator[Step]:
     """Draft, verify and roll back wrong tokens until every row has ended; yields a step for each decoder call.
 
-    Rows accept different numbers of tokens, so their pasts become unequally long: the backend, which needs ``trim`` and
-    ``keep``, aligns them to the right and masks the padding. Ended rows leave as soon as they are half of the batch.
+    Rows accept different numbers of tokens, so their pasts become unequally long: the backend, which needs
+    ``rollback`` and
+    ``select_sources``, aligns them to the right and masks the padding. Ended rows leave as soon as they are half
+    of the batch.
 
     >>> class Counter:  # a toy backend: the next token is the last one plus one, and 5 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 8, 0, 5, 0
     ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
+    ...     def new_state(self, source, rows_per_source=1): return None
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
-    ...     def trim(self, state, accepted): print("keeps", accepted.tolist(), "of what it has just read")
+    ...     def rollback(self, state, accepted): print("keeps", accepted.tolist(), "of what it has just read")
     >>> class Fixed:  # a toy drafter
     ...     def propose(self, rows, rooms, blocked): return [[1, 2, 7]]
     ...     def update(self, rows, drafts, found): print("found", found)
@@ -69,7 +71,7 @@ def verify_drafts(backend: Backend, request: GenerationInputs, drafter: Drafter,
     [4]
     """
     pad, ends = backend.pad_token_id, request.eos_token_ids
-    state = backend.start(backend.encode(request.ids, request.mask))
+    state = backend.new_state(backend.encode(request.ids, request.mask))
     active = list(range(len(request.ids)))  # the row of the result of each row in the state
     remaining = [request.max_new_tokens] * len(active)  # tokens that may still come, by row of the result
     optional = request.max_new_tokens - request.min_new_tokens
@@ -103,7 +105,7 @@ def verify_drafts(backend: Backend, request: GenerationInputs, drafter: Drafter,
         drafter.update(active, drafts, found)
         if 2 * len(open_places) <= len(active):
             places = np.array(open_places)
-            backend.keep(state, places)
+            backend.select_sources(state, places)
             drafter.keep(places)
             active = [active[place] for place in open_places]
             found = [found[place] for place in open_places]
@@ -113,7 +115,7 @@ def verify_drafts(backend: Backend, request: GenerationInputs, drafter: Drafter,
             longest = max(length for length, row in zip(lengths, active, strict=True) if remaining[row])
             lengths = [length if remaining[row] else longest for length, row in zip(lengths, active, strict=True)]
             if min(lengths) < tokens.shape[1]:
-                backend.trim(state, np.array(lengths)[:, None])
+                backend.rollback(state, np.array(lengths)[:, None])
         unread = np.array([[new[-1] if remaining[row] else pad] for row, new in zip(active, found, strict=True)])
 
 
@@ -130,8 +132,8 @@ class GreedyVerifier:
         width = 1 + max(map(len, drafts))
         if width == 1 and self._next_tokens is not None and (max(blocked) <= 0 or min(blocked) > 0):
             # Without a draft the backend may find the tokens without computing all logits.
-            forbidden = self._rules.suppressed(self._ends if blocked[0] > 0 else ())
-            return self._next_tokens(state, tokens[:, None], forbidden=forbidden).tolist()
+            suppressed = self._rules.suppressed(self._ends if blocked[0] > 0 else ())
+            return self._next_tokens(state, tokens[:, None], suppressed=suppressed).tolist()
         logits = self._step(state, tokens[:, None])[:, 0, -width:]
         logits = mask_eos(logits, self._ends, blocked, self._rules.suppress_tokens)
         return [_accepted_prefix(draft, row) for draft, row in zip(drafts, logits.argmax(axis=2).tolist(), strict=True)]

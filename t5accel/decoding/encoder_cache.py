@@ -110,8 +110,8 @@ class EncoderCache:
         with self._lock:
             self._drop()
 
-    def start(self, source: Source, rows_per_source: int = 1) -> State:
-        return self.backend.start(source, rows_per_source)
+    def new_state(self, source: Source, rows_per_source: int = 1) -> State:
+        return self.backend.new_state(source, rows_per_source)
 
     def step(self, state: State, input_ids: np.ndarray) -> np.ndarray:
         return self.backend.step(state, input_ids)
@@ -119,11 +119,11 @@ class EncoderCache:
     def reorder(self, state: State, rows: np.ndarray) -> None:
         self.backend.reorder(state, rows)
 
-    def trim(self, state: State, accepted: np.ndarray) -> None:
-        self.backend.trim(state, accepted)
+    def rollback(self, state: State, accepted: np.ndarray) -> None:
+        self.backend.rollback(state, accepted)
 
-    def keep(self, state: State, sources: np.ndarray) -> None:
-        self.backend.keep(state, sources)
+    def select_sources(self, state: State, sources: np.ndarray) -> None:
+        self.backend.select_sources(state, sources)
 
     def __getattr__(self, name: str) -> Any:  # what only some backends offer: run_greedy, model, device …
         if name == "backend":  # not set yet, as while being unpickled

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Forbidden, State
+from t5accel.decoding.backend import Backend, State, SuppressedTokens
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
 from t5accel.decoding.token_constraints import is_eos
 
@@ -50,7 +50,7 @@ def greedy(
     >>> class Counter:  # a toy backend whose next token is the last one plus one
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
     ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
+    ...     def new_state(self, source, rows_per_source=1): return None
     ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
     >>> greedy(Counter(), [[3]], max_new_tokens=8).sequences.tolist()
     [[1, 2, 3, 4, 5]]
@@ -73,17 +73,17 @@ def greedy_steps(backend: Backend, request: GenerationInputs, state: State | Non
     next_tokens = getattr(backend, "next_tokens", None) or partial(_next_tokens, backend)
     run_greedy = getattr(backend, "run_greedy", None)
     if state is None:
-        state = backend.start(backend.encode(request.ids, request.mask))
+        state = backend.new_state(backend.encode(request.ids, request.mask))
     active = np.arange(len(request.prefix))  # the row of the result that each row of the state writes to
     is_open = np.ones(len(active), dtype=bool)
     step_input, length, forced = request.prefix, 0, None
     while True:
-        forbidden = request.suppressed(length)
+        suppressed = request.suppressed(length)
         if run_greedy is None or not length or forced is not None:
-            found = next_tokens(state, step_input[:, None, :], forbidden=forbidden)
+            found = next_tokens(state, step_input[:, None, :], suppressed=suppressed)
         else:
             bound = request.max_new_tokens if length >= request.min_new_tokens else request.min_new_tokens
-            found = run_greedy(state, min(bound - length, STEPS_PER_SYNC), forbidden=forbidden)[:, 0]
+            found = run_greedy(state, min(bound - length, STEPS_PER_SYNC), suppressed=suppressed)[:, 0]
         for tokens in found.T:  # those after a row's end token are dropped
             if (forced := request.forced_token(length)) is not None:
                 tokens = np.full_like(tokens, forced)
@@ -95,19 +95,19 @@ def greedy_steps(backend: Backend, request: GenerationInputs, state: State | Non
                 return
         if 2 * open_rows <= len(active):
             kept = np.flatnonzero(is_open)
-            backend.keep(state, kept)
+            backend.select_sources(state, kept)
             active, tokens, is_open = active[kept], tokens[kept], is_open[kept]
         step_input = np.where(is_open, tokens, backend.pad_token_id)[:, None]
 
 
-def argmax_tokens(logits: np.ndarray, forbidden: Forbidden = None) -> np.ndarray:
-    """The token of the largest logit, never ``forbidden``: (…, V) -> (…) int64; of equal ones the lowest id."""
-    if forbidden is not None:
+def argmax_tokens(logits: np.ndarray, suppressed: SuppressedTokens = None) -> np.ndarray:
+    """The token of the largest logit, never ``suppressed``: (…, V) -> (…) int64; of equal ones the lowest id."""
+    if suppressed is not None:
         logits = logits.copy()
-        logits[..., forbidden] = -np.inf
+        logits[..., suppressed] = -np.inf
     return logits.argmax(axis=-1)
 
 
-def _next_tokens(backend: Backend, state: State, input_ids: np.ndarray, *, forbidden: Forbidden) -> np.ndarray:
+def _next_tokens(backend: Backend, state: State, input_ids: np.ndarray, *, suppressed: SuppressedTokens) -> np.ndarray:
     """``next_tokens`` for a backend that lacks it: (B, K, T) -> (B, K)."""
-    return argmax_tokens(backend.step(state, input_ids)[:, :, -1], forbidden)
+    return argmax_tokens(backend.step(state, input_ids)[:, :, -1], suppressed)

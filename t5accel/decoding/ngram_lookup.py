@@ -57,10 +57,10 @@ def prompt_lookup(
     >>> class Counter:  # a toy backend: the next token is the last one plus one, and 9 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 9, 0
     ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
+    ...     def new_state(self, source, rows_per_source=1): return None
     ...     def step(self, state, input_ids): return np.eye(12, dtype=np.float32)[input_ids + 1]
-    ...     def trim(self, state, accepted): pass
-    ...     def keep(self, state, sources): pass
+    ...     def rollback(self, state, accepted): pass
+    ...     def select_sources(self, state, sources): pass
     >>> found = prompt_lookup(Counter(), [[1, 2, 3, 4, 5, 6, 7, 8]])
     >>> found.sequences.tolist(), found.decoder_calls, found.drafted, found.accepted
     ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], 4, 7, 5)
@@ -78,7 +78,7 @@ def prompt_lookup(
         decoder_input_ids=decoder_input_ids,
         forced_bos_token_id=forced_bos_token_id,
         decoder_start_token_id=decoder_start_token_id,
-        methods=("trim", "keep"),
+        methods=("rollback", "select_sources"),
     )
     drafter = NgramDrafter(request, longest, most)
     steps = verify_drafts(backend, request, drafter, GreedyVerifier(backend, request.rules))

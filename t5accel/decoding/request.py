@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, ParamSpec
 import numpy as np
 
 from t5accel.checks import as_batch, as_count, as_integers, check_vocabulary
-from t5accel.decoding.backend import Backend, Forbidden, Generated, check_backend
+from t5accel.decoding.backend import Backend, Generated, SuppressedTokens, check_backend
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 
@@ -53,7 +53,7 @@ class GenerationInputs:
     ) -> GenerationInputs:
         """Validate the arguments that all algorithms share (documented in `greedy`); raises ``InputError``.
 
-        ``methods`` of the backend are required besides ``encode``, ``start`` and ``step``. With ``drafts_only`` the
+        ``methods`` of the backend are required besides ``encode``, ``new_state`` and ``step``. With ``drafts_only`` the
         constraints of this backend's model do not matter: another model verifies its tokens.
         """
         check_backend(backend, methods)
@@ -80,7 +80,7 @@ class GenerationInputs:
             rules = rules.with_bos(first)
         return cls(ids, mask, prefix, longest, shortest, eos_token_ids, rules)
 
-    def suppressed(self, length: int) -> Forbidden:
+    def suppressed(self, length: int) -> SuppressedTokens:
         """The tokens that must not follow ``length`` new tokens."""
         return self.rules.suppressed(self.eos_token_ids if length < self.min_new_tokens else ())
 

@@ -20,7 +20,7 @@ from t5accel.errors import InputError
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How next tokens are drawn; what is left alone changes nothing. In the order in which it is applied:
 
     Attributes:
@@ -34,7 +34,7 @@ class Sampling:
     Raises:
         InputError: a value is out of these bounds.
 
-    >>> Sampling(temperature=0.7, top_k=40).top_p
+    >>> SamplingParams(temperature=0.7, top_k=40).top_p
     1.0
     """
 
@@ -58,30 +58,32 @@ class Sampling:
             raise InputError(f"min_p is {self.min_p!r}; give a number from 0, which keeps all tokens, to 1.")
 
 
-def as_sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+def as_sampling(sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
     """``sampling``, or one of these options by name.
 
     Raises:
-        InputError: both are given, an option is unknown or out of bounds, or ``sampling`` is no `Sampling`.
+        InputError: both are given, an option is unknown or out of bounds, or ``sampling`` is no `SamplingParams`.
 
     >>> as_sampling(None, {"top_k": 5})
-    Sampling(temperature=1.0, top_k=5, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    SamplingParams(temperature=1.0, top_k=5, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     """
-    names = [field.name for field in fields(Sampling)]
+    names = [field.name for field in fields(SamplingParams)]
     unknown = [name for name in options if name not in names]
     if unknown:
         raise InputError(f"There is no option {', '.join(unknown)}; those of the distribution are {', '.join(names)}.")
     if sampling is None:
-        return Sampling(**options)
-    if not isinstance(sampling, Sampling):
-        raise InputError(f"sampling is {sampling!r}; give a Sampling, or its options by name: {', '.join(names)}.")
+        return SamplingParams(**options)
+    if not isinstance(sampling, SamplingParams):
+        raise InputError(
+            f"sampling is {sampling!r}; give a SamplingParams, or its options by name: {', '.join(names)}."
+        )
     if options:
-        raise InputError(f"{', '.join(options)} given beside a Sampling: write all of it into the Sampling.")
+        raise InputError(f"{', '.join(options)} given beside SamplingParams: write all of it into the SamplingParams.")
     return sampling
 
 
 def probabilities(
-    logits: np.ndarray, history: np.ndarray | None, sampling: Sampling, *, history_mask: np.ndarray | None = None
+    logits: np.ndarray, history: np.ndarray | None, sampling: SamplingParams, *, history_mask: np.ndarray | None = None
 ) -> np.ndarray:
     """What the next token of each row is drawn by.
 
@@ -102,9 +104,9 @@ def probabilities(
         InputError: a penalty without a history, or one of another shape or vocabulary.
 
     >>> logits = np.log([[0.5, 0.3, 0.15, 0.05]])
-    >>> probabilities(logits, None, Sampling(top_k=2)).round(3).tolist()
+    >>> probabilities(logits, None, SamplingParams(top_k=2)).round(3).tolist()
     [[0.625, 0.375, 0.0, 0.0]]
-    >>> probabilities(logits, np.array([[0, 0]]), Sampling(repetition_penalty=2.0, top_p=0.8)).round(3).tolist()
+    >>> probabilities(logits, np.array([[0, 0]]), SamplingParams(repetition_penalty=2.0, top_p=0.8)).round(3).tolist()
     [[0.357, 0.429, 0.214, 0.0]]
     """
     scores = np.array(logits, dtype=np.float64)
@@ -148,7 +150,7 @@ def draw(odds: np.ndarray, uniform: Any) -> np.ndarray:
     return (sums <= wanted[..., None]).sum(axis=-1)
 
 
-def _number(sampling: Sampling, name: str) -> float:
+def _number(sampling: SamplingParams, name: str) -> float:
     """The value, or NaN for what is no number, so that no bound holds."""
     value = getattr(sampling, name)
     return value if is_number(value) else math.nan
@@ -194,7 +196,7 @@ def sample(
     input_ids: Any,
     attention_mask: Any = None,
     *,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     seed: int = 0,
     num_return_sequences: int = 1,
     max_new_tokens: int = 64,
@@ -218,7 +220,7 @@ def sample(
         sampling: what is changed in the distribution; by default nothing.
         seed: at least 0.
         num_return_sequences: K.
-        options: the fields of `Sampling` by name, in place of one: ``sample(…, temperature=0.7, top_p=0.9)``.
+        options: the fields of `SamplingParams` by name, in place of one: ``sample(…, temperature=0.7, top_p=0.9)``.
 
     Returns:
         ``sequences`` (B * K, L) int64, the K answers to the first source, then those to the next. Rows that end early
@@ -230,9 +232,9 @@ def sample(
     >>> class Coin:  # a toy backend: 1 or 2, each as likely, without an end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
     ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
+    ...     def new_state(self, source, rows_per_source=1): return None
     ...     def step(self, state, input_ids): return np.log([[[[1e-9, 0.5, 0.5, 1e-9]]]]) + 0 * input_ids[..., None]
-    ...     def keep(self, state, sources): pass
+    ...     def select_sources(self, state, sources): pass
     >>> sample(Coin(), [[1]], seed=2, num_return_sequences=3, max_new_tokens=6).sequences.tolist()
     [[2, 1, 2, 2, 2, 1], [2, 2, 2, 1, 2, 1], [2, 2, 2, 2, 2, 2]]
     """
@@ -241,7 +243,7 @@ def sample(
     request = GenerationInputs.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
-        decoder_start_token_id=decoder_start_token_id, methods=("keep",),
+        decoder_start_token_id=decoder_start_token_id, methods=("select_sources",),
     )  # fmt: skip
     draws = generators(seed, len(request.ids), rows_per_source)
     given = np.repeat(request.prefix, rows_per_source, axis=0)
@@ -262,7 +264,7 @@ def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.rando
 
 
 def run_steps(
-    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: Sampling,
+    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: SamplingParams,
     draws: list[np.random.Generator],
     state: State | None = None,
 ) -> Iterator[Step]:  # fmt: skip
@@ -276,7 +278,7 @@ def run_steps(
     """
     batch, per_source = len(request.ids), len(draws) // len(request.ids)
     if state is None:
-        state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=per_source)
+        state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=per_source)
     rows = np.arange(len(draws)).reshape(batch, per_source)  # which row of the result each one in the state is
     is_open, history = np.ones(len(draws), dtype=bool), given
     unread, length, at_once = given, 0, FIRST_RUN  # (R, T), of all rows, in the state or not
@@ -291,7 +293,7 @@ def run_steps(
             uniform = np.array([draws[row].random(min(count, at_once)) for row in rows.ravel()])
             new = backend.run_samples(
                 state, unread[rows], uniform.reshape(*rows.shape, -1), sampling=sampling,
-                forbidden=request.suppressed(length), history=history[rows],
+                suppressed=request.suppressed(length), history=history[rows],
             )  # (n, K, count) # fmt: skip
             found = np.full((len(draws), new.shape[2]), backend.pad_token_id, dtype=np.int64)
             found[rows] = new
@@ -305,15 +307,19 @@ def run_steps(
             if not is_open.any() or length == request.max_new_tokens:
                 return
         if (kept := shrunk(np.flatnonzero(is_open[rows].any(axis=1)), len(rows))) is not None:
-            backend.keep(state, kept)
+            backend.select_sources(state, kept)
             rows = rows[kept]
 
 
 def _steps(
-    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: Sampling, draws: list[np.random.Generator]
+    backend: Backend,
+    request: GenerationInputs,
+    given: np.ndarray,
+    sampling: SamplingParams,
+    draws: list[np.random.Generator],
 ) -> Iterator[Step]:
     pad, batch, per_source = backend.pad_token_id, len(request.ids), len(draws) // len(request.ids)
-    state = backend.start(backend.encode(request.ids, request.mask), rows_per_source=per_source)
+    state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=per_source)
     rows = np.arange(len(draws)).reshape(batch, per_source)  # which row of the result each one in the state is
     is_open = np.ones(len(draws), dtype=bool)
     history = given if sampling.repetition_penalty != 1 else None
@@ -322,8 +328,8 @@ def _steps(
         places = np.flatnonzero(is_open[rows])
         going = rows.ravel()[places]
         logits = backend.step(state, step_input)[:, :, -1].reshape(rows.size, -1)[places]
-        if (forbidden := request.suppressed(length)) is not None:
-            logits[:, forbidden] = -np.inf
+        if (suppressed := request.suppressed(length)) is not None:
+            logits[:, suppressed] = -np.inf
         odds = probabilities(logits, None if history is None else history[going], sampling)
         tokens = draw(odds, np.array([draws[row].random() for row in going]))
         if (forced := request.forced_token(length)) is not None:
@@ -343,5 +349,5 @@ def _steps(
         step_input = new.reshape(*rows.shape, 1)
         if 2 * left.sum() <= len(rows):
             kept = np.flatnonzero(left)
-            backend.keep(state, kept)
+            backend.select_sources(state, kept)
             rows, step_input = rows[kept], step_input[kept]

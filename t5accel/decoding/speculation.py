@@ -14,7 +14,7 @@ from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, State
 from t5accel.decoding.drafting import Drafts, GreedyVerifier, mask_eos, verify_drafts
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
-from t5accel.decoding.sampling import Sampling, draw, generators, probabilities
+from t5accel.decoding.sampling import SamplingParams, draw, generators, probabilities
 from t5accel.errors import InputError
 
 FIRST = 4  # the length of a row's first draft
@@ -29,7 +29,7 @@ def speculative(
     input_ids: Any,
     attention_mask: Any = None,
     *,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     seed: int = 0,
     max_draft: int = 8,
     max_new_tokens: int = 64,
@@ -62,24 +62,24 @@ def speculative(
     >>> class Counter:  # a toy backend: the next token is the last one plus one, and 5 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 8, 0, 5, 0
     ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
+    ...     def new_state(self, source, rows_per_source=1): return None
     ...     def step(self, state, input_ids): return np.eye(8, dtype=np.float32)[input_ids + 1]
-    ...     def trim(self, state, accepted): pass
-    ...     def keep(self, state, sources): pass
+    ...     def rollback(self, state, accepted): pass
+    ...     def select_sources(self, state, sources): pass
     >>> found = speculative(Counter(), Counter(), [[3]])
     >>> found.sequences.tolist(), found.decoder_calls, found.drafted, found.accepted
     ([[1, 2, 3, 4, 5]], 1, 4, 4)
     """
     most = as_count(max_draft, "max_draft", at_least=1)
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise InputError(f"sampling must be a Sampling, or None for the most probable tokens, got {sampling!r}.")
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise InputError(f"sampling must be a SamplingParams, or None for the most probable tokens, got {sampling!r}.")
     bounds: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min_new_tokens,
         "decoder_input_ids": decoder_input_ids,
         "forced_bos_token_id": forced_bos_token_id,
         "decoder_start_token_id": decoder_start_token_id,
-        "methods": ("trim", "keep"),
+        "methods": ("rollback", "select_sources"),
     }
     request = GenerationInputs.checked(backend, input_ids, attention_mask, **bounds)
     GenerationInputs.checked(draft, input_ids, attention_mask, drafts_only=True, **bounds)
@@ -115,7 +115,7 @@ class DraftModel:
 
     def __init__(self, backend: Backend, request: GenerationInputs, most: int):
         self._backend, self._ends = backend, request.eos_token_ids
-        self._state = backend.start(backend.encode(request.ids, request.mask))
+        self._state = backend.new_state(backend.encode(request.ids, request.mask))
         self._lengths = [AdaptiveDraftLength(most) for _ in request.ids]  # by row of the result
         self._unread = request.prefix.tolist()  # by row of the state
         self._proposed: list[np.ndarray] = []  # (n,) each
@@ -143,7 +143,7 @@ class DraftModel:
             if not open_places:
                 return drafts
             if len(self._proposed) > 1:
-                self._backend.trim(self._state, np.zeros((len(rows), 1), dtype=np.int64))
+                self._backend.rollback(self._state, np.zeros((len(rows), 1), dtype=np.int64))
             logits = self._backend.step(self._state, np.stack(self._proposed, axis=1)[:, None])[:, 0, -1]
 
     def update(self, rows: Sequence[int], drafts: Drafts, found: Drafts) -> None:
@@ -157,11 +157,11 @@ class DraftModel:
             if draft:
                 self._lengths[row].update(len(draft), len(new) - 1)
         if min(kept) < read:
-            self._backend.trim(self._state, np.array(kept)[:, None])
+            self._backend.rollback(self._state, np.array(kept)[:, None])
         self._unread = [new[count:] for new, count in zip(found, kept, strict=True)]
 
     def keep(self, places: np.ndarray) -> None:
-        self._backend.keep(self._state, places)
+        self._backend.select_sources(self._state, places)
         self._unread = [self._unread[place] for place in places]
 
     def _read_known_tokens(self) -> np.ndarray:
@@ -171,7 +171,7 @@ class DraftModel:
         tokens[np.arange(counts.max()) < counts[:, None]] = [token for unread in self._unread for token in unread]
         logits = self._backend.step(self._state, tokens[:, None])[np.arange(len(counts)), 0, counts - 1]
         if counts.min() < counts.max():
-            self._backend.trim(self._state, counts[:, None])
+            self._backend.rollback(self._state, counts[:, None])
         return logits
 
     def _choose(self, logits: np.ndarray, rows: Sequence[int], places: Sequence[int]) -> np.ndarray:
@@ -187,7 +187,7 @@ class SamplingDraftModel(DraftModel):
         backend: Backend,
         request: GenerationInputs,
         most: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         draws: Sequence[np.random.Generator],
     ):
         super().__init__(backend, request, most)
@@ -249,7 +249,7 @@ class AdaptiveDraftLength:
             self._length, self._pause = 1, min(2**self._failures - 1, MAX_PAUSE)
 
 
-def next_token_probs(logits: np.ndarray, texts: Iterable[Sequence[int]], sampling: Sampling) -> np.ndarray:
+def next_token_probs(logits: np.ndarray, texts: Iterable[Sequence[int]], sampling: SamplingParams) -> np.ndarray:
     """`probabilities` (R, V) after R texts of unequal lengths, which are read only if ``sampling`` depends on them."""
     if sampling.repetition_penalty == 1:
         return probabilities(logits, None, sampling)

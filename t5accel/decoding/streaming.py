@@ -45,7 +45,7 @@ def stream(
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 5 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
     ...     def encode(self, input_ids, attention_mask): return input_ids
-    ...     def start(self, source, rows_per_source=1): return None
+    ...     def new_state(self, source, rows_per_source=1): return None
     ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
     >>> [chunk[0].tolist() for chunk in stream(Counter(), [[3]], max_new_tokens=3)]
     [[1], [2], [3]]

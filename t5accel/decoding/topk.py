@@ -6,7 +6,7 @@ from math import isqrt
 
 import numpy as np
 
-from t5accel.decoding.backend import Forbidden
+from t5accel.decoding.backend import SuppressedTokens
 
 _BLOCK = 2**17  # scores processed at a time: half a megabyte, which stays in a core's L2 cache
 
@@ -38,7 +38,7 @@ class BeamTopK:
         scores: np.ndarray,
         count: int,
         *,
-        forbidden: Forbidden = None,
+        suppressed: SuppressedTokens = None,
         renormalized: bool = False,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The n = ``count`` best continuations of each source, best first, or all K * V if these are fewer.
@@ -46,7 +46,7 @@ class BeamTopK:
         Args:
             logits: (B, K, V) of the next token; not written to.
             scores: (B, K), the summed log-probabilities of each row.
-            forbidden: never chosen. They keep their share of the probability, as in transformers.
+            suppressed: never chosen. They keep their share of the probability, as in transformers.
             renormalized: the probabilities of the other tokens sum to 1 instead.
 
         Returns:
@@ -56,16 +56,16 @@ class BeamTopK:
         batch, rows, vocab_size = logits.shape
         flat = np.ascontiguousarray(logits, dtype=np.float32).reshape(batch * rows, vocab_size)
         first_rows = np.arange(0, batch * rows, rows)[:, None]
-        if forbidden is None:
+        if suppressed is None:
             never = ()
         else:
-            never = forbidden if isinstance(forbidden, tuple) else (forbidden,)
+            never = suppressed if isinstance(suppressed, tuple) else (suppressed,)
         if renormalized and never:
             flat = flat.copy()
             flat[:, never] = -np.inf
         maxima, highest, shift = self._passes(flat)
         np.subtract(np.asarray(scores, dtype=np.float32).ravel(), shift, out=shift)
-        # A column whose maximum is forbidden is overrated. There is one for each token and row: look at as many more.
+        # A column whose maximum is suppressed is overrated. There is one for each token and row: look at as many more.
         candidates = count + rows * len(never)
         maxima -= highest[:, None]  # before the shift is added: large logits are close, and their difference is exact
         maxima += shift[:, None]

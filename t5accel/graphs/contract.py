@@ -61,7 +61,7 @@ def encoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
 def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
     """``decoder.onnx``: T new tokens for K rows of each source, on a history of P -> logits, longer history.
 
-    P may be 0, T more than 1; new positions see only those before them. Histories are right-aligned: ``past_mask``
+    P may be 0, T more than 1; new positions see only those before them. PastLengths are right-aligned: ``past_mask``
     hides the columns in front of a shorter one.
     """
     return GraphSpec(

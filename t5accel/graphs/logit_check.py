@@ -103,7 +103,7 @@ def _own_logits(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray, token
 
 def backend_logits(backend: Backend) -> Logits:
     """A backend's logits, in one step from an empty history."""
-    return lambda ids, mask, tokens: backend.step(backend.start(backend.encode(ids, mask)), tokens[:, None])[:, 0]
+    return lambda ids, mask, tokens: backend.step(backend.new_state(backend.encode(ids, mask)), tokens[:, None])[:, 0]
 
 
 def check_export(model: PreTrainedModel, weights: T5Weights, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count, as_integers, is_number
-from t5accel.decoding.sampling import Sampling
+from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import CancelledError, DeadlineError, InputError
 
 MOST_PRIORITY = 1_000_000
@@ -42,7 +42,7 @@ class GenerationRequest:
     num_beams: int = 1
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    sampling: Sampling | None = None
+    sampling: SamplingParams | None = None
     seed: int = 0
     num_return_sequences: int = 1
     priority: int = 0
@@ -61,8 +61,10 @@ class GenerationRequest:
         object.__setattr__(self, "input_ids", np.array(as_integers(self.input_ids, "input_ids", rank=1)))
         if self.deadline_s is not None and not (is_number(self.deadline_s) and 0 < self.deadline_s < 1e9):
             raise InputError(f"deadline_s is {self.deadline_s!r}; give seconds, more than 0, or None.")
-        if self.sampling is not None and not isinstance(self.sampling, Sampling):
-            raise InputError(f"sampling is {self.sampling!r:.80}; give a Sampling, or None for the likeliest tokens.")
+        if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
+            raise InputError(
+                f"sampling is {self.sampling!r:.80}; give a SamplingParams, or None for the likeliest tokens."
+            )
         if self.sampling is not None and self.num_beams > 1:
             raise InputError("sampling and num_beams are given: tokens are drawn, or beams are searched.")
         if self.sampling is None and self.num_return_sequences > self.num_beams:

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Forbidden, Source
-from t5accel.decoding.beam import Beams
+from t5accel.decoding.backend import Backend, Source, SuppressedTokens
+from t5accel.decoding.beam import BeamState
 from t5accel.decoding.greedy_search import argmax_tokens
-from t5accel.decoding.sampling import Sampling, draw, generators, probabilities
+from t5accel.decoding.sampling import SamplingParams, draw, generators, probabilities
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.decoding.topk import BeamTopK
 from t5accel.serve.request import GenerationRequest, GenerationResult
@@ -57,7 +57,7 @@ class GreedySequence:
         self.is_done = self._has_ended = False
 
     @property
-    def forbidden(self) -> Forbidden:
+    def suppressed(self) -> SuppressedTokens:
         """Suppressed next tokens."""
         return self._rules.suppressed(self._ends if len(self.tokens) < self._shortest else ())
 
@@ -113,20 +113,20 @@ class SampledSequence(GreedySequence):
     """One sampled row with its own random generator.
 
     >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
-    >>> writer = SampledSequence(Toy(), GenerationRequest([5], sampling=Sampling(), max_new_tokens=1), 0)
+    >>> writer = SampledSequence(Toy(), GenerationRequest([5], sampling=SamplingParams(), max_new_tokens=1), 0)
     >>> writer.sample(np.log([1e-9, 1e-9, 1, 1e-9])), writer.is_done
     (2, True)
     """
 
     def __init__(self, model: Model, job: GenerationRequest, number: int):
         super().__init__(model, job)
-        self._sampling: Sampling = job.sampling
+        self._sampling: SamplingParams = job.sampling
         self._generator = generators(job.seed, 1, number + 1)[number]
 
     def sample(self, logits: np.ndarray) -> int:
         """Sample the next token from (V,) logits, which are overwritten."""
-        if (forbidden := self.forbidden) is not None:
-            logits[np.atleast_1d(forbidden)] = -np.inf
+        if (suppressed := self.suppressed) is not None:
+            logits[np.atleast_1d(suppressed)] = -np.inf
         history = [[self.start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
         odds = probabilities(logits[None], None if history is None else np.array(history), self._sampling)
         self.append(int(draw(odds, self._generator.random())[0]))
@@ -140,7 +140,7 @@ class BeamSequence:
         self.rows, self._returned = job.num_beams, job.num_return_sequences
         rules, self.start = _rules_and_start(model, job)
         self._ends, self._pad = rules.eos_tokens(model.eos_token_id), model.pad_token_id
-        self._beams = Beams(
+        self._beams = BeamState(
             1,
             job.num_beams,
             vocab_size=model.vocab_size,
@@ -213,7 +213,7 @@ class RunningSequence:
 
 
 class RunningBatch:
-    """Running sequences over one decoder state; without ``backend.admit`` all must start together.
+    """Running sequences over one decoder state; without ``backend.add_sources`` all must start together.
 
     Attributes:
         steps, tokens: steps and tokens of all rows in the last `step`.
@@ -221,9 +221,9 @@ class RunningBatch:
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
-    ...     def start(self, source, rows_per_source=1): return list(source)
-    ...     def admit(self, state, source): state += source
-    ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
+    ...     def new_state(self, source, rows_per_source=1): return list(source)
+    ...     def add_sources(self, state, source): state += source
+    ...     def select_sources(self, state, sources): state[:] = [state[i] for i in sources]
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
     >>> from t5accel.serve.request import GenerationRequest
     >>> batch, toy = RunningBatch(Counter()), Counter()
@@ -239,7 +239,7 @@ class RunningBatch:
 
     def __init__(self, backend: Backend):
         self.backend = backend
-        self.joins_running = hasattr(backend, "admit")
+        self.joins_running = hasattr(backend, "add_sources")
         self.encoder = backend
         self.parts: list[RunningSequence] = []
         self.steps, self.tokens = 1, 0
@@ -248,7 +248,7 @@ class RunningBatch:
         self._next = np.empty(0, dtype=np.int64)  # (R,) what each row reads
         self._next_tokens = getattr(backend, "next_tokens", None)
         # To keep a source twice branches, too; it copies cross-attention on the way.
-        self._branch = getattr(backend, "branch", None) or getattr(backend, "keep", None)
+        self._branch = getattr(backend, "reorder_sources", None) or getattr(backend, "select_sources", None)
 
     @property
     def rows(self) -> int:
@@ -258,9 +258,9 @@ class RunningBatch:
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Start sequences. The source has one row for each of their rows, in order."""
         if self._state is None:
-            self._state = self.backend.start(source)
+            self._state = self.backend.new_state(source)
         else:
-            self.backend.admit(self._state, source)
+            self.backend.add_sources(self._state, source)
         for part in parts:
             part.rows = np.arange(self.rows, self.rows + part.writer.rows)
             new = np.full(part.writer.rows, part.writer.start)
@@ -283,7 +283,7 @@ class RunningBatch:
         kept[~stays[:count]] = count + np.flatnonzero(
             stays[count:]
         )  # the last rows fill the gaps, so that no other row moves
-        self.backend.keep(self._state, kept)
+        self.backend.select_sources(self._state, kept)
         place = np.empty(self.rows, dtype=np.int64)
         place[kept] = np.arange(count)
         self.parts, self._next = remaining, self._next[kept]
@@ -301,9 +301,9 @@ class RunningBatch:
         """
         self.tokens = self.rows
         alike = all(type(part.writer) is GreedySequence for part in self.parts)
-        forbidden = {part.writer.forbidden for part in self.parts} if alike else set()
-        if self._next_tokens and len(forbidden) == 1:
-            found = self._next_tokens(self._state, self._next[:, None, None], forbidden=forbidden.pop())[:, 0]
+        suppressed = {part.writer.suppressed for part in self.parts} if alike else set()
+        if self._next_tokens and len(suppressed) == 1:
+            found = self._next_tokens(self._state, self._next[:, None, None], suppressed=suppressed.pop())[:, 0]
             self.token_steps += 1
             self._next = np.array(found)
             for part in self.parts:
@@ -321,8 +321,8 @@ class RunningBatch:
 
     def _advance(self, logits: np.ndarray) -> None:
         for part in self.parts:
-            if type(part.writer) is GreedySequence and (forbidden := part.writer.forbidden) is not None:
-                logits[part.rows, forbidden] = -np.inf
+            if type(part.writer) is GreedySequence and (suppressed := part.writer.suppressed) is not None:
+                logits[part.rows, suppressed] = -np.inf
         if any(type(part.writer) is GreedySequence for part in self.parts):
             best = argmax_tokens(logits)
         tokens, order = np.array(self._next), np.arange(self.rows)

@@ -46,7 +46,8 @@ ENDS = (KeyboardInterrupt, SystemExit)  # any other exception is of one request,
 class Scheduler:
     """Serves requests from any thread on one backend.
 
-    With ``admit`` or ``in_flight`` of the backend requests join a running batch; else `static_reason` says why not.
+    With ``add_sources`` or ``in_flight`` of the backend requests join a running batch; else `static_reason` says
+    why not.
 
     Args:
         observe: called by the engine's thread with a name and a number, such as ``("first_token_s", 0.02)``.
@@ -64,9 +65,9 @@ class Scheduler:
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 8 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
     ...     def encode(self, input_ids, attention_mask): return list(input_ids)
-    ...     def start(self, source, rows_per_source=1): return list(source)
-    ...     def admit(self, state, source): state += source
-    ...     def keep(self, state, sources): state[:] = [state[i] for i in sources]
+    ...     def new_state(self, source, rows_per_source=1): return list(source)
+    ...     def add_sources(self, state, source): state += source
+    ...     def select_sources(self, state, sources): state[:] = [state[i] for i in sources]
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
     >>> with Scheduler(Counter()) as scheduler:
     ...     tickets = [scheduler.submit(GenerationRequest([5, 1], max_new_tokens=count)) for count in (3, 20)]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from t5accel.decoding.sampling import Sampling
+from t5accel.decoding.sampling import SamplingParams
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 from t5accel.serve.middleware import HTTPError
@@ -84,10 +84,10 @@ class _Common(_Asked):
             raise HTTPError(422, message, param="stop")
         return given
 
-    def sampling(self) -> Sampling | None:
-        """What the fields say that are named as those of a `Sampling`."""
+    def sampling(self) -> SamplingParams | None:
+        """What the fields say that are named as those of a `SamplingParams`."""
         given = {name: getattr(self, name, None) for name in _OPTIONS}
-        return Sampling(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class Generate(_Common):

@@ -62,7 +62,7 @@ def test_what_runs_where(own, padded_batch, monkeypatch) -> None:
 
     monkeypatch.setattr(own.model.encoder, "forward", fail)
     monkeypatch.setattr(own.model.lm_head, "forward", fail)
-    state = own.start(own.encode(*padded_batch))
+    state = own.new_state(own.encode(*padded_batch))
     own.step(state, histories_of(6, 1, 3))
     monkeypatch.setattr(own.model.decoder, "forward", fail)
     with pytest.raises(AssertionError, match="this part is a graph"):

@@ -91,7 +91,7 @@ def test_what_goes_in_and_out(laid_out, end: tuple[str, str]) -> None:
 
 def test_later_steps_give_no_cross_tensors_but_empty_ones(opened, padded_batch) -> None:
     backend = opened(MergedGraphs)
-    state = backend.start(backend.encode(*padded_batch))
+    state = backend.new_state(backend.encode(*padded_batch))
     seen = []
 
     def watch(run: Callable[..., Any], outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -130,24 +130,24 @@ def no_past_mask(backend: RowBackend) -> Patches:
 def blocks_of_rows(backend: RowBackend) -> Patches:
     """Rows of one source do not stand together."""
 
-    def start(source: Any, rows: int) -> Any:
-        state = type(backend).start(backend, source, rows)
+    def new_state(source: Any, rows: int) -> Any:
+        state = type(backend).new_state(backend, source, rows)
         state.source = {name: np.concatenate([array] * rows) for name, array in source.inputs.items()}
         return state
 
-    return {"start": start}
+    return {"new_state": new_state}
 
 
 def source_stays(backend: RowBackend) -> Patches:
     """The histories of the kept sources go on, with the first sources."""
 
-    def keep(state: Any, sources: np.ndarray) -> None:
+    def select_sources(state: Any, sources: np.ndarray) -> None:
         rows = len(sources) * state.rows.shape[1]
         first = {name: array[:rows] for name, array in state.source.items()}
-        type(backend).keep(backend, state, sources)
+        type(backend).select_sources(backend, state, sources)
         state.source = first
 
-    return {"keep": keep}
+    return {"select_sources": select_sources}
 
 
 BROKEN: dict[str, Callable[[RowBackend], Patches]] = {
@@ -274,7 +274,7 @@ def test_traffic_is_counted_from_the_arrays(opened, padded_batch) -> None:
     for runtime in RUNTIMES:
         for rows in (1, 3):
             backend = opened(runtime)
-            state = backend.start(backend.encode(ids, mask), rows)
+            state = backend.new_state(backend.encode(ids, mask), rows)
             assert state.traffic is None
             backend.step(state, histories_of(12, rows, 4))
             backend.step(state, histories_of(12, rows, 2))

@@ -240,7 +240,7 @@ def test_nothing_is_optimised_twice_that_is_kept_as_it_is(optimized, padded_batc
     new, logits = np.arange(3, 33).reshape(6, 1, 5), []
     for level in ("disable", "all"):
         backend = OrtNumpy(optimized(), settings=SessionSettings(threads=1, graph_optimization=level))
-        logits.append(backend.step(backend.start(backend.encode(*padded_batch)), new))
+        logits.append(backend.step(backend.new_state(backend.encode(*padded_batch)), new))
     np.testing.assert_array_equal(*logits)
 
 

@@ -48,16 +48,16 @@ def test_greedy_gives_eager_tokens(exported, tiny_t5, kind: str, padded_batch, l
 def test_a_run_goes_on_from_a_ragged_past_that_was_reordered_and_kept(exported, tiny_t5, padded_batch) -> None:
     (ids, mask), model = padded_batch, tiny_t5()
     backend, rng = OrtCaptured(exported()), np.random.default_rng(2)
-    state = backend.start(backend.encode(ids, mask), 2)
+    state = backend.new_state(backend.encode(ids, mask), 2)
     new = rng.integers(3, 300, (6, 2, 5))
     backend.step(state, new)
     accepted = rng.integers(1, 6, (6, 2))
-    backend.trim(state, accepted)
+    backend.rollback(state, accepted)
     last = rng.integers(3, 300, (6, 2, 1))
     chosen = backend.next_tokens(state, last)
     swap, kept = np.array([[1, 0]] * 6), np.array([4, 0, 5])
     backend.reorder(state, swap)
-    backend.keep(state, kept)
+    backend.select_sources(state, kept)
     found = backend.run_greedy(state, 7)
     histories = [
         [*new[source, 1 - row, : accepted[source, 1 - row]].tolist(), int(last[source, 1 - row, 0]),
@@ -78,24 +78,24 @@ def test_a_run_goes_on_from_a_ragged_past_that_was_reordered_and_kept(exported, 
 def test_what_is_not_real_is_never_read(exported, padded_batch) -> None:
     backend = OrtCaptured(exported())
     source = backend.encode(*padded_batch)
-    expected = backend.run_greedy(backend.start(source), 12)
+    expected = backend.run_greedy(backend.new_state(source), 12)
     (fixed,) = backend.fixed.values()
     with torch.inference_mode():
         for name, tensor in fixed.inputs.items():
             if name.startswith(("past_key", "past_value", "cross")):
                 tensor.fill_(1e4)
-    np.testing.assert_array_equal(backend.run_greedy(backend.start(source), 12), expected)
+    np.testing.assert_array_equal(backend.run_greedy(backend.new_state(source), 12), expected)
     fill = backend._fill
     backend._fill = lambda *given: (fill(*given), fixed.inputs["past_mask"].fill_(1))  # the mask is what keeps it out
-    assert (backend.run_greedy(backend.start(source), 12) != expected).any()
+    assert (backend.run_greedy(backend.new_state(source), 12) != expected).any()
 
 
 def test_two_states_take_turns(exported, padded_batch) -> None:
     backend = OrtCaptured(exported())
     ids, mask = padded_batch
     sources = [backend.encode(ids, mask), backend.encode(ids[::-1], mask[::-1])]
-    alone = [backend.run_greedy(backend.start(source), 9) for source in sources]
-    states = [backend.start(source) for source in sources]
+    alone = [backend.run_greedy(backend.new_state(source), 9) for source in sources]
+    states = [backend.new_state(source) for source in sources]
     pieces = [[backend.run_greedy(state, 3) for state in states] for _ in range(3)]
     for whole, *parts in zip(alone, *pieces, strict=True):
         np.testing.assert_array_equal(np.concatenate(parts, axis=2), whole)
@@ -105,7 +105,7 @@ def test_two_states_take_turns(exported, padded_batch) -> None:
 def test_a_run_that_fails_leaves_the_state_as_it_was(exported, padded_batch, monkeypatch) -> None:
     backend = OrtCaptured(exported())
     source = backend.encode(*padded_batch)
-    states = [backend.start(source) for _ in range(2)]
+    states = [backend.new_state(source) for _ in range(2)]
     for state in states:
         backend.run_greedy(state, 3)
     (fixed,) = backend.fixed.values()

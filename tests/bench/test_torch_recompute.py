@@ -64,7 +64,7 @@ def test_operators_of_a_step_are_counted_and_views_are_not(tiny_t5, padded_batch
     model = tiny_t5()
     layers = len(model.decoder.block)
     backend = TorchStatic(model)
-    state = backend.start(backend.encode(*padded_batch))
+    state = backend.new_state(backend.encode(*padded_batch))
     found = operators(lambda: backend.decoder.advance(state.slot))
     assert not {name for name in found if "transpose" in name or "view" in name or "expand" in name}
     assert found["aten.mm"] == 3 * layers + 1 and found["aten.addmm_"] == 3 * layers  # 6 products a layer, and the head
@@ -80,7 +80,7 @@ def test_what_a_layer_and_a_gate_add_to_a_step(padded_batch) -> None:
     def count(**sizes: Any) -> int:
         model = random_t5(dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300) | sizes)
         backend = TorchStatic(model)
-        slot = backend.start(backend.encode(*padded_batch)).slot
+        slot = backend.new_state(backend.encode(*padded_batch)).slot
         return operators(lambda: backend.decoder.advance(slot)).total()
 
     assert count(num_layers=3) - count() == count() - count(num_layers=1) == 13
@@ -99,7 +99,7 @@ def test_kernels_and_prices_on_a_gpu(tiny_t5, padded_batch) -> None:
     from bench.profiling import kernels, prices
 
     backend = TorchStatic(tiny_t5().cuda())
-    slot = backend.start(backend.encode(*padded_batch)).slot
+    slot = backend.new_state(backend.encode(*padded_batch)).slot
     assert kernels(lambda: backend.decoder.advance(slot)).total() > 20
     found = prices(torch.device("cuda", 0), count=100, repeats=3)
     assert 0 < found.replayed_s < found.launch_s < 1e-3 and found.bytes_per_s > 1e10

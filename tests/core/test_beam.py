@@ -26,7 +26,7 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
-from t5accel.decoding.beam import START, Answers, Tree, beam_search
+from t5accel.decoding.beam import START, FinishedHypotheses, Tree, beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.topk import BeamTopK
 from t5accel.graphs.export import export_model
@@ -227,13 +227,13 @@ def test_fewer_returned_sequences_are_the_best_of_more(ending_t5, padded_batch) 
 # Broken searches fail the same check
 
 
-def replaces(self: Answers, sources: np.ndarray, scores: np.ndarray, nodes: np.ndarray, length: int) -> None:
+def replaces(self: FinishedHypotheses, sources: np.ndarray, scores: np.ndarray, nodes: np.ndarray, length: int) -> None:
     has = np.isfinite(scores).any(axis=1)  # what there was before is gone
     self.scores[sources[has]], self.nodes[sources[has]] = -np.inf, START
     add(self, sources, scores, nodes, length)
 
 
-def takes_what_comes_after(self: Answers, *arguments: Any) -> bool:
+def takes_what_comes_after(self: FinishedHypotheses, *arguments: Any) -> bool:
     stopped = close(self, *arguments)
     if self.is_open.any():
         self.is_open[:] = True
@@ -251,23 +251,23 @@ def loses_the_last_lane(self: BeamTopK, logits: np.ndarray, *arguments: Any, **o
     return best(self, logits, *arguments, **options)
 
 
-def chooses_the_forbidden(self: BeamTopK, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
+def chooses_the_forbidden(self: BeamTopK, *arguments: Any, suppressed: int | None = None, **_: Any) -> Any:
     return best(self, *arguments)
 
 
-def renormalises(self: BeamTopK, logits: np.ndarray, *arguments: Any, forbidden: int | None = None, **_: Any) -> Any:
-    if forbidden is not None:
+def renormalises(self: BeamTopK, logits: np.ndarray, *arguments: Any, suppressed: int | None = None, **_: Any) -> Any:
+    if suppressed is not None:
         logits = logits.copy()
-        logits[:, :, forbidden] = -np.inf
+        logits[:, :, suppressed] = -np.inf
     return best(self, logits, *arguments)
 
 
-add, close, passes, best = Answers.add, Answers.close, BeamTopK._passes, BeamTopK.best
-penalty_of, first_init = Answers._penalty, Answers.__init__
+add, close, passes, best = FinishedHypotheses.add, FinishedHypotheses.close, BeamTopK._passes, BeamTopK.best
+penalty_of, first_init = FinishedHypotheses._penalty, FinishedHypotheses.__init__
 
 
 def always(rule: bool | str) -> Callable[..., None]:
-    def init(self: Answers, shape: Any, **options: Any) -> None:
+    def init(self: FinishedHypotheses, shape: Any, **options: Any) -> None:
         first_init(self, shape, **{**options, "early_stopping": rule})
 
     return init
@@ -280,12 +280,16 @@ BROKEN_BACKENDS = {
     "keeps others": KeepsTheFirst,
 }  # fmt: skip
 BROKEN_PARTS: dict[str, tuple[type, str, Any]] = {
-    "no length penalty": (Answers, "_penalty", lambda self, length: np.float32(1)),
-    "penalty of one token less": (Answers, "_penalty", lambda self, length: penalty_of(self, max(length - 1, 1))),
-    "answers are not kept": (Answers, "add", replaces),
-    "answers after the stop": (Answers, "close", takes_what_comes_after),
-    "always stops at once": (Answers, "__init__", always(True)),
-    "never stops at once": (Answers, "__init__", always(False)),
+    "no length penalty": (FinishedHypotheses, "_penalty", lambda self, length: np.float32(1)),
+    "penalty of one token less": (
+        FinishedHypotheses,
+        "_penalty",
+        lambda self, length: penalty_of(self, max(length - 1, 1)),
+    ),
+    "answers are not kept": (FinishedHypotheses, "add", replaces),
+    "answers after the stop": (FinishedHypotheses, "close", takes_what_comes_after),
+    "always stops at once": (FinishedHypotheses, "__init__", always(True)),
+    "never stops at once": (FinishedHypotheses, "__init__", always(False)),
     "no log-softmax": (BeamTopK, "_passes", without_log_softmax),
     "a lane is lost": (BeamTopK, "best", loses_the_last_lane),
     "min_new_tokens is ignored": (BeamTopK, "best", chooses_the_forbidden),
@@ -324,8 +328,8 @@ class Toy(Counter):
         super().__init__()
         self.eos_token_id, self.calls = 1, []
 
-    def start(self, source: np.ndarray, rows_per_source: int = 1) -> dict[str, np.ndarray]:
-        self.calls.append(("start", rows_per_source))
+    def new_state(self, source: np.ndarray, rows_per_source: int = 1) -> dict[str, np.ndarray]:
+        self.calls.append(("new_state", rows_per_source))
         return {"ends": source.copy(), "histories": np.zeros((len(source), rows_per_source, 0), dtype=np.int64)}
 
     def step(self, state: dict[str, np.ndarray], input_ids: np.ndarray) -> np.ndarray:
@@ -342,8 +346,8 @@ class Toy(Counter):
         assert (rows != np.arange(rows.shape[1])).any(), "the order did not change"
         state["histories"] = np.take_along_axis(state["histories"], rows[:, :, None], axis=1)
 
-    def keep(self, state: dict[str, np.ndarray], sources: np.ndarray) -> None:
-        self.calls.append(("keep", sources.tolist()))
+    def select_sources(self, state: dict[str, np.ndarray], sources: np.ndarray) -> None:
+        self.calls.append(("select_sources", sources.tolist()))
         state.update({name: array[sources] for name, array in state.items()})
 
     def of(self, name: str) -> list[Any]:
@@ -355,9 +359,11 @@ def test_sources_that_stop_leave_the_batch() -> None:
     ids = [[3], [6], [2], [6], [5], [7]]
     result = beam_search(toy, ids, num_beams=2, early_stopping=True, max_new_tokens=20)
     assert lengths_of(result.sequences).tolist() == [4, 7, 3, 7, 6, 8], "the end token counts"
-    assert toy.encodes == 1 and toy.of("start") == [2]
+    assert toy.encodes == 1 and toy.of("new_state") == [2]
     assert [shape[0] for shape in toy.of("step")] == [6, 6, 6, 6, 4, 4, 3, 1]
-    assert toy.of("keep") == [[1, 3, 4, 5], [0, 1, 3], [2]], "they leave as soon as a quarter of the batch has stopped"
+    assert toy.of("select_sources") == [[1, 3, 4, 5], [0, 1, 3], [2]], (
+        "they leave as soon as a quarter of the batch has stopped"
+    )
     assert result.decoder_calls == 8
     for row, source in enumerate(ids):
         alone = beam_search(Toy(), [source], num_beams=2, early_stopping=True, max_new_tokens=20)
@@ -418,15 +424,15 @@ def test_the_best_continuations(vocab_size, batch, rows, count, scale, seed, dat
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((batch, rows, 2, vocab_size)) * scale).astype(np.float32)[:, :, 0]  # strided
     scores = -rng.random((batch, rows)).astype(np.float32) * 9
-    forbidden = data.draw(st.none() | st.integers(0, vocab_size - 1))
-    if forbidden is not None and data.draw(st.booleans()):
-        logits[:, :, forbidden] += 3 * scale
+    suppressed = data.draw(st.none() | st.integers(0, vocab_size - 1))
+    if suppressed is not None and data.draw(st.booleans()):
+        logits[:, :, suppressed] += 3 * scale
     before = logits.copy()
-    found, row, token = BeamTopK(vocab_size).best(logits, scores, count, forbidden=forbidden)
+    found, row, token = BeamTopK(vocab_size).best(logits, scores, count, suppressed=suppressed)
     np.testing.assert_array_equal(logits, before)
     exact = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=2, keepdims=True) + scores[:, :, None]
-    if forbidden is not None:
-        exact[:, :, forbidden] = -np.inf
+    if suppressed is not None:
+        exact[:, :, suppressed] = -np.inf
     flat = exact.reshape(batch, -1)
     count = min(count, flat.shape[1])
     assert found.shape == row.shape == token.shape == (batch, count) and found.dtype == np.float32
@@ -449,8 +455,8 @@ def test_the_tree_remembers_what_lists_would(steps: list[list[tuple[int, int]]])
     assert [row[row > 0].tolist() for row in sequences] == [*paths.values()]
 
 
-def answers(rule: bool | str = False, penalty: float = 1.0) -> Answers:
-    return Answers((2, 2), length_penalty=penalty, early_stopping=rule, max_new_tokens=10)
+def answers(rule: bool | str = False, penalty: float = 1.0) -> FinishedHypotheses:
+    return FinishedHypotheses((2, 2), length_penalty=penalty, early_stopping=rule, max_new_tokens=10)
 
 
 def test_the_best_answers_are_kept() -> None:

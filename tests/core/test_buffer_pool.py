@@ -102,10 +102,10 @@ def test_a_source_keeps_its_numbers_while_others_are_encoded(kind, exported, mon
     masks = [np.ones_like(ids) for ids in batches]
     sources = [backend.encode(ids, mask) for ids, mask in zip(batches, masks, strict=True)]  # all of them are held
     for source, expected in zip(sources, alone, strict=True):
-        state, token = backend.start(source), np.full((4, 1, 1), backend.decoder_start_token_id)
+        state, token = backend.new_state(source), np.full((4, 1, 1), backend.decoder_start_token_id)
         found = []
         for _ in range(5):
-            token = backend.next_tokens(state, token, forbidden=backend.eos_token_id)[:, :, None]
+            token = backend.next_tokens(state, token, suppressed=backend.eos_token_id)[:, :, None]
             found.append(token[:, 0, 0])
         assert (np.stack(found, axis=1) == expected).all()
     assert len({row.tobytes() for expected in alone for row in expected}) > 3  # outputs that vary

@@ -123,18 +123,18 @@ def float64_logits(heads: Heads, hidden: np.ndarray) -> np.ndarray:
     return hidden.astype(np.float64) @ heads.rows.T.astype(np.float64) + heads.bias
 
 
-def check(heads: Heads, hidden: np.ndarray, forbidden: int | None = None) -> np.ndarray | None:
+def check(heads: Heads, hidden: np.ndarray, suppressed: int | None = None) -> np.ndarray | None:
     """What is certified is the arg-max of every engine; and no near logit is further off than its bound."""
     near = heads.near(hidden)
     far = np.abs(near.logits[:, 0, 0] - float64_logits(heads, hidden))
     norms = ([rounded_up(float(norm), hidden.shape[1]) for norm in of.flat] for of in (near.norms, near.errors))
     bounds = np.array([error_bound(heads.head, *both) for both in zip(*norms, strict=True)])
-    tokens = certify_argmax(heads.head, near, forbidden)
+    tokens = certify_argmax(heads.head, near, suppressed)
     if tokens is not None:
         assert tokens.dtype == np.int64 and tokens.shape == (len(hidden),)
         assert (far <= bounds[:, None] * 1.001).all(), "the near logits are not that near"
         for engine, logits in engines(heads, hidden).items():
-            np.testing.assert_array_equal(tokens, argmax_tokens(logits, forbidden), err_msg=engine)
+            np.testing.assert_array_equal(tokens, argmax_tokens(logits, suppressed), err_msg=engine)
     return tokens
 
 
@@ -190,11 +190,11 @@ def test_what_is_certified_is_the_arg_max_of_any_engine(seed: int, sizes: Any, m
     rows, hidden = (
         np.ascontiguousarray(m(rng, n, width), np.float32) for m, n in zip(makers, (vocabulary, count), strict=True)
     )
-    forbidden = data.draw(st.none() | st.integers(0, vocabulary - 1))
+    suppressed = data.draw(st.none() | st.integers(0, vocabulary - 1))
     biased = data.draw(st.none() | st.sampled_from(MAKERS))
     bias = None if biased is None else np.ascontiguousarray(biased(rng, vocabulary, 1)[:, 0], np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        tokens = check(Heads(rows, bias), hidden, forbidden)
+        tokens = check(Heads(rows, bias), hidden, suppressed)
     event("not certain" if tokens is None else "certain")
 
 
@@ -233,7 +233,7 @@ def test_more_candidates_than_are_looked_at_are_left_to_the_exact_head() -> None
 def test_a_vocabulary_of_almost_nothing(vocabulary: int) -> None:
     heads, hidden = Heads(gaussian(np.random.default_rng(2), vocabulary, 8)), np.ones((3, 8), dtype=np.float32)
     assert check(heads, hidden) is not None
-    assert (check(heads, hidden, forbidden=0) is None) == (vocabulary == 1), "nothing is left to choose"
+    assert (check(heads, hidden, suppressed=0) is None) == (vocabulary == 1), "nothing is left to choose"
 
 
 def test_ties_are_not_certain() -> None:
@@ -243,7 +243,7 @@ def test_ties_are_not_certain() -> None:
     assert check(Heads(rows), hidden).tolist() == [7]
     rows[30] = rows[7]
     assert check(Heads(rows), hidden) is None
-    assert check(Heads(rows), hidden, forbidden=7).tolist() == [30]
+    assert check(Heads(rows), hidden, suppressed=7).tolist() == [30]
     assert check(Heads(np.zeros_like(rows)), hidden) is None
 
 
@@ -556,7 +556,9 @@ def test_greedy_equals_generate_where_rows_end_early(runtime, tiny_t5, shortlist
 
 
 Operation = tuple[str, int]
-operations = st.tuples(st.sampled_from(["step", "next", "next", "trim", "reorder", "keep"]), st.integers(0, 2**16))
+operations = st.tuples(
+    st.sampled_from(["step", "next", "next", "rollback", "reorder", "select_sources"]), st.integers(0, 2**16)
+)
 
 
 @settings(deadline=None, max_examples=30)
@@ -566,35 +568,35 @@ operations = st.tuples(st.sampled_from(["step", "next", "next", "trim", "reorder
 def test_any_program_of_both_kinds_of_steps(opened, runtime, padded_batch, program: Any, rows: int, kind: str) -> None:
     """Beside a backend without a shortlist, to the last bit."""
     backends = opened(runtime, kind), opened(runtime, kind, WITHOUT)
-    states = [backend.start(backend.encode(*padded_batch), rows) for backend in backends]
+    states = [backend.new_state(backend.encode(*padded_batch), rows) for backend in backends]
     last, batch = 0, 6
     for name, seed in [*program, ("next", 1), ("step", 2)]:
         rng = np.random.default_rng(seed)
         if name in ("step", "next"):
-            last, forbidden = int(rng.integers(1, 4)), rng.choice([None, 1, 250])
+            last, suppressed = int(rng.integers(1, 4)), rng.choice([None, 1, 250])
             new = rng.integers(3, 300, (batch, rows, last))
             logits = backends[1].step(states[1], new)
             if name == "step":
                 np.testing.assert_array_equal(backends[0].step(states[0], new), logits)
             else:
-                forbidden = argmax_tokens(logits[:, :, -1]).item(0) if forbidden == 250 else forbidden
-                tokens = backends[0].next_tokens(states[0], new, forbidden=forbidden)
+                suppressed = argmax_tokens(logits[:, :, -1]).item(0) if suppressed == 250 else suppressed
+                tokens = backends[0].next_tokens(states[0], new, suppressed=suppressed)
                 assert tokens.dtype == np.int64 and tokens.shape == (batch, rows)
-                np.testing.assert_array_equal(tokens, argmax_tokens(logits[:, :, -1], forbidden))
+                np.testing.assert_array_equal(tokens, argmax_tokens(logits[:, :, -1], suppressed))
             continue
         argument = {
-            "trim": rng.integers(0, last + 1, (batch, rows)), "reorder": rng.integers(0, rows, (batch, rows)),
-            "keep": rng.permutation(batch)[: max(1, batch - 1)],
+            "rollback": rng.integers(0, last + 1, (batch, rows)), "reorder": rng.integers(0, rows, (batch, rows)),
+            "select_sources": rng.permutation(batch)[: max(1, batch - 1)],
         }[name]  # fmt: skip
         for backend, state in zip(backends, states, strict=True):
             getattr(backend, name)(state, argument)
-        last, batch = (0 if name == "trim" else last), states[0].rows.shape[0]
+        last, batch = (0 if name == "rollback" else last), states[0].rows.shape[0]
     for one, other in zip(*(state.past for state in states), strict=True):
         np.testing.assert_array_equal(backends[0]._array(one), backends[1]._array(other))
 
 
 def test_both_ways_leave_the_same_past(own, padded_batch) -> None:
-    state = own.start(own.encode(*padded_batch), 2)
+    state = own.new_state(own.encode(*padded_batch), 2)
     own.step(state, np.full((6, 2, 3), 5))
     new, mask = np.full((6, 2, 2), 9), state.rows.mask()
     results, near = own._run_step(state, new, mask, SHORTLIST_OUTPUTS, exact=False)
@@ -612,7 +614,7 @@ def test_both_ways_leave_the_same_past(own, padded_batch) -> None:
 
 def steps_of(backend: OrtNumpy, batch: Any, rows: int, count: int = 1) -> int:
     """How many of some greedy steps were tried with the shortlist."""
-    before, state = backend.shortlist.steps, backend.start(backend.encode(*batch), rows)
+    before, state = backend.shortlist.steps, backend.new_state(backend.encode(*batch), rows)
     for _ in range(count):
         backend.next_tokens(state, np.full((len(batch[0]), rows, 1), 7))
     return backend.shortlist.steps - before
@@ -717,7 +719,7 @@ def test_the_encoder_cache_passes_it_on(own, padded_batch) -> None:
 def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeypatch, runs: int) -> None:
     """The first run, of near logits, or the second, of exact ones."""
     monkeypatch.setattr(shortlist, "certify_argmax", lambda *_: None)
-    state, left = own.start(own.encode(*padded_batch)), [runs]
+    state, left = own.new_state(own.encode(*padded_batch)), [runs]
 
     def fail(run: Callable[..., Any], *arguments: Any) -> Any:
         left[0] -= 1

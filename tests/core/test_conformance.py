@@ -118,7 +118,7 @@ def test_chunks_give_the_logits_of_the_whole(opened, name: str, tiny_t5, kind: s
     expected = expected.reshape(len(ids), rows, 9, 300)
     assert len(np.unique(expected.argmax(-1))) > 8, "the reference should vary"
     backend = opened(name, kind)
-    state = backend.start(backend.encode(ids, mask), rows)
+    state = backend.new_state(backend.encode(ids, mask), rows)
     chunks = [backend.step(state, chunk) for chunk in np.split(new, [3, 4], axis=2)]
     assert [chunk.shape for chunk in chunks] == [(6, rows, n, 300) for n in (3, 1, 5)]
     assert all(isinstance(chunk, np.ndarray) and chunk.dtype == np.float32 for chunk in chunks)
@@ -129,7 +129,7 @@ def test_a_step_of_several_tokens_is_causal(opened, name: str, kind: str, padded
     backend = opened(name, kind)
     source, new = backend.encode(*padded_batch), histories_of(6, 1, 5)
     other = np.concatenate([new[:, :, :3], 302 - new[:, :, 3:]], axis=2)
-    logits, changed = (backend.step(backend.start(source), tokens) for tokens in (new, other))
+    logits, changed = (backend.step(backend.new_state(source), tokens) for tokens in (new, other))
     assert_close(changed[:, :, :3], logits[:, :, :3], atol=ATOL)
     assert (np.abs(changed - logits)[:, :, 3:].max(axis=-1) > 0.01).all(), "later positions should depend on them"
 
@@ -137,27 +137,27 @@ def test_a_step_of_several_tokens_is_causal(opened, name: str, kind: str, padded
 def test_a_source_can_be_started_twice(opened, name: str, padded_batch) -> None:
     backend = opened(name)
     source, tokens = backend.encode(*padded_batch), histories_of(6, 1, 4)
-    first, second = backend.start(source), backend.start(source)
+    first, second = backend.new_state(source), backend.new_state(source)
     backend.step(first, tokens[:, :, :2])
-    backend.keep(first, np.array([5, 1]))
-    assert_close(backend.step(second, tokens), backend.step(backend.start(source), tokens), atol=ATOL)
+    backend.select_sources(first, np.array([5, 1]))
+    assert_close(backend.step(second, tokens), backend.step(backend.new_state(source), tokens), atol=ATOL)
 
 
 def test_takes_views_and_keeps_none_of_the_tokens(opened, name: str, padded_batch) -> None:
     backend, tokens = opened(name), histories_of(6, 2, 4)
-    expected = backend.step(backend.start(backend.encode(*padded_batch), 2), tokens)
+    expected = backend.step(backend.new_state(backend.encode(*padded_batch), 2), tokens)
     backwards = [array[::-1].copy()[::-1] for array in (*padded_batch, tokens)]
     frozen = [array.copy() for array in (*padded_batch, tokens)]
     for array in frozen:
         array.setflags(write=False)
     for ids, mask, new in (backwards, frozen):
-        state = backend.start(backend.encode(ids, mask), 2)
+        state = backend.new_state(backend.encode(ids, mask), 2)
         np.testing.assert_array_equal(backend.step(state, new), expected)
-        for method, argument in (("trim", [[3, 4]] * 6), ("reorder", [[1, 0]] * 6), ("keep", [1, 0])):
+        for method, argument in (("rollback", [[3, 4]] * 6), ("reorder", [[1, 0]] * 6), ("select_sources", [1, 0])):
             array = np.array(argument)
             array.setflags(write=False)
             getattr(backend, method)(state, array)
-    state = backend.start(backend.encode(*padded_batch), 2)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
     lent = tokens.copy()
     first = backend.step(state, lent[:, :, :2])
     lent[:, :, :2] = 7
@@ -168,7 +168,7 @@ def test_takes_views_and_keeps_none_of_the_tokens(opened, name: str, padded_batc
 def test_who_writes_to_logits_changes_nothing(opened, name: str, padded_batch) -> None:
     backend, new = opened(name), histories_of(6, 1, 5)
     source = backend.encode(*padded_batch)
-    clean, written = backend.start(source), backend.start(source)
+    clean, written = backend.new_state(source), backend.new_state(source)
     for chunk in np.split(new, [2, 3], axis=2):
         expected, logits = backend.step(clean, chunk), backend.step(written, chunk)
         np.testing.assert_array_equal(logits, expected)
@@ -194,20 +194,20 @@ def test_the_program_on_every_kind(opened, name: str, tiny_t5, kind: str, padded
 
 def test_everything_rejected_at_first(opened, name: str, tiny_t5, padded_batch) -> None:
     (ids, mask), backend, tokens = padded_batch, opened(name), histories_of(6, 1, 3)
-    state = backend.start(backend.encode(ids, mask))
+    state = backend.new_state(backend.encode(ids, mask))
     backend.step(state, tokens[:, :, ::-1])
-    backend.trim(state, np.zeros((6, 1), dtype=np.int64))
+    backend.rollback(state, np.zeros((6, 1), dtype=np.int64))
     backend.reorder(state, np.zeros((6, 1), dtype=np.int64))
     assert_close(backend.step(state, tokens)[:, 0], teacher_forced(tiny_t5(), ids, mask, tokens[:, 0]), atol=ATOL)
 
 
 def test_an_empty_state_can_be_reordered_trimmed_and_kept(opened, name: str, padded_batch) -> None:
     backend, new = opened(name), histories_of(6, 2, 3)
-    state = backend.start(backend.encode(*padded_batch), 2)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
     backend.reorder(state, np.array([[1, 0]] * 6))
-    backend.trim(state, np.zeros((6, 2), dtype=np.int64))
-    backend.keep(state, np.array([5, 0, 5]))
-    expected = backend.step(backend.start(backend.encode(*padded_batch), 2), new)
+    backend.rollback(state, np.zeros((6, 2), dtype=np.int64))
+    backend.select_sources(state, np.array([5, 0, 5]))
+    expected = backend.step(backend.new_state(backend.encode(*padded_batch), 2), new)
     assert_close(backend.step(state, new[[5, 0, 5]]), expected[[5, 0, 5]], atol=ATOL)
 
 
@@ -247,9 +247,9 @@ def test_what_is_not_real_does_not_matter(opened, name: str, padded_batch) -> No
     accepted = np.arange(12).reshape(6, 2) % 4 + 1
     logits = []
     for poisoned in ("nothing", "padding", "everything"):
-        state = backend.start(backend.encode(*padded_batch), 2)
+        state = backend.new_state(backend.encode(*padded_batch), 2)
         backend.step(state, new)
-        backend.trim(state, accepted)
+        backend.rollback(state, accepted)
         real = state.rows.mask().astype(bool)
         for array in pasts(backend, state):
             if poisoned == "nothing":
@@ -296,7 +296,7 @@ def test_a_step_that_fails_leaves_the_state_as_it_was(
     getattr(own, "decoder", None)  # which one backend opens only when it is needed
     failing = with_runs(own, fail)
     assert failing
-    working, state = {name: vars(own)[name] for name in failing}, own.start(own.encode(*padded_batch), 2)
+    working, state = {name: vars(own)[name] for name in failing}, own.new_state(own.encode(*padded_batch), 2)
     for length in (3, 1, 2):  # a first step, and later ones
         vars(own).update(failing)
         for _ in range(2):
@@ -320,9 +320,9 @@ BROKEN: dict[str, Callable[[Any], dict[str, Callable[..., Any]]]] = {
     "lengths alone reordered": lambda _: {
         "reorder": lambda state, rows: setattr(state, "rows", state.rows.reordered(rows)[0])
     },
-    "no trim": lambda _: {"trim": lambda state, accepted: None},
+    "no trim": lambda _: {"rollback": lambda state, accepted: None},
     "keeps the wrong sources": lambda backend: {
-        "keep": lambda state, sources: type(backend).keep(backend, state, np.arange(len(sources)))
+        "select_sources": lambda state, sources: type(backend).select_sources(backend, state, np.arange(len(sources)))
     },
 }
 
@@ -357,7 +357,11 @@ def test_greedy_equals_generate_where_rows_end_early(opened, name: str, tiny_t5,
     sizes, left = ending(), []
     backend = opened(name, **sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "keep", lambda s, kept: (left.append(len(kept)), type(backend).keep(backend, s, kept)))
+        patch.setattr(
+            backend,
+            "select_sources",
+            lambda s, kept: (left.append(len(kept)), type(backend).select_sources(backend, s, kept)),
+        )
         check_equals_generate(backend, tiny_t5(**sizes), *padded_batch, max_new_tokens=14)
     assert left, "sources should have left the batch"
 

@@ -16,7 +16,7 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import drafting as drafts_module
-from t5accel.decoding.backend import Backend, Generated, Histories
+from t5accel.decoding.backend import Backend, Generated, PastLengths
 from t5accel.decoding.drafting import Drafts, GreedyVerifier, verify_drafts
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.request import GenerationInputs, StepStream
@@ -50,7 +50,7 @@ class Machine:
         self.calls.append("encode")
         return [ids[mask == 1].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
-    def start(self, source: list[list[int]], rows_per_source: int = 1) -> dict[str, Any]:
+    def new_state(self, source: list[list[int]], rows_per_source: int = 1) -> dict[str, Any]:
         return {"sources": source, "pasts": [[[] for _ in range(rows_per_source)] for _ in source], "last": 0}
 
     def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
@@ -76,16 +76,16 @@ class Machine:
             logits[self.eos_token_id] = 50
         return logits
 
-    def trim(self, state: dict[str, Any], accepted: np.ndarray) -> None:
-        self.calls.append("trim")
+    def rollback(self, state: dict[str, Any], accepted: np.ndarray) -> None:
+        self.calls.append("rollback")
         for pasts, counts in zip(state["pasts"], np.asarray(accepted).tolist(), strict=True):
             for past, count in zip(pasts, counts, strict=True):
                 assert 0 <= count <= state["last"]
                 del past[len(past) - state["last"] + count :]
         state["last"] = 0
 
-    def keep(self, state: dict[str, Any], sources: np.ndarray) -> None:
-        self.calls.append("keep")
+    def select_sources(self, state: dict[str, Any], sources: np.ndarray) -> None:
+        self.calls.append("select_sources")
         for name in ("sources", "pasts"):
             state[name] = [state[name][source] for source in sources]
 
@@ -208,7 +208,7 @@ def test_rows_that_have_ended_leave() -> None:
     second = max(place for place, call in enumerate(machine.calls) if call == "encode")  # after greedy search's own
     calls = machine.calls[second:]
     widths = [call[0] for call in calls if isinstance(call, tuple)]
-    assert len(set(widths)) > 2 and "trim" in calls and "keep" in calls
+    assert len(set(widths)) > 2 and "rollback" in calls and "select_sources" in calls
 
 
 # On runtimes
@@ -262,16 +262,16 @@ def keeps_as_many_of_all(self: Any, state: Any, accepted: np.ndarray) -> None:
     trim(self, state, np.full_like(accepted, accepted.max()))
 
 
-agreed, trim, mask_of, trimmed = drafts_module._accepted_prefix, TorchEager.trim, Histories.mask, Histories.trimmed
+agreed, trim, mask_of, trimmed = drafts_module._accepted_prefix, TorchEager.trim, PastLengths.mask, PastLengths.trimmed
 BROKEN: dict[str, tuple[Any, str, Any]] = {
     "accepts a guess too many": (drafts_module, "_accepted_prefix", accepts_one_more),
     "the token after a wrong guess is the guess": (drafts_module, "_accepted_prefix", keeps_the_wrong_guess),
-    "nothing is cut": (TorchEager, "trim", keeps_all),
-    "one too many is cut": (TorchEager, "trim", keeps_one_less),
-    "all rows keep as many": (TorchEager, "trim", keeps_as_many_of_all),
-    "unequal pasts are not masked": (Histories, "mask", lambda self: np.ones((*self.shape, self.width), dtype=int)),
+    "nothing is cut": (TorchEager, "rollback", keeps_all),
+    "one too many is cut": (TorchEager, "rollback", keeps_one_less),
+    "all rows keep as many": (TorchEager, "rollback", keeps_as_many_of_all),
+    "unequal pasts are not masked": (PastLengths, "mask", lambda self: np.ones((*self.shape, self.width), dtype=int)),
     "rows keep the wrong sources": (
-        TorchEager, "keep", lambda self, state, kept: keep(self, state, np.arange(len(kept))),
+        TorchEager, "select_sources", lambda self, state, kept: keep(self, state, np.arange(len(kept))),
     ),
 }  # fmt: skip
 keep = TorchEager.keep

@@ -48,7 +48,7 @@ def tokens_of(backend: Any, batch: Batch) -> np.ndarray:
 def logits_of(backend: Any, batch: Batch) -> np.ndarray:
     """(B, 1, 3, V) after three tokens, the same for every batch: finer than what greedy search makes of them."""
     new = np.random.default_rng(0).integers(3, 300, (1, 1, 3))
-    return backend.step(backend.start(backend.encode(*batch)), new.repeat(len(batch[0]), 0))
+    return backend.step(backend.new_state(backend.encode(*batch)), new.repeat(len(batch[0]), 0))
 
 
 class Counting(TorchEager):
@@ -215,7 +215,7 @@ def test_nobody_who_uses_a_source_changes_what_is_kept(tiny_t5, padded_batch) ->
     lent = [array.copy() for array in padded_batch]
     for rows in (slice(None), slice(None), slice(0, 1)):  # the last is a batch of a single kept row
         source = cache.encode(*(array[rows] for array in lent))
-        state = cache.start(source, 2)
+        state = cache.new_state(source, 2)
         with torch.inference_mode():
             for tensor in (source.hidden, source.mask, state.hidden, state.mask):
                 tensor.fill_(1)
@@ -256,8 +256,8 @@ def test_any_sequence_of_batches_and_changes(tiny_t5, events: list[Any], max_byt
             for one, other in zip(plain.split(expected), plain.split(source), strict=True):
                 assert_close(other.hidden, one.hidden, atol=ATOL_HIDDEN)
             tokens = new[: len(chosen)]
-            logits = cache.step(cache.start(source), tokens)
-            assert_close(logits, plain.step(plain.start(expected), tokens), atol=ATOL_LOGITS)
+            logits = cache.step(cache.new_state(source), tokens)
+            assert_close(logits, plain.step(plain.new_state(expected), tokens), atol=ATOL_LOGITS)
             rows_so_far += len(chosen)
         assert 0 <= cache.size_bytes <= max_bytes and cache.hits + cache.misses == rows_so_far
 
@@ -338,9 +338,9 @@ def check_change(cache: EncoderCache, plain: TorchEager, batch: Batch, change: C
     np.testing.assert_array_equal(tokens_of(cache, batch), before)
     kept = plain.encode(*batch)
     change()
-    stale, fresh = (plain.step(plain.start(s), np.full((6, 1, 1), 0)) for s in (kept, plain.encode(*batch)))
+    stale, fresh = (plain.step(plain.new_state(s), np.full((6, 1, 1), 0)) for s in (kept, plain.encode(*batch)))
     assert np.abs(stale - fresh).max() > 0.01, "what was encoded before should be wrong now"
-    assert_close(cache.step(cache.start(cache.encode(*batch)), np.full((6, 1, 1), 0)), fresh, atol=ATOL_LOGITS)
+    assert_close(cache.step(cache.new_state(cache.encode(*batch)), np.full((6, 1, 1), 0)), fresh, atol=ATOL_LOGITS)
     np.testing.assert_array_equal(tokens_of(cache, batch), tokens_of(plain, batch))
 
 

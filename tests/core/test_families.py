@@ -175,7 +175,7 @@ def test_logits_are_those_of_transformers(built: Built, engine: type) -> None:
     backend = built.open(engine)
     for source, kept in ((built.ids, built.mask), (np.where(mask, ids, pad), mask)):
         expected = built.logits(tokens, source, kept)
-        state, other = (backend.start(backend.encode(source, kept)) for _ in range(2))
+        state, other = (backend.new_state(backend.encode(source, kept)) for _ in range(2))
         singly = [backend.step(other, tokens[:, None, i : i + 1]) for i in range(7)]
         for found in (backend.step(state, tokens[:, None]), np.concatenate(singly, axis=2)):
             np.testing.assert_allclose(found[:, 0], expected, atol=TOLERANCE)
@@ -353,16 +353,16 @@ def test_rows_that_join_and_leave(built: Built, engine: type) -> None:
     backend = built.open(engine)
     tokens = np.random.default_rng(8).integers(3, VOCABULARY - 3, (4, 12))
     expected = built.logits(tokens)
-    state = backend.start(backend.encode(built.ids[:2], built.mask[:2]))
+    state = backend.new_state(backend.encode(built.ids[:2], built.mask[:2]))
     for place in range(3):
         backend.step(state, tokens[:2, None, place : place + 1])
-    backend.admit(state, backend.encode(built.ids[2:], built.mask[2:]))
+    backend.add_sources(state, backend.encode(built.ids[2:], built.mask[2:]))
     for place in range(3, 8):
         new = np.concatenate([tokens[:2, place], tokens[2:, place - 3]])
         found = backend.step(state, new[:, None, None])[:, 0, 0]
         own = np.concatenate([expected[:2, place], expected[2:, place - 3]])
         np.testing.assert_allclose(found, own, atol=TOLERANCE)
-    backend.keep(state, np.array([3, 1]))
+    backend.select_sources(state, np.array([3, 1]))
     for place in range(8, 12):
         new = np.array([tokens[3, place - 3], tokens[1, place]])
         found = backend.step(state, new[:, None, None])[:, 0, 0]
@@ -397,7 +397,7 @@ def test_in_integers(built: Built, precision: str) -> None:
     expected = built.logits(tokens)
     for engine in ENGINES:
         backend = built.open(engine, precision)
-        state = backend.start(backend.encode(built.ids, built.mask))
+        state = backend.new_state(backend.encode(built.ids, built.mask))
         found = np.concatenate([backend.step(state, tokens[:, None, i : i + 1]) for i in range(8)], axis=2)[:, 0]
         away = np.sqrt(np.square(found - expected).mean()) / expected.std()
         assert 0 < away < ROUNDED[precision], (engine, away)
@@ -409,7 +409,7 @@ def test_in_integers(built: Built, precision: str) -> None:
 def test_in_fp16(built: Built) -> None:
     tokens = np.random.default_rng(9).integers(3, VOCABULARY - 3, (4, 8))
     backend = built.open(OrtNumpy, "fp16")
-    found = backend.step(backend.start(backend.encode(built.ids, built.mask)), tokens[:, None])[:, 0]
+    found = backend.step(backend.new_state(backend.encode(built.ids, built.mask)), tokens[:, None])[:, 0]
     assert np.abs(found - built.logits(tokens)).max() < 0.05
 
 
@@ -447,7 +447,7 @@ def test_the_shortlist_of_a_head_with_a_bias(tmp_path: Path) -> None:
         assert backend.shortlist.steps == 30 and backend.shortlist.fallbacks < 5
         short, head = backend.shortlist, backend.shortlist.head
         short.head, choose = replace(head, bias=None), short.choose
-        short.choose = lambda near, forbidden: choose([near[0] - head.bias, *near[1:]], forbidden)  # noqa: B023
+        short.choose = lambda near, suppressed: choose([near[0] - head.bias, *near[1:]], suppressed)  # noqa: B023
         assert not np.array_equal(greedy(backend, ids, mask, **shape).sequences, expected)
     convert_export(tmp_path / "short", tmp_path / "int8", "int8")
     steps = [greedy(engine(tmp_path / "int8", settings=ONE_THREAD), ids, mask, **shape).sequences for engine in ENGINES]

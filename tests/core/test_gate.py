@@ -95,7 +95,7 @@ def fp32(exported) -> Callable[..., Path]:
 def forced(folder: Path, batch: Any, new: np.ndarray, cuts: Any = (), runtime: Any = OrtNumpy) -> np.ndarray:
     """Logits (B, K, T, V) of given tokens, in chunks."""
     backend = runtime(folder, settings=ONE_THREAD)
-    state = backend.start(backend.encode(*batch), new.shape[1])
+    state = backend.new_state(backend.encode(*batch), new.shape[1])
     return np.concatenate([backend.step(state, chunk) for chunk in np.split(new, cuts, axis=2)], axis=2)
 
 
@@ -736,7 +736,7 @@ def test_bf16_runs_in_torch(threads_put_back, tiny_t5, padded_batch) -> None:
     assert isinstance(backend, TorchEager) and {p.dtype for p in backend.model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "the model itself stays as it was"
     new, whole = histories(6, 1, 9), TorchEager(model)
-    logits, expected = (one.step(one.start(one.encode(*padded_batch)), new) for one in (backend, whole))
+    logits, expected = (one.step(one.new_state(one.encode(*padded_batch)), new) for one in (backend, whole))
     assert 1e-4 < lost(logits, expected)[0] < 0.05
     tokens = accelerated.generate(torch.as_tensor(padded_batch[0]), attention_mask=torch.as_tensor(padded_batch[1]),
                                   min_new_tokens=6, max_new_tokens=6)  # fmt: skip

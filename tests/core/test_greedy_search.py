@@ -21,7 +21,7 @@ from programs import KeepsTheFirst, NoMask, broken, own_generate
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_batch, as_count, as_integers
-from t5accel.decoding.backend import Backend, Generated, Histories, right_aligned
+from t5accel.decoding.backend import Backend, Generated, PastLengths, right_aligned
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.parity import assert_varied
@@ -127,14 +127,14 @@ def test_takes_lists_and_tensors_and_makes_the_mask(tiny_t5, padded_batch) -> No
 
 
 def without_cross_mask(self: TorchEager, source: Any, rows_per_source: int = 1) -> Any:
-    state = TorchEager.start(self, source, rows_per_source)
+    state = TorchEager.new_state(self, source, rows_per_source)
     state.mask = torch.ones_like(state.mask)
     return state
 
 
 def without_past(self: TorchEager, state: Any, input_ids: np.ndarray) -> np.ndarray:
     fresh = copy.copy(state)
-    fresh.cache, fresh.tokens, fresh.rows = None, state.tokens[:, :0], Histories.empty(*state.rows.shape)
+    fresh.cache, fresh.tokens, fresh.rows = None, state.tokens[:, :0], PastLengths.empty(*state.rows.shape)
     return TorchEager.step(self, fresh, input_ids)
 
 
@@ -149,7 +149,7 @@ def with_bias(model: Any, stack: str, change: Any) -> Any:
 
 BROKEN = {
     "no mask": NoMask,
-    "no mask in cross-attention": broken(start=without_cross_mask),
+    "no mask in cross-attention": broken(new_state=without_cross_mask),
     "keeps the wrong sources": KeepsTheFirst,
     "forgets the past": partial(broken(step=without_past), use_cache=False),
     "encoder bias shifted": lambda model: TorchEager(with_bias(model, "encoder", lambda w: w.roll(1, 0))),
@@ -196,7 +196,7 @@ class Counter:
         self.encodes += 1
         return input_ids[:, 0]
 
-    def start(self, source: np.ndarray, rows_per_source: int = 1) -> dict[str, np.ndarray]:
+    def new_state(self, source: np.ndarray, rows_per_source: int = 1) -> dict[str, np.ndarray]:
         return {"next": source.copy()}
 
     def step(self, state: dict[str, np.ndarray], input_ids: np.ndarray) -> np.ndarray:
@@ -206,7 +206,7 @@ class Counter:
         state["next"] += 1
         return logits
 
-    def keep(self, state: dict[str, np.ndarray], sources: np.ndarray) -> None:
+    def select_sources(self, state: dict[str, np.ndarray], sources: np.ndarray) -> None:
         state["next"] = state["next"][sources]
 
 
@@ -346,7 +346,7 @@ from t5accel.decoding.greedy_search import greedy
 class Counter:
     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
     def encode(self, input_ids, attention_mask): return input_ids
-    def start(self, source, rows_per_source=1): return None
+    def new_state(self, source, rows_per_source=1): return None
     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[input_ids + 1]
 ids = greedy(Counter(), [[3]], max_new_tokens=8).sequences
 print(ids.tolist())

@@ -58,19 +58,19 @@ BACKENDS: dict[str, Callable[[Any], Any]] = {"torch": TorchEager, "onnx": on_onn
 
 
 class Log:
-    """What a backend was asked to do: arguments of ``start``, shapes of what it read, counts of the rest."""
+    """What a backend was asked to do: arguments of ``new_state``, shapes of what it read, counts of the rest."""
 
     def __init__(self, backend: Any):
         self.started: list[int] = []
         self.stepped: list[tuple[int, ...]] = []
-        self.counts = dict.fromkeys(("encode", "reorder", "trim", "keep"), 0)
-        for name in ("start", "step", "next_tokens", *self.counts):
+        self.counts = dict.fromkeys(("encode", "reorder", "rollback", "select_sources"), 0)
+        for name in ("new_state", "step", "next_tokens", *self.counts):
             if hasattr(backend, name):
                 setattr(backend, name, self.logged(name, getattr(backend, name)))
 
     def logged(self, name: str, method: Any) -> Any:
         def call(first: Any, *rest: Any, **options: Any) -> Any:
-            if name == "start":
+            if name == "new_state":
                 self.started += rest
             elif name in ("step", "next_tokens"):
                 self.stepped.append(rest[0].shape)
@@ -219,7 +219,7 @@ def test_nothing_of_a_source_is_repeated(pair, batch) -> None:
     _, ours = pair
     log = Log(ours.backend)
     ours.generate(**batch, num_beams=4, **SHORT)
-    assert log.counts["encode"] == 1 and log.started == [4] and log.counts["keep"] == 0
+    assert log.counts["encode"] == 1 and log.started == [4] and log.counts["select_sources"] == 0
     assert log.stepped == [(6, 4, 1)] * 10 and log.counts["reorder"] == 10
     log = Log(ours.backend)
     ours.generate(**batch, do_sample=True, num_return_sequences=3, max_new_tokens=2)
@@ -395,7 +395,9 @@ def test_prompt_lookup(pair, batch) -> None:
         log = Log(ours.backend)
         answer = check(own, ours, one, **LOOKUP)
         assert torch.equal(answer[:, : greedy.shape[1]], greedy)  # 4.57 may give more tokens than it is asked for
-        assert log.counts["trim"] and max(shape[2] for shape in log.stepped) > 1, "something should have been guessed"
+        assert log.counts["rollback"] and max(shape[2] for shape in log.stepped) > 1, (
+            "something should have been guessed"
+        )
         assert log.started == [1]
     assert varied > 2
 
@@ -419,7 +421,7 @@ def test_an_assistant(tiny_t5, build, batch, seed: int, ours_assists: bool) -> N
     if seed == ASSISTANTS["itself"]:
         assert len(log.stepped) < 12, "guesses should have been right"
     else:
-        assert log.counts["trim"], "guesses should have been wrong"
+        assert log.counts["rollback"], "guesses should have been wrong"
         assert not ours_assists or len(assistants_log.started) > 1, "it should have gone back by more than a step"
 
 
@@ -654,7 +656,7 @@ BROKEN = {
     "no reorder": (NoReorder, BEAMS, 6),
     "no mask": (NoMask, SHORT, 6),
     "no mask, beams": (NoMask, BEAMS, 6),
-    "no trim": (broken(trim=lambda self, state, accepted: None), LOOKUP, 1),
+    "no trim": (broken(rollback=lambda self, state, accepted: None), LOOKUP, 1),
     "other tokens": (
         broken(step=lambda self, state, ids: np.roll(TorchEager.step(self, state, ids), 1, axis=-1)), SHORT, 6),
 }  # fmt: skip

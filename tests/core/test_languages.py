@@ -31,7 +31,7 @@ from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
@@ -280,7 +280,7 @@ def test_requests_of_one_running_batch_write_different_languages(make, kind: str
     backend = TorchEager(made.model)
     batch = made.source(TEXTS, made.other)
     rows = [ids[mask == 1].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    more = (dict(), dict(num_beams=3), dict(sampling=Sampling(top_k=1)))
+    more = (dict(), dict(num_beams=3), dict(sampling=SamplingParams(top_k=1)))
     with Scheduler(backend) as scheduler:
         asked = [(language, options, source) for language in (made.own, made.other) for options in more
                  for source in range(len(rows))]  # fmt: skip

@@ -258,7 +258,7 @@ def test_rounded_activations_say_nearly_the_same(precise, recipe: str) -> None:
     assert np.mean(agreed) > 0.9
     backend = OrtNumpy(precise(recipe), settings=ONE_THREAD)
     source, tokens = backend.encode(*sources(0, 1)), np.array([[[0, 40, 50]]])
-    state, other = backend.start(source), backend.start(source)
+    state, other = backend.new_state(source), backend.new_state(source)
     together = backend.step(state, tokens)
     one_by_one = np.concatenate([backend.step(other, tokens[:, :, place : place + 1]) for place in range(3)], axis=2)
     assert np.abs(together - one_by_one).max() < 0.1 * one_by_one.std()

@@ -31,7 +31,7 @@ from t5accel.backends import ort_memory as encoder_slices
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_memory import run_into
-from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, of_each_head
+from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, expand_index_to_heads
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
@@ -80,7 +80,7 @@ def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
     """
     backend = runtime(exported("shallower-decoder"), settings=SessionSettings(threads=1, arena=False))
     batch, rows, length, process = 64, 32, 160, psutil.Process()
-    state = backend.start(backend.encode(np.full((batch, 1), 5), np.ones((batch, 1), dtype=np.int64)), rows)
+    state = backend.new_state(backend.encode(np.full((batch, 1), 5), np.ones((batch, 1), dtype=np.int64)), rows)
     backend.step(state, np.full((batch, rows, 1), 7))
     before = process.memory_info().rss
     state.rows = state.rows.appended(length)
@@ -139,15 +139,15 @@ Broken = Callable[[OrtNumpy], dict[str, Callable[..., Any]]]
 def left_aligned(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
     """After a ragged trim the shorter histories end too early: their relative positions are wrong."""
 
-    def trim(state: Any, accepted: np.ndarray) -> None:
-        type(backend).trim(backend, state, accepted)
+    def rollback(state: Any, accepted: np.ndarray) -> None:
+        type(backend).rollback(backend, state, accepted)
         width, shape = state.rows.width, state.rows.shape
         index = (np.arange(width) + state.rows.padding.reshape(-1, 1)) % max(width, 1)
-        flat = backend._from_host(of_each_head(index, 4, width))
+        flat = backend._from_host(expand_index_to_heads(index, 4, width))
         state.past = [backend._gathered(past, 4, flat, (*shape, 4, width)) for past in state.past]
         state.rows = dataclasses.replace(state.rows, padding=np.zeros_like(state.rows.padding), ragged=False)
 
-    return {"trim": trim}
+    return {"rollback": rollback}
 
 
 def with_past_mask(change: Callable[[np.ndarray], np.ndarray]) -> Broken:
@@ -165,14 +165,14 @@ def with_past_mask(change: Callable[[np.ndarray], np.ndarray]) -> Broken:
 def past_alone_kept(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
     """The histories of the kept sources go on, with the first sources."""
 
-    def keep(state: Any, sources: np.ndarray) -> None:
+    def select_sources(state: Any, sources: np.ndarray) -> None:
         source = state.source
-        type(backend).keep(backend, state, sources)
-        fresh = backend.start(source)
-        type(backend).keep(backend, fresh, np.arange(len(sources)))
+        type(backend).select_sources(backend, state, sources)
+        fresh = backend.new_state(source)
+        type(backend).select_sources(backend, fresh, np.arange(len(sources)))
         state.source, state.binding = fresh.source, None
 
-    return {"keep": keep}
+    return {"select_sources": select_sources}
 
 
 BROKEN: dict[str, Broken] = {
@@ -308,7 +308,7 @@ def test_on_cuda(runtime: type[OrtNumpy], exported, tiny_t5, kind: str, padded_b
     check_program(backend, tiny_t5(kind), *padded_batch, 3, PROGRAM)
     check(EncoderCache(backend), TorchEager(tiny_t5(kind)), [padded_batch])
     if runtime is OrtPointers:
-        state = backend.start(backend.encode(*padded_batch))
+        state = backend.new_state(backend.encode(*padded_batch))
         backend.step(state, histories_of(6, 1, 2))
         assert all(tensor.device.type == "cuda" for tensor in [*state.past, *state.source.inputs.values()])
 
@@ -366,7 +366,7 @@ def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
     begin = threading.Barrier(4)
 
     def decode(source: Any, tokens: np.ndarray) -> list[np.ndarray]:
-        state, logits = backend.start(source, 2), []
+        state, logits = backend.new_state(source, 2), []
         for chunk in np.split(tokens, 6, axis=2):
             logits.append(backend.step(state, chunk))
             backend.reorder(state, np.array([[1, 0]] * len(tokens)))
@@ -393,8 +393,8 @@ def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
 
 GATHERING = {  # what is asked for, and of how many tensors
     "reorder": (np.array([[1, 0]] * 6), 6),
-    "trim": (np.array([[1, 3]] * 6), 6),
-    "keep": (np.array([4, 1]), 12),
+    "rollback": (np.array([[1, 3]] * 6), 6),
+    "select_sources": (np.array([4, 1]), 12),
 }
 
 
@@ -404,7 +404,7 @@ def test_a_gathering_that_fails_leaves_the_state_as_it_was(
     own, tiny_t5, padded_batch, monkeypatch, method: str, share: float
 ) -> None:
     argument, tensors = GATHERING[method]
-    state = own.start(own.encode(*padded_batch), 2)
+    state = own.new_state(own.encode(*padded_batch), 2)
     own.step(state, np.full((6, 2, 3), 5))
     hold, calls = own._hold, []
 
@@ -448,7 +448,7 @@ def unchecked(binding: Any, name: str, tensor: torch.Tensor, *, is_output: bool 
 def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch) -> None:
     """The classic silent bug: the same values at other strides give other logits, and nobody says a word."""
     backend, new = opened(OrtPointers), histories_of(6, 2, 4)
-    state = backend.start(backend.encode(*padded_batch), 2)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
     backend.step(state, new)
     good = state.past
     strided = [past.transpose(3, 4).contiguous().transpose(3, 4) for past in good]
@@ -527,12 +527,12 @@ def test_of_a_greedy_step_only_the_token_comes_to_the_host(exported, tiny_t5, pa
 
 def test_its_tensors_are_contiguous_after_every_operation(opened, padded_batch) -> None:
     backend, new = opened(OrtPointers), histories_of(6, 2, 3)
-    state = backend.start(backend.encode(*padded_batch), 2)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
     for change in (
         lambda: backend.step(state, new),
-        lambda: backend.trim(state, np.array([[1, 3]] * 6)),
+        lambda: backend.rollback(state, np.array([[1, 3]] * 6)),
         lambda: backend.reorder(state, np.array([[1, 1]] * 6)),
-        lambda: backend.keep(state, np.array([5, 2])),
+        lambda: backend.select_sources(state, np.array([5, 2])),
         lambda: backend.step(state, new[:2]),
     ):
         change()
@@ -549,7 +549,7 @@ def test_the_session_writes_into_our_tensors(opened, padded_batch, monkeypatch) 
         bind_tensor(binding, name, tensor, **options)
 
     monkeypatch.setattr(ort_pointers, "bind_tensor", recording)
-    state = backend.start(backend.encode(*padded_batch))
+    state = backend.new_state(backend.encode(*padded_batch))
     for _ in range(2):
         before = state.past
         backend.step(state, histories_of(6, 1, 2))
@@ -578,7 +578,7 @@ def by_kind(sizes: dict[str, int]) -> dict[str, int]:
 def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, kind: str, padded_batch, monkeypatch, past: int) -> None:
     backend, new = OrtNumpy(exported(kind), settings=ONE_THREAD), histories_of(6, 2, 4)
     expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)
-    state = backend.start(backend.encode(*padded_batch), 2)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
     if past:
         backend.step(state, new)
     handed_in: dict[str, int] = {}
@@ -598,7 +598,7 @@ def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, kind: str, padded
     assert both == expected["fed"].size_bytes > expected["bound"].size_bytes
 
     bound = OrtBound(exported(kind), settings=ONE_THREAD)
-    state, handed_in = bound.start(bound.encode(*padded_batch), 2), {}
+    state, handed_in = bound.new_state(bound.encode(*padded_batch), 2), {}
     if past:
         bound.step(state, new)
     bind = onnxruntime.IOBinding.bind_cpu_input
@@ -775,13 +775,13 @@ def test_both_sessions_read_one_embedding(tiny_t5, padded_batch, tmp_path: Path)
     inside, beside = (OrtNumpy(tmp_path / name, settings=ONE_THREAD) for name in ("inside", "beside"))
     assert inside._weights == {} and list(beside._weights) == ["shared.weight"]
     tokens = np.random.default_rng(1).integers(3, 300, (6, 1, 4))
-    logits = [backend.step(backend.start(backend.encode(*padded_batch)), tokens) for backend in (inside, beside)]
+    logits = [backend.step(backend.new_state(backend.encode(*padded_batch)), tokens) for backend in (inside, beside)]
     assert (logits[0] == logits[1]).all()
     other = np.array(beside._weights["shared.weight"].numpy()[::-1])
     weights = {"shared.weight": onnxruntime.OrtValue.ortvalue_from_numpy(other)}
     for graph in ("encoder", "decoder"):
         session = open_session(tmp_path / "beside" / f"{graph}.onnx", ONE_THREAD, weights)
         setattr(beside, graph, session)
-        changed = beside.step(beside.start(beside.encode(*padded_batch)), tokens)
+        changed = beside.step(beside.new_state(beside.encode(*padded_batch)), tokens)
         assert np.abs(changed - logits[0]).max() > 0.1, f"the {graph} should read what it is given"
         logits[0] = changed

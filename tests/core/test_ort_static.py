@@ -87,7 +87,7 @@ def test_in_integers_it_is_as_near_as_another_order_of_additions(folder_of, prec
     def logits(kind: type[OrtNumpy], level: str = "all") -> np.ndarray:
         backend = kind(folder_of(precision), settings=SessionSettings(threads=1, graph_optimization=level))
         source = OrtNumpy(folder_of(precision), settings=ONE_THREAD).encode(ids, mask)
-        state = backend.start(source)
+        state = backend.new_state(source)
         return np.concatenate([backend.step(state, new[:, :, i : i + 1]) for i in range(12)], axis=2)
 
     def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -112,7 +112,7 @@ def test_the_next_call_gets_the_memory_again(own, padded_batch) -> None:
     ids, mask = padded_batch
 
     def address(count: int) -> int:
-        state = own.start(own.encode(ids, mask))
+        state = own.new_state(own.encode(ids, mask))
         tokens_of(own, state, np.zeros((6, 1), dtype=np.int64), count)
         return next(iter(state.buffers.room.values())).ctypes.data
 
@@ -137,9 +137,9 @@ def test_what_spare_memory_holds_is_never_seen(own, padded_batch, monkeypatch) -
 
 
 def run_with_guests(backend: OrtStatic, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    state = backend.start(backend.encode(ids[:2], mask[:2]))
+    state = backend.new_state(backend.encode(ids[:2], mask[:2]))
     first = tokens_of(backend, state, np.zeros((2, 1), dtype=np.int64), 3)[-1]
-    backend.admit(state, backend.encode(ids[2:4], mask[2:4]))
+    backend.add_sources(state, backend.encode(ids[2:4], mask[2:4]))
     return tokens_of(backend, state, np.concatenate([first, np.zeros_like(first)]), 4)[-1]
 
 
@@ -147,7 +147,7 @@ def test_only_what_differs_is_copied(opened, padded_batch) -> None:
     """Beams have nearly all of their history in common."""
     ids, mask = padded_batch
     backend = opened["fp32"]
-    state = backend.start(backend.encode(ids[:1], mask[:1]), 3)
+    state = backend.new_state(backend.encode(ids[:1], mask[:1]), 3)
     for token in (0, 7, 8):
         backend.next_tokens(state, np.full((1, 3, 1), token))
     backend.next_tokens(state, np.array([[[4], [5], [6]]]))
@@ -166,7 +166,7 @@ def test_moves_that_are_cut_short_are_made_again(own, padded_batch) -> None:
     new = np.random.default_rng(1).integers(3, 300, (6, 2, 4))
 
     def after(cut: bool) -> np.ndarray:
-        state = own.start(own.encode(ids, mask), 2)
+        state = own.new_state(own.encode(ids, mask), 2)
         for i in range(3):
             own.step(state, new[:, :, i : i + 1])
         own.reorder(state, np.array([[1, 0]] * 6))
@@ -184,7 +184,7 @@ def test_a_long_beginning_is_written_to_the_buffers(own, folder_of, padded_batch
     portable = OrtNumpy(folder_of("fp32"), settings=ONE_THREAD)
     found, expected = (greedy(b, ids, mask, decoder_input_ids=beginning, max_new_tokens=9) for b in (own, portable))
     np.testing.assert_array_equal(found.sequences, expected.sequences)
-    state = own.start(own.encode(ids, mask))
+    state = own.new_state(own.encode(ids, mask))
     own.next_tokens(state, beginning[:, None])
     assert state.buffers is not None and not state.past
 
@@ -201,7 +201,7 @@ def test_the_portable_graph_is_opened_when_it_is_needed(own, folder_of, padded_b
     new, portable = np.random.default_rng(4).integers(3, 298, (6, 1, 4)), OrtNumpy(folder_of("fp32"))
     logits = []
     for backend in (own, portable):  # a draft: several tokens behind the first
-        state = backend.start(backend.encode(ids, mask))
+        state = backend.new_state(backend.encode(ids, mask))
         backend.step(state, new[:, :, :1])
         logits.append(backend.step(state, new[:, :, 1:]))
     assert own._portable is not None
@@ -243,7 +243,7 @@ def test_a_shortlist_chooses_the_same_tokens(tiny_t5, tmp_path: Path, padded_bat
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert near.shortlist.steps == 20
     first = np.zeros((6, 1, 1), dtype=np.int64)
-    logits = [b.step(b.start(b.encode(*padded_batch)), first) for b in (near, exact)]
+    logits = [b.step(b.new_state(b.encode(*padded_batch)), first) for b in (near, exact)]
     np.testing.assert_array_equal(*logits)
 
 
@@ -259,7 +259,7 @@ def visits(draw: st.DrawFn) -> list[tuple[str, int]]:
 
 def alone(backend: Any, ids: np.ndarray, count: int) -> tuple[list[int], list[float]]:
     """Its greedy tokens, and by how much the best logit leads at each step, in standard deviations of all."""
-    state, token, tokens, leads = backend.start(backend.encode(ids, np.ones_like(ids))), 0, [], []
+    state, token, tokens, leads = backend.new_state(backend.encode(ids, np.ones_like(ids))), 0, [], []
     for _ in range(count):
         logits = backend.step(state, np.full((1, 1, 1), token))[0, 0, 0]
         token = int(logits.argmax())
@@ -272,18 +272,18 @@ def alone(backend: Any, ids: np.ndarray, count: int) -> tuple[list[int], list[fl
 def together(backend: Any, sources: list[np.ndarray], program: list[tuple[str, int]]) -> dict[int, list[int]]:
     """By visitor, the tokens of a state that they join and leave."""
     answers: dict[int, list[int]] = {0: []}
-    inside, state = [0], backend.start(backend.encode(sources[0], np.ones_like(sources[0])))
+    inside, state = [0], backend.new_state(backend.encode(sources[0], np.ones_like(sources[0])))
     tokens = np.zeros((1, 1), dtype=np.int64)
     for what, number in [*program, ("steps", 6)]:
         if what == "join" and len(answers) < len(sources):
             coming = len(answers)
-            backend.admit(state, backend.encode(sources[coming], np.ones_like(sources[coming])))
+            backend.add_sources(state, backend.encode(sources[coming], np.ones_like(sources[coming])))
             tokens = np.concatenate([tokens, np.zeros((1, 1), dtype=np.int64)])
             inside.append(coming)
             answers[coming] = []
         elif what == "leave" and len(inside) > 1:
             kept = np.roll(np.delete(np.arange(len(inside)), number % len(inside)), number)  # in any order
-            backend.keep(state, kept)
+            backend.select_sources(state, kept)
             inside, tokens = [inside[i] for i in kept], tokens[kept]
         elif what == "steps":
             for _ in range(number % 9):
@@ -349,18 +349,18 @@ def test_only_newcomers_are_copied(own) -> None:
         ids = np.random.default_rng(length).integers(3, 298, (1, length))
         return own.encode(ids, np.ones_like(ids))
 
-    state = own.start(source(20))
+    state = own.new_state(source(20))
     tokens = tokens_of(own, state, np.zeros((1, 1), dtype=np.int64), 2)[-1]
-    own.admit(state, source(30))
+    own.add_sources(state, source(30))
     anew = state.laid_anew_bytes
     assert anew > 0, "the first one makes room"
-    own.keep(state, np.array([1]))
-    own.admit(state, source(40))
+    own.select_sources(state, np.array([1]))
+    own.add_sources(state, source(40))
     assert state.laid_anew_bytes == anew, "there is room for this one"
     place = next(iter(state.buffers.room.values()))
     own.next_tokens(state, np.array([[[tokens[0, 0]]], [[0]]]))
     assert next(iter(state.buffers.room.values())) is place
-    own.admit(state, source(70))
+    own.add_sources(state, source(70))
     assert state.laid_anew_bytes > anew
 
 
@@ -371,10 +371,10 @@ def visitor(backend: OrtStatic, length: int) -> Any:
 
 def test_room_doubles(own) -> None:
     """One after the other would otherwise copy all that are there, each time."""
-    state, laid = own.start(visitor(own, 20)), []
+    state, laid = own.new_state(visitor(own, 20)), []
     for _ in range(20):
         before, place = state.laid_anew_bytes, state.buffers and next(iter(state.buffers.room.values()))
-        own.admit(state, visitor(own, 20))
+        own.add_sources(state, visitor(own, 20))
         room = next(iter(state.buffers.room.values()))
         laid.append((state.laid_anew_bytes > before, place is not None and room is not place))
     assert sum(cross for cross, _ in laid) <= 5 and sum(rows for _, rows in laid) <= 5
@@ -382,12 +382,12 @@ def test_room_doubles(own) -> None:
 
 
 def test_a_long_source_that_has_left_is_no_longer_read(own) -> None:
-    state = own.start(visitor(own, 30))
+    state = own.new_state(visitor(own, 30))
     tokens_of(own, state, np.zeros((1, 1), dtype=np.int64), 2)
-    own.admit(state, visitor(own, 300))
-    own.admit(state, visitor(own, 70))
+    own.add_sources(state, visitor(own, 300))
+    own.add_sources(state, visitor(own, 70))
     assert state.source.mask.shape == (3, 320)
-    own.keep(state, np.array([0, 2]))
+    own.select_sources(state, np.array([0, 2]))
     assert state.source.mask.shape == (2, 128), "as long as the longest of those who are there"
     check_visits(own, "fp32", 5, [("join", 0), ("steps", 3), ("leave", 0), ("steps", 4), *LONG])
 

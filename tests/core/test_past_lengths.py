@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5accel.checks import check_vocabulary
-from t5accel.decoding.backend import Histories, right_aligned
+from t5accel.decoding.backend import PastLengths, right_aligned
 from t5accel.errors import InputError
 
-events = st.lists(st.tuples(st.sampled_from(["append", "append", "trim", "reorder", "keep"]), st.integers(0, 2**16)))
+events = st.lists(
+    st.tuples(st.sampled_from(["append", "append", "rollback", "reorder", "select_sources"]), st.integers(0, 2**16))
+)
 
 
 @settings(deadline=None, max_examples=300)
 @given(batch=st.integers(1, 4), rows=st.integers(1, 3), events=events)
 def test_the_indices_gather_what_lists_would_hold(batch: int, rows: int, events: list[tuple[str, int]]) -> None:
-    histories, lists = Histories.empty(batch, rows), [[[] for _ in range(rows)] for _ in range(batch)]
+    histories, lists = PastLengths.empty(batch, rows), [[[] for _ in range(rows)] for _ in range(batch)]
     tensor, last, count = np.zeros((batch, rows, 0), dtype=np.int64), 0, 0
     for event, seed in events:
         rng, before = np.random.default_rng(seed), histories
@@ -32,7 +34,7 @@ def test_the_indices_gather_what_lists_would_hold(batch: int, rows: int, events:
             for source, chosen in zip(lists, new.tolist(), strict=True):
                 for row, tokens in zip(source, chosen, strict=True):
                     row.extend(tokens)
-        elif event == "trim":
+        elif event == "rollback":
             accepted = rng.integers(0, last + 1, (len(lists), rows))
             histories, index = histories.trimmed(accepted)
             assert (index is None) == (accepted == last).all()
@@ -66,21 +68,21 @@ def test_the_indices_gather_what_lists_would_hold(batch: int, rows: int, events:
 
 
 def test_a_trim_leaves_no_position_that_is_nobodys() -> None:
-    rows, _ = Histories.empty(2, 2).appended(3).trimmed(np.array([[1, 2], [1, 1]]))
+    rows, _ = PastLengths.empty(2, 2).appended(3).trimmed(np.array([[1, 2], [1, 1]]))
     assert rows.width == 2 and rows.padding.tolist() == [[1, 0], [1, 1]]
     rows, index = rows.appended(2).trimmed(np.zeros((2, 2), dtype=np.int64))
     assert rows.width == 2 and index.tolist() == [[[0, 1]] * 2] * 2
-    rows, index = Histories.empty(2, 1).appended(3).trimmed(np.array([[0], [0]]))
+    rows, index = PastLengths.empty(2, 1).appended(3).trimmed(np.array([[0], [0]]))
     assert rows.width == 0 and not rows.ragged and index.shape == (2, 1, 0)
 
 
 def test_after_a_trim_there_is_no_last_step() -> None:
-    rows, _ = Histories.empty(1, 1).appended(3).trimmed(np.array([[2]]))
+    rows, _ = PastLengths.empty(1, 1).appended(3).trimmed(np.array([[2]]))
     assert rows.last == 0 and rows.trimmed(np.array([[0]]))[1] is None
 
 
 def test_nothing_of_it_can_be_assigned() -> None:
-    rows = Histories.empty(1, 1)
+    rows = PastLengths.empty(1, 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         rows.width = 3
 

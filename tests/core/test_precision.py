@@ -267,7 +267,7 @@ def test_histories_are_reordered_and_trimmed_as_in_fp32(exported, half, padded_b
     new, backends = histories(6, 2, 5), [runtime(folder, settings=ONE_THREAD) for folder in (half(), exported())]
     assert lost(*(logits_after_all(backend, *padded_batch, new) for backend in backends))[0] < ERROR
     for backend in backends:
-        state = backend.start(backend.encode(*padded_batch), 2)
+        state = backend.new_state(backend.encode(*padded_batch), 2)
         backend.step(state, new)
         backend.reorder(state, np.array([[1, 0]] * 6))
         assert {backend._array(past).dtype for past in state.past} == {backend.dtype}

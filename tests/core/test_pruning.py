@@ -272,7 +272,7 @@ def test_it_is_converted_to_integers(pruned, padded_batch, tmp_path: Path, recip
     assert manifest.recipe["name"] == recipe and manifest.size_bytes < sum(p.stat().st_size for p in folder.iterdir())
     logits = []
     for backend in (OrtNumpy(folder), OrtNumpy(tmp_path / recipe)):
-        state = backend.start(backend.encode(*padded_batch), rows_per_source=2)
+        state = backend.new_state(backend.encode(*padded_batch), rows_per_source=2)
         logits.append(backend.step(state, NEW))
     assert np.corrcoef(logits[0].ravel(), logits[1].ravel())[0, 1] > alike and not np.array_equal(*logits)
     assert greedy(OrtNumpy(tmp_path / recipe), *padded_batch, min_new_tokens=4, max_new_tokens=4).sequences.shape == (

@@ -17,11 +17,11 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import Sampling, generators, probabilities, sample
+from t5accel.decoding.sampling import SamplingParams, generators, probabilities, sample
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)
-WARM = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, repetition_penalty=1.2)
+WARM = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, repetition_penalty=1.2)
 
 
 class Chain:
@@ -39,7 +39,7 @@ class Chain:
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> int:
         return len(input_ids)
 
-    def start(self, source: int, rows_per_source: int = 1) -> dict[str, np.ndarray]:
+    def new_state(self, source: int, rows_per_source: int = 1) -> dict[str, np.ndarray]:
         shape = (source, rows_per_source)
         return {"past": np.zeros((*shape, 40), dtype=np.int64), "length": np.zeros(shape, dtype=np.int64), "last": 0}
 
@@ -54,15 +54,17 @@ class Chain:
         state["last"] = input_ids.shape[2]
         return np.stack(logits, axis=2)
 
-    def trim(self, state: dict[str, Any], accepted: np.ndarray) -> None:
+    def rollback(self, state: dict[str, Any], accepted: np.ndarray) -> None:
         assert (accepted <= state["last"]).all() and (accepted >= 0).all()
         state["length"], state["last"] = state["length"] - state["last"] + accepted, 0
 
-    def keep(self, state: dict[str, Any], sources: np.ndarray) -> None:
+    def select_sources(self, state: dict[str, Any], sources: np.ndarray) -> None:
         state["past"], state["length"] = state["past"][sources], state["length"][sources]
 
 
-def answer_odds(chain: Chain, sampling: Sampling, length: int, min_new_tokens: int = 0) -> dict[tuple[int, ...], float]:
+def answer_odds(
+    chain: Chain, sampling: SamplingParams, length: int, min_new_tokens: int = 0
+) -> dict[tuple[int, ...], float]:
     """The probability of every answer of at most ``length`` tokens, padded to that, by going through all of them."""
     odds = {}
 
@@ -101,9 +103,10 @@ def excess(sequences: np.ndarray, odds: dict[tuple[int, ...], float]) -> float:
 
 
 SAMPLINGS = {
-    "plain": Sampling(), "warm": Sampling(temperature=1.6), "top-k": Sampling(top_k=4), "top-p": Sampling(top_p=0.9),
-    "min-p": Sampling(min_p=0.25), "penalty": Sampling(repetition_penalty=1.8),
-    "all": Sampling(temperature=1.4, top_k=4, top_p=0.97, min_p=0.02, repetition_penalty=1.5),
+    "plain": SamplingParams(), "warm": SamplingParams(temperature=1.6), "top-k": SamplingParams(top_k=4),
+    "top-p": SamplingParams(top_p=0.9),
+    "min-p": SamplingParams(min_p=0.25), "penalty": SamplingParams(repetition_penalty=1.8),
+    "all": SamplingParams(temperature=1.4, top_k=4, top_p=0.97, min_p=0.02, repetition_penalty=1.5),
 }  # fmt: skip
 
 
@@ -114,13 +117,15 @@ def test_answers_are_distributed_as_the_model_says(name: str) -> None:
     assert found.sequences.shape == (8000, 3)
     assert abs(excess(found.sequences, answer_odds(chain, sampling, 3))) < 4
     if name != "plain":
-        assert excess(found.sequences, answer_odds(chain, Sampling(), 3)) > 8, "the option should change something"
+        assert excess(found.sequences, answer_odds(chain, SamplingParams(), 3)) > 8, (
+            "the option should change something"
+        )
     forced = sample(chain, [[2]] * 8000, sampling=sampling, max_new_tokens=3, min_new_tokens=3)
     assert abs(excess(forced.sequences, answer_odds(chain, sampling, 3, min_new_tokens=3))) < 4
 
 
 def test_a_prefix_is_gone_on_from_and_counts_as_history() -> None:
-    chain, sampling = Chain(1), Sampling(repetition_penalty=1.8)
+    chain, sampling = Chain(1), SamplingParams(repetition_penalty=1.8)
     prefixed = sample(
         chain, [[2]] * 8000, sampling=sampling, max_new_tokens=2, decoder_input_ids=[[4]] * 8000
     ).sequences
@@ -165,13 +170,18 @@ def test_the_likeliest_token_alone_is_greedy_search(tiny_t5, kind: str, padded_b
     backend = TorchEager(tiny_t5(kind))
     expected = greedy(backend, *padded_batch, max_new_tokens=12).sequences
     assert_varied(expected)
-    for sampling in (Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(min_p=1.0), Sampling(temperature=1e-9)):
+    for sampling in (
+        SamplingParams(top_k=1),
+        SamplingParams(top_p=1e-9),
+        SamplingParams(min_p=1.0),
+        SamplingParams(temperature=1e-9),
+    ):
         found = sample(backend, *padded_batch, sampling=sampling, num_return_sequences=2, max_new_tokens=12)
         np.testing.assert_array_equal(found.sequences, expected.repeat(2, axis=0))
 
 
 def test_options_by_name_are_a_sampling() -> None:
-    whole = sample(Chain(), [[2]] * 50, sampling=Sampling(temperature=0.5, top_k=3), max_new_tokens=5)
+    whole = sample(Chain(), [[2]] * 50, sampling=SamplingParams(temperature=0.5, top_k=3), max_new_tokens=5)
     names = sample(Chain(), [[2]] * 50, temperature=0.5, top_k=3, max_new_tokens=5)
     np.testing.assert_array_equal(whole.sequences, names.sequences)
     assert (whole.sequences != sample(Chain(), [[2]] * 50, max_new_tokens=5).sequences).any()
@@ -212,7 +222,7 @@ def test_no_options() -> None:
     refused(call, "seed", -1, 0.5, None)
     refused(call, "num_return_sequences", 0)
     refused(call, "beams", 3, match="no option beams")
-    refused(partial(call, top_k=3), "sampling", Sampling(), match="beside a Sampling")
+    refused(partial(call, top_k=3), "sampling", SamplingParams(), match="beside a SamplingParams")
     refused(call, "temperature", 0, match="greedy")
     refused(call, "max_new_tokens", 0)
     refused(call, "min_new_tokens", 70, match="min_new_tokens")

@@ -13,28 +13,28 @@ from hypothesis import strategies as st
 from refused import refused
 
 from t5accel.decoding import sampling as distribution
-from t5accel.decoding.sampling import Sampling, as_sampling, draw, probabilities
+from t5accel.decoding.sampling import SamplingParams, as_sampling, draw, probabilities
 from t5accel.errors import InputError
 from t5accel.parity import ParityError, assert_close
 
-ALL = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
-EACH: dict[str, Sampling] = {
-    "nothing": Sampling(),
-    "hot": Sampling(temperature=1.9),
-    "cold": Sampling(temperature=0.3),
-    "top-k": Sampling(top_k=5),
-    "top-k of more than there are": Sampling(top_k=10**6),
-    "top-p": Sampling(top_p=0.8),
-    "a tiny top-p": Sampling(top_p=1e-6),
-    "min-p": Sampling(min_p=0.2),
-    "min-p of 1": Sampling(min_p=1.0),
-    "penalty": Sampling(repetition_penalty=1.7),
-    "reward": Sampling(repetition_penalty=0.6),
+ALL = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
+EACH: dict[str, SamplingParams] = {
+    "nothing": SamplingParams(),
+    "hot": SamplingParams(temperature=1.9),
+    "cold": SamplingParams(temperature=0.3),
+    "top-k": SamplingParams(top_k=5),
+    "top-k of more than there are": SamplingParams(top_k=10**6),
+    "top-p": SamplingParams(top_p=0.8),
+    "a tiny top-p": SamplingParams(top_p=1e-6),
+    "min-p": SamplingParams(min_p=0.2),
+    "min-p of 1": SamplingParams(min_p=1.0),
+    "penalty": SamplingParams(repetition_penalty=1.7),
+    "reward": SamplingParams(repetition_penalty=0.6),
     "all": ALL,
 }
 
 
-def reference(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> np.ndarray:
+def reference(logits: np.ndarray, history: np.ndarray, sampling: SamplingParams) -> np.ndarray:
     """The same by transformers' classes, put together as its ``generate`` does: (R, V), (R, L) -> (R, V)."""
     from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
     from transformers.generation import LogitsProcessorList
@@ -55,7 +55,7 @@ def example(seed: int, rows: int = 6, vocab_size: int = 300, spread: float = 3.0
     return logits, rng.integers(0, vocab_size, (rows, 9))
 
 
-def check(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> None:
+def check(logits: np.ndarray, history: np.ndarray, sampling: SamplingParams) -> None:
     assert_close(probabilities(logits, history, sampling), reference(logits, history, sampling), atol=2e-6)
 
 
@@ -67,14 +67,14 @@ def test_equals_transformers(name: str) -> None:
         odds = probabilities(logits, history, EACH[name])
         assert odds.dtype == np.float64 and odds.shape == logits.shape
         np.testing.assert_allclose(odds.sum(axis=-1), 1, atol=1e-12)
-        plain = probabilities(logits, history, Sampling())
+        plain = probabilities(logits, history, SamplingParams())
         if name not in ("nothing", "top-k of more than there are"):
             assert np.abs(odds - plain).max() > 1e-3, "the option should change something"
 
 
-def edges(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> bool:
+def edges(logits: np.ndarray, history: np.ndarray, sampling: SamplingParams) -> bool:
     """Whether a token lies so near to the edge of top-p or min-p that float32's rounding may decide."""
-    before = probabilities(logits, history, Sampling(sampling.temperature, sampling.top_k, 1.0, 0.0,
+    before = probabilities(logits, history, SamplingParams(sampling.temperature, sampling.top_k, 1.0, 0.0,
                                                      sampling.repetition_penalty))  # fmt: skip
     sums = np.sort(before, axis=-1).cumsum(axis=-1)
     near_p = np.abs(sums - (1 - sampling.top_p)).min() < 1e-5
@@ -88,11 +88,13 @@ def edges(logits: np.ndarray, history: np.ndarray, sampling: Sampling) -> bool:
     vocab_size=st.sampled_from([2, 3, 17, 300]),
     spread=st.sampled_from([0.1, 1.0, 8.0]),
     sampling=st.builds(
-        Sampling, temperature=st.floats(0.2, 4), top_k=st.integers(0, 30), top_p=st.floats(0.05, 1),
+        SamplingParams, temperature=st.floats(0.2, 4), top_k=st.integers(0, 30), top_p=st.floats(0.05, 1),
         min_p=st.floats(0, 0.9), repetition_penalty=st.floats(0.5, 3),
     ),
 )  # fmt: skip
-def test_equals_transformers_whatever_is_asked(seed: int, vocab_size: int, spread: float, sampling: Sampling) -> None:
+def test_equals_transformers_whatever_is_asked(
+    seed: int, vocab_size: int, spread: float, sampling: SamplingParams
+) -> None:
     logits, history = example(seed, vocab_size=vocab_size, spread=spread)
     assume(not edges(logits, history, sampling))
     check(logits, history, sampling)
@@ -100,8 +102,8 @@ def test_equals_transformers_whatever_is_asked(seed: int, vocab_size: int, sprea
 
 def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
     logits = np.array([[3.0, 2.0, 2.0, 2.0, 1.0]], dtype=np.float32)
-    check(logits, np.array([[0]]), Sampling(top_k=2))
-    assert (probabilities(logits, None, Sampling(top_k=2)) > 0).tolist() == [[True, True, True, True, False]]
+    check(logits, np.array([[0]]), SamplingParams(top_k=2))
+    assert (probabilities(logits, None, SamplingParams(top_k=2)) > 0).tolist() == [[True, True, True, True, False]]
 
 
 def test_what_is_forbidden_stays_forbidden() -> None:
@@ -116,9 +118,9 @@ def test_what_is_forbidden_stays_forbidden() -> None:
 
 def test_extreme_temperatures() -> None:
     logits, _ = example(1)
-    cold = probabilities(logits, None, Sampling(temperature=1e-300))
+    cold = probabilities(logits, None, SamplingParams(temperature=1e-300))
     assert (cold.argmax(axis=1) == logits.argmax(axis=1)).all() and (cold.max(axis=1) == 1).all()
-    hot = probabilities(logits, None, Sampling(temperature=1e300))
+    hot = probabilities(logits, None, SamplingParams(temperature=1e300))
     np.testing.assert_allclose(hot, 1 / 300)
 
 
@@ -165,11 +167,11 @@ def test_a_broken_distribution_is_caught(monkeypatch, broken: str) -> None:
 
 def test_the_order_matters() -> None:
     logits, history = example(0)
-    cooled = probabilities(logits / 0.7, history, Sampling(1.0, ALL.top_k, ALL.top_p, ALL.min_p, 1.4))
+    cooled = probabilities(logits / 0.7, history, SamplingParams(1.0, ALL.top_k, ALL.top_p, ALL.min_p, 1.4))
     with pytest.raises(ParityError, match="not close"):
         assert_close(np.roll(cooled, 1, axis=1), reference(logits, history, ALL), atol=2e-6)
-    late = probabilities(np.log(probabilities(logits, history, Sampling(0.7, 20, 0.9, 0.05)) + 1e-300), history,
-                         Sampling(repetition_penalty=1.4))  # fmt: skip
+    late = probabilities(np.log(probabilities(logits, history, SamplingParams(0.7, 20, 0.9, 0.05)) + 1e-300), history,
+                         SamplingParams(repetition_penalty=1.4))  # fmt: skip
     with pytest.raises(ParityError, match="not close"):
         assert_close(late, reference(logits, history, ALL), atol=2e-6)
 
@@ -198,16 +200,16 @@ def test_a_token_without_odds_is_never_drawn(odds: list[float], uniform: float) 
 
 
 def test_no_sampling() -> None:
-    refused(Sampling, "temperature", 0, match="temperature is 0; .*greedy")
-    refused(Sampling, "temperature", -1.0, float("inf"), float("nan"), "1", True)
-    refused(Sampling, "repetition_penalty", 0.0, None)
-    refused(Sampling, "top_k", -1, 2.0)
-    refused(Sampling, "top_p", 0.0, 1.01, [0.5])
-    refused(Sampling, "min_p", -0.1, 1.5, 1j)
+    refused(SamplingParams, "temperature", 0, match="temperature is 0; .*greedy")
+    refused(SamplingParams, "temperature", -1.0, float("inf"), float("nan"), "1", True)
+    refused(SamplingParams, "repetition_penalty", 0.0, None)
+    refused(SamplingParams, "top_k", -1, 2.0)
+    refused(SamplingParams, "top_p", 0.0, 1.01, [0.5])
+    refused(SamplingParams, "min_p", -0.1, 1.5, 1j)
 
 
 def test_a_sampling_or_its_options() -> None:
-    assert as_sampling(None, {}) == Sampling() and as_sampling(ALL, {}) is ALL
+    assert as_sampling(None, {}) == SamplingParams() and as_sampling(ALL, {}) is ALL
     assert as_sampling(None, {"top_p": np.float32(0.5), "top_k": np.int64(3)}).top_k == 3
     for given_sampling, options, match in (
         (None, {"topk": 3}, "no option topk; .*top_k"), (ALL, {"top_k": 3}, "top_k given beside"),

@@ -22,7 +22,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding import speculation
 from t5accel.decoding.backend import Generated
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import Sampling
+from t5accel.decoding.sampling import SamplingParams
 from t5accel.decoding.speculation import DraftModel, SamplingDraftModel, accept_or_resample, speculative
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_model
@@ -117,16 +117,16 @@ def test_two_runtimes_work_together(tiny_t5, exported, padded_batch) -> None:
 
 
 class NoTrim(Machine):
-    def trim(self, state: dict[str, Any], accepted: np.ndarray) -> None:
+    def rollback(self, state: dict[str, Any], accepted: np.ndarray) -> None:
         state["last"] = 0
 
 
 class NoKeep(Machine):
-    def keep(self, state: dict[str, Any], kept: np.ndarray) -> None:
-        super().keep(state, np.arange(len(kept)))
+    def select_sources(self, state: dict[str, Any], kept: np.ndarray) -> None:
+        super().select_sources(state, np.arange(len(kept)))
 
 
-@pytest.mark.parametrize("broken", ["trim", "keep", "lacks"])
+@pytest.mark.parametrize("broken", ["rollback", "select_sources", "lacks"])
 def test_a_draft_that_is_not_in_step_is_noticed(monkeypatch, broken: str) -> None:
     def check(kind: type[Machine]) -> Generated:
         found = [
@@ -145,7 +145,7 @@ def test_a_draft_that_is_not_in_step_is_noticed(monkeypatch, broken: str) -> Non
     if broken == "lacks":
         monkeypatch.setattr(DraftModel, "update", without_what_it_lacks)
     with pytest.raises(AssertionError, match="the draft is the model itself"):
-        check({"trim": NoTrim, "keep": NoKeep}.get(broken, Machine))
+        check({"rollback": NoTrim, "select_sources": NoKeep}.get(broken, Machine))
 
 
 # With sampling: exact in distribution
@@ -153,7 +153,7 @@ def test_a_draft_that_is_not_in_step_is_noticed(monkeypatch, broken: str) -> Non
 ROWS, LENGTH = 6_000, 3
 
 
-def drawn(sampling: Sampling, *, rows: int = ROWS, draft_seed: int = 2, **options: Any) -> Generated:
+def drawn(sampling: SamplingParams, *, rows: int = ROWS, draft_seed: int = 2, **options: Any) -> Generated:
     """Many answers by a chain whose draft is another chain, of tokens that are three and more guesses long."""
     return speculative(
         Chain(1), Chain(draft_seed), [[2]] * rows, sampling=sampling, seed=4,
@@ -174,8 +174,8 @@ def test_the_distribution_is_the_models(name: str) -> None:
 
 
 def test_the_end_is_forbidden_to_both() -> None:
-    found = drawn(Sampling(), min_new_tokens=LENGTH)
-    assert abs(excess(found.sequences, answer_odds(Chain(1), Sampling(), LENGTH, min_new_tokens=LENGTH))) < 4
+    found = drawn(SamplingParams(), min_new_tokens=LENGTH)
+    assert abs(excess(found.sequences, answer_odds(Chain(1), SamplingParams(), LENGTH, min_new_tokens=LENGTH))) < 4
 
 
 def test_a_draft_that_is_the_model_is_always_right() -> None:
@@ -218,15 +218,15 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_rule_is_caught(monkeypatch, rule: str) -> None:
     monkeypatch.setattr(speculation, "accept_or_resample", RULES[rule])
-    assert excess(drawn(Sampling()).sequences, answer_odds(Chain(1), Sampling(), LENGTH)) > 20
+    assert excess(drawn(SamplingParams()).sequences, answer_odds(Chain(1), SamplingParams(), LENGTH)) > 20
 
 
 def test_a_draft_without_the_penalty_is_still_exact_but_a_model_without_it_is_not(monkeypatch) -> None:
     odds = answer_odds(Chain(1), SAMPLINGS["penalty"], LENGTH)
     choose, probs = SamplingDraftModel._choose, speculation.next_token_probs
 
-    def plain(logits: np.ndarray, texts: Any, sampling: Sampling) -> np.ndarray:
-        return probs(logits, texts, Sampling())
+    def plain(logits: np.ndarray, texts: Any, sampling: SamplingParams) -> np.ndarray:
+        return probs(logits, texts, SamplingParams())
 
     def chooses_without_it(self: SamplingDraftModel, *arguments: Any) -> np.ndarray:
         with monkeypatch.context() as patch:
@@ -240,7 +240,7 @@ def test_a_draft_without_the_penalty_is_still_exact_but_a_model_without_it_is_no
 
 
 def test_a_row_draws_for_itself() -> None:
-    options: dict[str, Any] = dict(sampling=Sampling(), max_new_tokens=10)
+    options: dict[str, Any] = dict(sampling=SamplingParams(), max_new_tokens=10)
     many = speculative(Chain(1), Chain(2), [[2]] * 8, **options).sequences
     few = speculative(Chain(1), Chain(2), [[2]] * 3, **options).sequences
     for row, answer in enumerate(few):
@@ -258,9 +258,9 @@ def test_draws_on_runtimes(tiny_t5, exported, padded_batch) -> None:
     """With one token left by top-k it is greedy search; with all of them, rows differ and guesses are accepted."""
     backend, draft = OrtNumpy(exported(), settings=ONE_THREAD), TorchEager(noisy(tiny_t5(), 0.05))
     options: dict[str, Any] = dict(max_new_tokens=16)
-    single = speculative(backend, draft, *padded_batch, sampling=Sampling(top_k=1), **options)
+    single = speculative(backend, draft, *padded_batch, sampling=SamplingParams(top_k=1), **options)
     np.testing.assert_array_equal(single.sequences, greedy(backend, *padded_batch, **options).sequences)
-    free = speculative(backend, draft, *padded_batch, sampling=Sampling(repetition_penalty=1.1), **options)
+    free = speculative(backend, draft, *padded_batch, sampling=SamplingParams(repetition_penalty=1.1), **options)
     assert_varied(free.sequences)
     assert 0 < free.accepted < free.drafted
     assert (free.sequences != single.sequences[:, : free.sequences.shape[1]]).any()

@@ -54,7 +54,7 @@ def test_logits_are_those_of_transformers(kind: str) -> None:
     backend = TorchStatic(model, buckets=SMALL)
     for source, kept in ((ids, mask), (np.where(rolled, np.roll(ids, 2, axis=1), pad), rolled)):
         expected = logits(model, source, kept, tokens)
-        state, other = (backend.start(backend.encode(source, kept)) for _ in range(2))
+        state, other = (backend.new_state(backend.encode(source, kept)) for _ in range(2))
         singly = [backend.step(other, tokens[:, None, i : i + 1]) for i in range(11)]
         for found in (backend.step(state, tokens[:, None]), np.concatenate(singly, axis=2)):
             np.testing.assert_allclose(found[:, 0], expected, atol=TOLERANCE)
@@ -103,7 +103,7 @@ def test_fewer_bits_stay_near(kind: str, dtype: torch.dtype) -> None:
     (ids, mask), tokens = ids_of(model), prefixes(model, 6)
     backend = TorchStatic(copy.deepcopy(model).to(dtype), buckets=SMALL)
     expected = logits(model, ids, mask, tokens)
-    found = backend.step(backend.start(backend.encode(ids, mask)), tokens[:, None])[:, 0]
+    found = backend.step(backend.new_state(backend.encode(ids, mask)), tokens[:, None])[:, 0]
     rounded = logits(copy.deepcopy(model).to(dtype), ids, mask, tokens)
     error, theirs = (np.linalg.norm(one - expected) / np.linalg.norm(expected) for one in (found, rounded))
     assert 0 < error < 1.5 * theirs + 0.01
@@ -129,7 +129,7 @@ def test_what_configurations_choose(activation: str, scaled: bool) -> None:
     )  # fmt: skip
     model = random_model(BEYOND_T5["mbart"], dict(sizes, activation_function=activation, scale_embedding=scaled))
     backend, tokens = TorchStatic(model, buckets=SMALL), prefixes(model, 5)
-    found = backend.step(backend.start(backend.encode(*ids_of(model))), tokens[:, None])[:, 0]
+    found = backend.step(backend.new_state(backend.encode(*ids_of(model))), tokens[:, None])[:, 0]
     np.testing.assert_allclose(found, logits(model, *ids_of(model), tokens), atol=TOLERANCE)
 
 
@@ -140,7 +140,7 @@ def test_padding_in_what_the_decoder_reads() -> None:
     ids, mask = ids_of(model)
     backend, eager = TorchStatic(model), TorchEager(model)
     singly = [[one.step(state, tokens[:, None, i : i + 1]) for i in range(6)]
-              for one in (backend, eager) for state in [one.start(one.encode(ids, mask))]]  # fmt: skip
+              for one in (backend, eager) for state in [one.new_state(one.encode(ids, mask))]]  # fmt: skip
     np.testing.assert_allclose(*(np.concatenate(steps, axis=2) for steps in singly), atol=TOLERANCE)
 
 
@@ -190,7 +190,7 @@ STEP = {"t5": 109, "umt5": 115, "mt5": 113}  # as many as before the step knew o
 def test_a_step_of_t5_asks_for_no_more_operators(kind: str, dtype: torch.dtype) -> None:
     sizes = dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300)
     backend = TorchStatic(random_t5(sizes, kind=kind).to(dtype))
-    slot = backend.start(backend.encode(np.full((2, 5), 7), np.ones((2, 5), dtype=int))).slot
+    slot = backend.new_state(backend.encode(np.full((2, 5), 7), np.ones((2, 5), dtype=int))).slot
     with torch.inference_mode(), Operators() as operators:
         backend.decoder.advance(slot)
     assert sum(operators.asked.values()) == STEP[kind], operators.asked

@@ -18,7 +18,7 @@ from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream, stream_text
 from t5accel.parity import assert_varied
@@ -71,7 +71,7 @@ def test_on_runtimes(tiny_t5, exported, padded_batch, name: str) -> None:
     algorithm = ALGORITHMS[name][0]
     options: dict[str, Any] = dict(max_new_tokens=12)
     if name == "sample":
-        options["sampling"] = Sampling(top_k=50)
+        options["sampling"] = SamplingParams(top_k=50)
     if name == "speculative":
         options["draft"] = TorchEager(tiny_t5())
     expected = algorithm(backend=backend, input_ids=padded_batch[0], attention_mask=padded_batch[1], **options)

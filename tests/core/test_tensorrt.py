@@ -124,7 +124,7 @@ def test_sizes_outside_of_the_plan_are_refused_before_anything_runs(on_cpu: Any,
     ids = np.full((1, 17), 5)
     with pytest.raises(InputError, match=r"input_ids is of shape \(1, 17\)"):
         backend.encode(ids, np.ones_like(ids))
-    state = backend.start(backend.encode(*padded_batch))
+    state = backend.new_state(backend.encode(*padded_batch))
     with pytest.raises(InputError, match=r"input_ids is of shape \(6, 1, 17\)"):
         backend.step(state, np.full((6, 1, 17), 5))
     assert (state.rows.lengths == 0).all()
@@ -150,7 +150,7 @@ def test_an_engine_that_cannot_be_loaded(tmp_path: Path, on_cpu: Any) -> None:
                                                ("execute_async_v3", "could not run")])  # fmt: skip
 def test_what_tensorrt_refuses_is_an_error_and_changes_nothing(on_cpu: Any, padded_batch: Any, call: str, message: str):
     backend = on_cpu()
-    state = backend.start(backend.encode(*padded_batch))
+    state = backend.new_state(backend.encode(*padded_batch))
     setattr(backend.decoder.context, call, lambda *_: ["x"] if call == "infer_shapes" else False)
     with pytest.raises(ExportError, match=message):
         backend.step(state, np.full((6, 1, 1), 5))

@@ -32,7 +32,7 @@ from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.decoding.token_constraints import (
@@ -125,7 +125,7 @@ def drawn(backend: Any, *batch: np.ndarray, **options: Any) -> Any:
     return sample(backend, *batch, top_k=1, **options)  # of one token there is nothing to draw
 
 
-LIKELIEST = Sampling(top_k=1)
+LIKELIEST = SamplingParams(top_k=1)
 LOOPS: dict[str, Callable[..., Any]] = {
     "greedy": greedy,
     "one beam": lambda *a, **o: beam_search(*a, num_beams=1, **o),

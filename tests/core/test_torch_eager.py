@@ -15,7 +15,7 @@ from refused import refused
 from torch.overrides import TorchFunctionMode
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.backend import Histories
+from t5accel.decoding.backend import PastLengths
 from t5accel.errors import NotT5Error
 from t5accel.parity import assert_close
 
@@ -32,7 +32,7 @@ def test_the_encoder_runs_once(tiny_t5, padded_batch, use_cache: bool) -> None:
     hook = model.encoder.register_forward_hook(lambda *_: calls.append(1))
     try:
         backend = TorchEager(model, use_cache=use_cache)
-        state = backend.start(backend.encode(*padded_batch), 2)
+        state = backend.new_state(backend.encode(*padded_batch), 2)
         for _ in range(3):
             backend.step(state, np.full((6, 2, 1), 5))
     finally:
@@ -42,13 +42,13 @@ def test_the_encoder_runs_once(tiny_t5, padded_batch, use_cache: bool) -> None:
 
 def test_bfloat16_gives_float32_logits(tiny_t5, padded_batch) -> None:
     backend = TorchEager(copy.deepcopy(tiny_t5()).to(torch.bfloat16))
-    assert backend.step(backend.start(backend.encode(*padded_batch)), np.full((6, 1, 1), 5)).dtype == np.float32
+    assert backend.step(backend.new_state(backend.encode(*padded_batch)), np.full((6, 1, 1), 5)).dtype == np.float32
 
 
 # Any mixture of steps, trims, reorderings and leaving sources
 
 
-def without_padding(rows: Histories) -> Histories:
+def without_padding(rows: PastLengths) -> PastLengths:
     """Says of all positions that they are real."""
     return replace(rows, padding=np.zeros_like(rows.padding), ragged=False)
 
@@ -56,7 +56,7 @@ def without_padding(rows: Histories) -> Histories:
 @torch.inference_mode()
 def left_aligned(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
     """After a ragged trim the shorter histories end too early: their relative positions are wrong."""
-    TorchEager.trim(self, state, accepted)
+    TorchEager.rollback(self, state, accepted)
     width = state.tokens.shape[1]
     for row, length in enumerate(state.rows.lengths.ravel()):
         roll = width - int(length)
@@ -68,16 +68,16 @@ def left_aligned(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
 
 def without_past_mask(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
     """After a ragged trim it attends to the garbage in front of the shorter histories."""
-    TorchEager.trim(self, state, accepted)
+    TorchEager.rollback(self, state, accepted)
     state.rows = without_padding(state.rows)
 
 
-@pytest.mark.parametrize("trim", [without_past_mask, left_aligned])
+@pytest.mark.parametrize("rollback", [without_past_mask, left_aligned])
 def test_a_broken_backend_is_caught(tiny_t5, padded_batch, trim: Any) -> None:
     model = tiny_t5()
     check_program(TorchEager(model), model, *padded_batch, 3, PROGRAM)
     with pytest.raises(AssertionError, match="not close"):
-        check_program(broken(trim=trim)(model), model, *padded_batch, 3, PROGRAM)
+        check_program(broken(rollback=trim)(model), model, *padded_batch, 3, PROGRAM)
 
 
 # Bad input
@@ -117,10 +117,14 @@ class FailsAt(TorchFunctionMode):
 def test_a_failure_on_the_way_leaves_the_state_as_it_was(tiny_t5, padded_batch, use_cache: bool, stride: int) -> None:
     """Whichever call into torch it is, of a step every 7th or 11th."""
     new = np.random.default_rng(8).integers(3, 300, (6, 2, 3))
-    calls = [("step", new), ("trim", np.arange(12).reshape(6, 2) % 4), ("step", new[:, :, :1]), ("step", new)]
-    calls += [("trim", np.full((6, 2), 1)), ("reorder", np.array([[1, 1]] * 6)), ("keep", np.array([4, 0]))]
+    calls = [("step", new), ("rollback", np.arange(12).reshape(6, 2) % 4), ("step", new[:, :, :1]), ("step", new)]
+    calls += [
+        ("rollback", np.full((6, 2), 1)),
+        ("reorder", np.array([[1, 1]] * 6)),
+        ("select_sources", np.array([4, 0])),
+    ]
     backend = TorchEager(tiny_t5(), use_cache=use_cache)
-    undisturbed, state = (backend.start(backend.encode(*padded_batch), 2) for _ in range(2))
+    undisturbed, state = (backend.new_state(backend.encode(*padded_batch), 2) for _ in range(2))
     for method, argument in calls:
         getattr(backend, method)(undisturbed, argument)
         for number in count(0, stride if method == "step" else 1):

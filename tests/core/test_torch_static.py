@@ -32,7 +32,7 @@ def test_fewer_bits_stay_near(tiny_t5, padded_batch, dtype: torch.dtype) -> None
     model = tiny_t5()
     new = np.random.default_rng(2).integers(3, 300, (6, 1, 4))
     exact, near = (TorchStatic(one, buckets=SMALL) for one in (model, copy.deepcopy(model).to(dtype)))
-    expected, found = (backend.step(backend.start(backend.encode(*padded_batch)), new) for backend in (exact, near))
+    expected, found = (backend.step(backend.new_state(backend.encode(*padded_batch)), new) for backend in (exact, near))
     assert found.dtype == np.float32 and np.isfinite(found).all()
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert 0 < error < 0.05
@@ -43,7 +43,7 @@ def test_what_lies_beyond_a_row_is_never_read(tiny_t5, padded_batch) -> None:
     backend = TorchStatic(tiny_t5(), buckets=SMALL)
     new = np.random.default_rng(3).integers(3, 300, (6, 1, 3))
     source = backend.encode(*padded_batch)
-    clean, dirty = backend.start(source), backend.start(source)
+    clean, dirty = backend.new_state(source), backend.new_state(source)
     with torch.inference_mode():
         dirty.slot.own.memory.fill_(1e4)
     assert_close(backend.step(dirty, new), backend.step(clean, new), atol=ATOL)
@@ -102,11 +102,11 @@ def test_other_algorithms_run_on_it(tiny_t5, exported, padded_batch, name: str, 
 
 def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
     backend = TorchStatic(tiny_t5())
-    state = backend.start(backend.encode(*padded_batch), 2)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
     first = backend.run_greedy(state, 1000)
     assert first.shape == (6, 2, LONGEST_RUN) and (state.rows.lengths == LONGEST_RUN).all()
     assert (first[:, 0] == first[:, 1]).all(), "rows of one source began alike"
-    again = backend.start(backend.encode(*padded_batch), 2)
+    again = backend.new_state(backend.encode(*padded_batch), 2)
     pieces = [backend.run_greedy(again, k) for k in (1, 30, 33)]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=2), first)
 
@@ -115,11 +115,11 @@ def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
 def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(tiny_t5, exported, padded_batch, name) -> None:
     backend = RUNNING[name](tiny_t5(), exported())
     source = backend.encode(*padded_batch)
-    free = backend.run_greedy(backend.start(source), 8)
+    free = backend.run_greedy(backend.new_state(source), 8)
     token = int(free[0, 0, 0])
-    without = backend.run_greedy(backend.start(source), 8, forbidden=token)
+    without = backend.run_greedy(backend.new_state(source), 8, suppressed=token)
     assert token not in without[0] and (without[:, :, 0] == free[:, :, 0])[free[:, :, 0] != token].all()
-    np.testing.assert_array_equal(backend.run_greedy(backend.start(source), 8), free)
+    np.testing.assert_array_equal(backend.run_greedy(backend.new_state(source), 8), free)
 
 
 # Memory
@@ -128,14 +128,14 @@ def test_a_forbidden_token_does_not_come_and_only_while_it_is_forbidden(tiny_t5,
 def test_memory_is_used_again_when_a_state_is_gone_and_not_before(tiny_t5, padded_batch) -> None:
     backend = TorchStatic(tiny_t5())
     source = backend.encode(*padded_batch)
-    first, second = backend.start(source), backend.start(source)
+    first, second = backend.new_state(source), backend.new_state(source)
     addresses = [state.slot.own.memory.data_ptr() for state in (first, second)]
     assert addresses[0] != addresses[1]
     new = np.random.default_rng(6).integers(3, 300, (6, 1, 4))
     expected = backend.step(first, new)
     del second
     gc.collect()
-    third = backend.start(source)
+    third = backend.new_state(source)
     assert third.slot.own.memory.data_ptr() == addresses[1]
     assert_close(backend.step(third, new), expected, atol=0)
 
@@ -144,12 +144,12 @@ def test_a_longer_answer_moves_to_a_larger_bucket_and_gives_the_smaller_back(tin
     model = tiny_t5()
     backend = TorchStatic(model, buckets=SMALL)
     source = backend.encode(*padded_batch)
-    state = backend.start(source)
+    state = backend.new_state(source)
     small = state.slot
     tokens = backend.run_greedy(state, 20)
-    assert state.slot.width == 32 and backend.start(source).slot is small
+    assert state.slot.width == 32 and backend.new_state(source).slot is small
     wide = TorchStatic(model)
-    np.testing.assert_array_equal(tokens, wide.run_greedy(wide.start(wide.encode(*padded_batch)), 20))
+    np.testing.assert_array_equal(tokens, wide.run_greedy(wide.new_state(wide.encode(*padded_batch)), 20))
 
 
 def test_lengths_beyond_the_last_bucket(tiny_t5, padded_batch) -> None:
@@ -198,7 +198,7 @@ def test_a_captured_encoder_gives_transformers_logits(tiny_t5, kind: str, padded
     new = rng.integers(3, 300, (6, 1, 4))
     for source, texts in zip(sources, (longer, (ids, mask)), strict=True):
         expected = teacher_forced(model, *texts, new[:, 0])
-        assert_close(backend.step(backend.start(source), new)[:, 0], expected, atol=ATOL)
+        assert_close(backend.step(backend.new_state(source), new)[:, 0], expected, atol=ATOL)
     backend.encode(rng.integers(3, 300, (6, 17)), np.ones((6, 17), dtype=int))
     assert [*backend._encoders] == [(6, 16), (6, 32)]
 
@@ -277,7 +277,7 @@ def test_a_captured_graph_gives_eager_tokens(tiny_t5, padded_batch, rows: int) -
     model = copy.deepcopy(tiny_t5()).to("cuda")
     graphs, plain = TorchStatic(model), TorchStatic(model, graphs=False)
     for _ in range(2):
-        tokens = [one.run_greedy(one.start(one.encode(*padded_batch), rows), 40) for one in (graphs, plain)]
+        tokens = [one.run_greedy(one.new_state(one.encode(*padded_batch), rows), 40) for one in (graphs, plain)]
         np.testing.assert_array_equal(*tokens)
     check_eager_tokens(graphs, model, padded_batch, min_new_tokens=40, max_new_tokens=40)
     assert 1 <= graphs.captured <= 3 and not plain.captured

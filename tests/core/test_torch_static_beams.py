@@ -204,7 +204,7 @@ def test_replayed_steps_find_the_same(ending_t5, padded_batch, with_replays) -> 
 
 def test_few_graphs_are_kept_for_each_memory(tiny_t5, padded_batch) -> None:
     backend = TorchStatic(tiny_t5())
-    state = backend.start(backend.encode(*padded_batch), 2)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
     start, scores = np.zeros((6, 2, 1), dtype=np.int64), np.zeros((6, 2), dtype=np.float32)
     for end in range(1, MOST_LOOPS + 3):
         backend.run_beams(state, start, scores, 1, ends=(end,))

@@ -20,15 +20,17 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.backends.torch_static_sampling import _NUMBERS, draw, probabilities
 from t5accel.decoding import sampling as distribution
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.parity import assert_close, assert_varied
 
 __all__ = ["host_is_not_asked", "with_replays"]  # fixtures
 
-TOP = {"top-k and top-p": Sampling(temperature=0.8, top_k=50, top_p=0.9), "WARM": WARM}
+TOP = {"top-k and top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.9), "WARM": WARM}
 
 
-def on_device(logits: np.ndarray, history: np.ndarray | None, sampling: Sampling, device: str = "cpu") -> np.ndarray:
+def on_device(
+    logits: np.ndarray, history: np.ndarray | None, sampling: SamplingParams, device: str = "cpu"
+) -> np.ndarray:
     """What the device's `probabilities` find, summing to 1."""
     seen, given = None, torch.from_numpy(logits).to(device)
     if history is not None:
@@ -44,13 +46,13 @@ def on_device(logits: np.ndarray, history: np.ndarray | None, sampling: Sampling
     seed=st.integers(0, 2**16), vocab_size=st.integers(2, 300), spread=st.sampled_from([0.1, 1.0, 8.0]),
     is_rounded=st.booleans(),
     sampling=st.builds(
-        Sampling, temperature=st.sampled_from([1.0, 0.3, 2.0, 1e-9]), top_k=st.integers(0, 60),
+        SamplingParams, temperature=st.sampled_from([1.0, 0.3, 2.0, 1e-9]), top_k=st.integers(0, 60),
         top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-9]), min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
         repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
     ),
 )  # fmt: skip
 def test_the_distribution_is_the_hosts(
-    seed: int, vocab_size: int, spread: float, is_rounded: bool, sampling: Sampling
+    seed: int, vocab_size: int, spread: float, is_rounded: bool, sampling: SamplingParams
 ) -> None:
     """Equal logits, too, of which those in bfloat16 have many, and forbidden tokens."""
     rng = np.random.default_rng(seed)
@@ -107,7 +109,7 @@ def test_answers_are_those_of_other_runtimes_whatever_is_asked(tiny_t5, seed: in
         forced_eos_token_id=data.draw(st.none() | st.just(1)),
     )  # fmt: skip
     options: dict[str, Any] = dict(
-        sampling=Sampling(temperature=1.5, repetition_penalty=data.draw(st.sampled_from([1.0, 1.3]))), seed=seed,
+        sampling=SamplingParams(temperature=1.5, repetition_penalty=data.draw(st.sampled_from([1.0, 1.3]))), seed=seed,
         num_return_sequences=data.draw(st.integers(1, 3)), max_new_tokens=longest,
         min_new_tokens=data.draw(st.just(0) | st.integers(0, longest)),
         forced_bos_token_id=data.draw(st.none() | st.just(298).filter(lambda token: token not in ends)),
@@ -126,7 +128,7 @@ def test_answers_are_those_of_other_runtimes_whatever_is_asked(tiny_t5, seed: in
 def test_one_graph_draws_by_any_numbers(tiny_t5, padded_batch, with_replays) -> None:
     model = tiny_t5()
     backend = with_replays(model)
-    for sampling in (Sampling(top_p=0.9), Sampling(top_p=0.6), Sampling(top_p=0.9, temperature=2.0)):
+    for sampling in (SamplingParams(top_p=0.9), SamplingParams(top_p=0.6), SamplingParams(top_p=0.9, temperature=2.0)):
         options: dict[str, Any] = dict(sampling=sampling, seed=1, max_new_tokens=12)
         found, expected = (sample(one, *padded_batch, **options).sequences for one in (backend, TorchEager(model)))
         np.testing.assert_array_equal(found, expected)
@@ -150,7 +152,7 @@ def test_generate_draws_on_the_device_by_torchs_seed(tiny_t5, padded_batch, host
     drawn = int(torch.randint(2**62, ()))
     torch.set_rng_state(state)
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.3)
+    sampling = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.3)
     expected = sample(TorchEager(tiny_t5()), ids, mask, sampling=sampling, seed=drawn, num_return_sequences=2,
                       max_new_tokens=12)  # fmt: skip
     np.testing.assert_array_equal(found[0][:, 1:].numpy(), expected.sequences)

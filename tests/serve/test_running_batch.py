@@ -23,7 +23,7 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.errors import EngineError, InputError
 from t5accel.serve import scheduler as scheduler_module
@@ -99,7 +99,7 @@ def jobs(draw: st.DrawFn) -> GenerationRequest:
         case "beams":
             options |= dict(num_beams=draw(st.integers(2, 3)), length_penalty=draw(st.sampled_from([1.0, 0.0])))
         case "drawn":
-            options |= dict(sampling=Sampling(temperature=2.0), seed=draw(st.integers(0, 3)),
+            options |= dict(sampling=SamplingParams(temperature=2.0), seed=draw(st.integers(0, 3)),
                             num_return_sequences=draw(st.integers(1, 2)))  # fmt: skip
     return new_job(draw(st.integers(0, 99)), most, draw(st.integers(1, 20)), **options)
 
@@ -215,7 +215,7 @@ def test_a_stream_gets_every_token_and_a_stop_criterion_ends_within_a_run(backen
     assert answer.tokens == alone(replace(stop.job, stopping_criterion=None), eager)[0][:5] and answer.ended
 
 
-@pytest.mark.parametrize("where", ["run", "fit", "encode", "admit", "logits", "branch"])
+@pytest.mark.parametrize("where", ["run", "fit", "encode", "add_sources", "logits", "reorder_sources"])
 def test_what_a_device_fails_at_ends_some_and_the_others_go_on(backends, where: str) -> None:
     backend, eager = backends("none")
     scheduler = flight(backend, rows=32)
@@ -225,7 +225,9 @@ def test_what_a_device_fails_at_ends_some_and_the_others_go_on(backends, where: 
     right, failing = getattr(device, where), []
 
     def fails_once(*arguments: Any) -> Any:
-        if len(failing) < (2 if where in ("encode", "admit", "fit") else 1):  # newcomers are tried again one by one
+        if len(failing) < (
+            2 if where in ("encode", "add_sources", "fit") else 1
+        ):  # newcomers are tried again one by one
             failing.append(1)
             raise torch.cuda.OutOfMemoryError("no memory")
         return right(*arguments)

@@ -20,7 +20,7 @@ from test_layout import loaded_by
 
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import (
     CancelledError,
@@ -38,8 +38,8 @@ from t5accel.serve.scheduler import Scheduler
 class Alone(Machine):
     """A `Machine` that cannot be joined. A source that is kept twice branches."""
 
-    def keep(self, state: dict[str, Any], sources: np.ndarray) -> None:
-        super().keep(state, sources)
+    def select_sources(self, state: dict[str, Any], sources: np.ndarray) -> None:
+        super().select_sources(state, sources)
         state["pasts"] = [copy.deepcopy(pasts) for pasts in state["pasts"]]
 
     def reorder(self, state: dict[str, Any], rows: np.ndarray) -> None:
@@ -49,7 +49,7 @@ class Alone(Machine):
 class Joining(Alone):
     """One that rows join, and whose sources can be kept for later."""
 
-    def admit(self, state: dict[str, Any], source: list[list[int]]) -> None:
+    def add_sources(self, state: dict[str, Any], source: list[list[int]]) -> None:
         state["sources"] = state["sources"] + source
         state["pasts"] += [[[]] for _ in source]
 
@@ -128,7 +128,9 @@ def jobs(draw: st.DrawFn, longest: int = 12) -> GenerationRequest:
         options.update(early_stopping=draw(st.sampled_from([False, True, "never"])))
     if kind == "drawn":
         options.update(
-            sampling=draw(st.sampled_from([Sampling(), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]))
+            sampling=draw(
+                st.sampled_from([SamplingParams(), SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.5)])
+            )
         )
         options.update(seed=draw(st.integers(0, 9)), num_return_sequences=draw(st.integers(1, 3)))
     ids = rng.integers(2, 12, draw(st.integers(1, 20)))
@@ -189,7 +191,7 @@ def test_rows_of_every_kind_share_one_step() -> None:
     wanted = [
         GenerationRequest([5, 6]),
         GenerationRequest([7, 3], num_beams=4),
-        GenerationRequest([2], sampling=Sampling(), num_return_sequences=2),
+        GenerationRequest([2], sampling=SamplingParams(), num_return_sequences=2),
     ]
     for job in wanted:
         scheduler.submit(job)
@@ -221,7 +223,7 @@ def test_without_admit_it_says_so_and_batches_do_not_mix() -> None:
 def test_a_full_batch_makes_wait_and_nobody_overtakes_who_needs_more_room() -> None:
     scheduler, _ = stepped(Joining(ends=0), rows=5)
     scheduler.submit(GenerationRequest([5], max_new_tokens=4))
-    scheduler.submit(GenerationRequest([5], max_new_tokens=8, sampling=Sampling(), num_return_sequences=2))
+    scheduler.submit(GenerationRequest([5], max_new_tokens=8, sampling=SamplingParams(), num_return_sequences=2))
     beams, later = (
         scheduler.submit(GenerationRequest([6], num_beams=4, max_new_tokens=3)),
         scheduler.submit(GenerationRequest([7], max_new_tokens=1)),
@@ -473,10 +475,10 @@ def outcomes(tickets: list[RequestHandle]) -> str:
         ("step", {3, 4}, "aff"),
         ("encode", {2}, "aaa"),  # two together fail, each alone does not
         ("encode", {2, 3}, "afa"),
-        ("admit", {1}, "aaa"),
-        ("admit", {1, 2, 3}, "aff"),
-        ("keep", {1}, "fff"),  # the state may be in any condition
-        ("start", {1}, "faa"),
+        ("add_sources", {1}, "aaa"),
+        ("add_sources", {1, 2, 3}, "aff"),
+        ("select_sources", {1}, "fff"),  # the state may be in any condition
+        ("new_state", {1}, "faa"),
     ],
 )
 def test_a_failure_hits_as_few_as_can_be(method: str, fails: set[int], expected: str) -> None:
@@ -494,7 +496,7 @@ def test_a_failure_hits_as_few_as_can_be(method: str, fails: set[int], expected:
 
 def test_a_branch_that_fails_ends_only_those_it_was_for() -> None:
     class Branching(Joining):
-        def branch(self, state: dict[str, Any], sources: np.ndarray) -> None:
+        def reorder_sources(self, state: dict[str, Any], sources: np.ndarray) -> None:
             raise MemoryError("no room for the secret text")
 
     scheduler, _ = stepped(Branching(ends=0))
@@ -590,12 +592,12 @@ def test_what_happens_is_observed() -> None:
         (dict(max_new_tokens=71), "max_new_tokens is 71; at most 70"),
         (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens"),
         (dict(num_beams=5), "num_beams is 5; at most 4"),
-        (dict(sampling=Sampling(), num_return_sequences=5), "num_return_sequences is 5; at most 4"),
+        (dict(sampling=SamplingParams(), num_return_sequences=5), "num_return_sequences is 5; at most 4"),
         (dict(num_beams=0), "num_beams"),
         (dict(num_return_sequences=2), "num_return_sequences is 2"),
         (dict(num_beams=2, length_penalty=float("nan")), "length_penalty is nan"),
         (dict(num_beams=2, early_stopping="x"), "early_stopping is 'x'"),
-        (dict(sampling=Sampling(), num_beams=2), "tokens are drawn, or beams are searched"),
+        (dict(sampling=SamplingParams(), num_beams=2), "tokens are drawn, or beams are searched"),
         (dict(sampling="hot"), "sampling is 'hot'"),
         (dict(seed=-1), "seed"),
         (dict(priority=0.5), "priority"),

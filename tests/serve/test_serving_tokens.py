@@ -24,8 +24,8 @@ from t5accel.backends.ort_numpy import OrtNumpy, OrtSource
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic, StaticState
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.beam import Beams, beam_search
-from t5accel.decoding.sampling import Sampling, sample
+from t5accel.decoding.beam import BeamState, beam_search
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.topk import BeamTopK
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_model
@@ -48,8 +48,8 @@ SCORE = {"fp32": 1e-4, "int8": 0.05, "int4": 0.05}  # of a token's log-probabili
 class Poisoned(OrtStatic):
     """Whatever is not in use is NaN: places that rows have left, columns beyond the last."""
 
-    def keep(self, state: StaticState, sources: np.ndarray) -> None:
-        super().keep(state, sources)
+    def select_sources(self, state: StaticState, sources: np.ndarray) -> None:
+        super().select_sources(state, sources)
         if state.buffers is not None:
             state.buffers.settle()
             for group in state.buffers.room.values():
@@ -92,10 +92,11 @@ def alone(backend: Any, job: GenerationRequest) -> tuple[list[int], float]:
     One beam is greedy search: then it is by how much the likeliest token led.
     """
     noting, end = Noting(backend.vocab_size), backend.eos_token_id
-    beams = Beams(1, job.num_beams, vocab_size=backend.vocab_size, eos_token_id=end, max_new_tokens=job.max_new_tokens,
+    beams = BeamState(1, job.num_beams, vocab_size=backend.vocab_size, eos_token_id=end,
+                      max_new_tokens=job.max_new_tokens,
                   min_new_tokens=job.min_new_tokens, continuations=noting)  # fmt: skip
     ids = job.input_ids[None]
-    state = backend.start(backend.encode(ids, np.ones_like(ids)), job.num_beams)
+    state = backend.new_state(backend.encode(ids, np.ones_like(ids)), job.num_beams)
     tokens = np.full((1, job.num_beams, 1), backend.decoder_start_token_id)
     while (move := beams.advance(backend.step(state, tokens)[:, :, -1])) is not None:
         if move.rows is not None:
@@ -108,7 +109,7 @@ def alone(backend: Any, job: GenerationRequest) -> tuple[list[int], float]:
 def rescored(backend: Any, job: GenerationRequest, answer: list[int]) -> float:
     """The mean log-probability of an answer's tokens, one after the other, alone."""
     ids, total = job.input_ids[None], 0.0
-    state = backend.start(backend.encode(ids, np.ones_like(ids)))
+    state = backend.new_state(backend.encode(ids, np.ones_like(ids)))
     for before, token in zip([backend.decoder_start_token_id, *answer], answer, strict=False):
         logits = backend.step(state, np.full((1, 1, 1), before))[0, 0, 0].astype(np.float64)
         total += logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
@@ -204,7 +205,7 @@ def lead(backend: Any, job: GenerationRequest, expected: list[int], found: list[
     """Where two answers part, by how much the token written alone led, in deviations of the logits."""
     until = next(place for place, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other)
     ids = job.input_ids[None]
-    state = backend.start(backend.encode(ids, np.ones_like(ids)))
+    state = backend.new_state(backend.encode(ids, np.ones_like(ids)))
     for token in [backend.decoder_start_token_id, *expected[:until]]:
         logits = backend.step(state, np.full((1, 1, 1), token))[0, 0, 0]
     return float((logits[expected[until]] - logits[found[until]]) / logits.std())
@@ -240,7 +241,7 @@ def test_what_a_trained_model_says_is_its_own_and_beyond_the_end_ties_decide() -
 
 def beams_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beam goes on from its own history in place of another's."""
-    monkeypatch.setattr(OrtStatic, "branch", lambda self, state, sources: None)
+    monkeypatch.setattr(OrtStatic, "reorder_sources", lambda self, state, sources: None)
 
 
 FAULTS = [stale_mask, shifted_column, cross_row_left, beams_that_stay]
@@ -266,22 +267,22 @@ def test_branching_is_keeping_a_source_twice(folder_of, kind: type[OrtNumpy], pa
 
     def after(method: str) -> np.ndarray:
         row = backend.encode(ids[:1], mask[:1])
-        state = backend.start(backend.join([row] * 3))
+        state = backend.new_state(backend.join([row] * 3))
         backend.step(state, new[0, :3])
-        backend.admit(state, row)
+        backend.add_sources(state, row)
         for tokens in new[1:4]:
             backend.step(state, tokens)
         getattr(backend, method)(state, np.array([2, 2, 3, 0]))
         return backend.step(state, new[4])
 
-    assert_close(after("branch"), after("keep"), atol=1e-5)
+    assert_close(after("reorder_sources"), after("select_sources"), atol=1e-5)
 
 
 def test_drawn_rows_draw_what_they_would_alone(opened) -> None:
     wanted = [
         GenerationRequest(
             [5 + i] * (3 + 9 * i),
-            sampling=Sampling(top_k=20, repetition_penalty=1.2),
+            sampling=SamplingParams(top_k=20, repetition_penalty=1.2),
             seed=i,
             max_new_tokens=20,
             num_return_sequences=2,
@@ -356,7 +357,7 @@ def test_an_encoder_of_dynamic_integers_gets_one_source_at_a_time(folder_of, pre
 def test_the_bytes_are_those_of_the_buffers(folder_of) -> None:
     backend = OrtStatic(folder_of("fp32"), settings=ONE_THREAD)
     counted = KVCacheBytes(backend)
-    state = backend.start(backend.encode(np.full((4, 64), 9), np.ones((4, 64), dtype=int)))
+    state = backend.new_state(backend.encode(np.full((4, 64), 9), np.ones((4, 64), dtype=int)))
     backend.next_tokens(state, np.zeros((4, 1, 1), dtype=int))
     held = sum(group.nbytes for group in state.buffers.groups.values())
     held += sum(state.source.inputs[name].nbytes for name in backend.cross_names)

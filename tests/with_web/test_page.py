@@ -71,7 +71,7 @@ def gaps(
     And how far the second one is; both (L,), in logits.
     """
     backend, batch = OrtNumpy(folder), TokenizerFile(folder)([source(content, *asked)])
-    state, found = backend.start(backend.encode(*batch.values())), []
+    state, found = backend.new_state(backend.encode(*batch.values())), []
     for before, token in zip([backend.decoder_start_token_id, *tokens], tokens, strict=False):
         logits = backend.step(state, np.array([[[before]]]))[0, 0, -1]
         second, first = np.partition(logits, -2)[-2:]
