@@ -1,4 +1,4 @@
-"""Every number of the README comes from a recorded result."""
+"""Every number of the README and its guides comes from a recorded result."""
 
 import json
 import os
@@ -24,12 +24,15 @@ from t5accel.cli import app
 from t5accel.models.random_init import random_t5
 
 ROOT = Path(__file__).resolve().parents[2]
-README, WORKSHOP = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/WORKSHOP.md"))
-ON_A_GPU = README.split("## On a GPU\n")[1].split("\n## ")[0]
+README, RESULTS, SERVING, WORKSHOP = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/results.md", "docs/serving.md", "docs/WORKSHOP.md")
+)
+ON_A_GPU = RESULTS.split("## On a GPU\n")[1].split("\n## ")[0]
 
 
 def test_tables_are_drawn_from_their_files() -> None:
-    shown = re.findall(r"<!-- (data/results/\S+\.json) -->\n```text\n(.*?)\n```", README, re.DOTALL)
+    shown = re.findall(r"<!-- (data/results/\S+\.json) -->\n```text\n(.*?)\n```", RESULTS, re.DOTALL)
     assert len(shown) >= 2
     for path, text in shown:
         record = json.loads((ROOT / path).read_text(encoding="utf-8"))
@@ -243,7 +246,7 @@ def answer(printed: str) -> Any:
 
 def test_the_server_answers_the_requests_shown_with_the_answers_shown(cache_of_its_own) -> None:
     """Word for word, but for the port."""
-    part = README.split("## As a server\n")[1].split("\n## ")[0]
+    part = SERVING.split("## As a server\n")[1].split("\n## ")[0]
     (command,) = re.findall(r"^```bash\n(t5accel serve .*)$", part, re.MULTILINE)
     (client,) = re.findall(r"^<!-- a client -->\n```console\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
     with socket.socket() as free:

@@ -431,8 +431,8 @@ def run_in_node(script: str, name: str) -> str:
 
 
 def readme_lines(folder: Path) -> str:
-    """The README's JavaScript, on an export of ours, from where `run_in_node` puts it."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The guide's JavaScript, on an export of ours, from where `run_in_node` puts it."""
+    text = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"^```js\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(lines.strip().splitlines()) <= 10 and "my-export/" in lines
     return lines.replace("./src/t5.js", "../src/t5.js").replace("my-export/", f"{folder}/")
