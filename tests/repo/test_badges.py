@@ -99,9 +99,11 @@ def test_stamping_again_changes_nothing_and_another_address_replaces_the_first(c
 @pytest.mark.parametrize(
     ("repository", "branch"),
     [
-        *((name, "main") for name in ("", "name", "a/b/c", "https://github.com/a/b", "git@github.com:a/b", "a/b.git")),
-        *((name, "main") for name in ("-a/b", "a-/b", "a--b/c", "a/..", "a b/c", 'a/b"', "ä/b", "a/b\n", "/b", "a/")),
-        *(("a/b", branch) for branch in ("", "a..b", "-x", "a b", "x.lock", "a/", "//", "a\n")),
+        *(
+            (name, "main")
+            for name in ("", "name", "https://github.com/a/b", "a/b.git", "-a/b", "a/..", 'a/b"', "a/b\n")
+        ),
+        *(("a/b", branch) for branch in ("", "a..b", "-x", "a b", "a\n")),
     ],
 )
 def test_an_address_that_is_none_is_refused_and_nothing_written(copy: Path, repository: str, branch: str) -> None:

@@ -203,7 +203,7 @@ def test_ci_runs_what_we_promise() -> None:
     )
 
 
-@pytest.mark.parametrize("script", [".ci/run", "scripts/chromium"])
+@pytest.mark.parametrize("script", [".ci/run", "scripts/chromium", "binder/postBuild", "binder/start"])
 def test_scripts_are_executable_and_strict(script: str) -> None:
     text = (ROOT / script).read_text(encoding="utf-8")
     assert os.access(ROOT / script, os.X_OK), f"chmod +x {script}"
