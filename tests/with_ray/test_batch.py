@@ -177,7 +177,7 @@ def killed(start: Start, out: Path, expected: dict[str, bytes], times: int, seed
 def test_ray_writes_what_the_local_engine_writes(start: Start, expected: dict[str, bytes], tmp_path: Path) -> None:
     process = start(tmp_path / "out")
     printed, errors = said(process)
-    assert process.returncode == 0 and printed.startswith(f"Done(answered={ROWS}, rejected=1, tokens="), errors
+    assert process.returncode == 0 and printed.startswith(f"ShardStats(answered={ROWS}, rejected=1, tokens="), errors
     assert files(tmp_path / "out") == expected
     assert "Traceback" not in errors and "INFO" not in errors
 
